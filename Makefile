@@ -1,9 +1,12 @@
-# make demo    sets up, tunes the digits task, says where the report is
-# make test    sets up, checks the style, runs the tests that are not slow, in two processes
-# make test-all  the slow tests, too; all but the soaks
-# make slowest   prints the tests that take longest
+# make demo         sets up, tunes the digits task, prints where the report is
+# make test         sets up, checks the style, runs the quick tests
+# make test-all     the quick and the slow tests; everything but soak tests
+# make test-matrix  unit tests on every supported pair of PyTorch and Python that can be installed
+# make types        pyright
+# make docs         the documentation site, in build/site
+# make slowest      the 50 slowest quick tests
 #
-# Everything is installed into .venv; a second call finds it done. PYTHON=python3.12 chooses another Python.
+# Everything is installed into .venv; a second call finds it done. PYTHON=python3.12 selects another Python.
 
 PYTHON ?= python3
 # Test processes. Two are what the suite is measured with; more help where there are more cores.
@@ -19,7 +22,7 @@ BENCHMARKS := import_time engine_overhead recording_overhead a_against_a planted
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "no improvement"; there is a report about that too
-	@page=$$($(BIN)/hasten report runs/demo) && echo "The report: $$page"
+	@page=$$($(BIN)/hasten report runs/demo) && echo "report: $$page"
 
 test: .venv/ready-dev lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10

@@ -95,7 +95,7 @@ def as_recipe(knobs: dict) -> Recipe:
             pin=knobs["pin_memory"],
         )
     if knobs["num_threads"] not in (None, torch.get_num_threads()):
-        recipe = recipe.with_method("threads", count=knobs["num_threads"])
+        recipe = recipe.with_method("num_threads", count=knobs["num_threads"])
     if knobs["compile"]:
         recipe = recipe.with_method("compile")
     if knobs["amp"]:

@@ -27,13 +27,13 @@ from _common import Interval, finish, in_turns, interval, parser, say, show, tel
 
 from hasten import ConfigurationError, Recipe, RunError
 from hasten.benchmarking.fork_server import Worker
-from hasten.core.batch import batch_size, batch_tensors
 from hasten.engine.environment import cores
 from hasten.engine.registry import method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import outside_name
 from hasten.profiling.phase_timer import Timeline
 from hasten.profiling.probe import Probe
+from hasten.utils.batch import batch_size, batch_tensors
 
 FIGURE = 0.01
 WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")

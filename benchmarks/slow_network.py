@@ -1,7 +1,7 @@
 """What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
 
-Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``slow_cable.py``, and nothing else is told to it: it
-measures the original (ddp), tries what it knows, one process too, and confirms the winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten bench-comm``).
+Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``network_emulation.py``, and nothing else is told to it: it
+measures the original (ddp), tries what it knows, one process too, and confirms the winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
 
 Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
 """
@@ -27,7 +27,7 @@ def on_the_cable(*words: str) -> dict:
     """The answer of a command there."""
     command = [
         sys.executable,
-        str(HERE / "slow_cable.py"),
+        str(HERE / "network_emulation.py"),
         MEGABITS,
         MILLISECONDS,
         sys.executable,
@@ -48,7 +48,7 @@ def main() -> int:
     options.add_argument("--budget", default="25m", help="of the search")
     options = options.parse_args()
     tell("measuring the cable")
-    reduce = on_the_cable("bench-comm", "--processes", "2")["collectives"]["all-reduce"]
+    reduce = on_the_cable("network", "--processes", "2")["collectives"]["all-reduce"]
     tell("searching")
     with tempfile.TemporaryDirectory() as folder:
         found = on_the_cable("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)

@@ -1,4 +1,4 @@
-"""Generates three pages while the site is built: methods.md from the cards, benchmarks.md from the records, cli.md from argparse."""
+"""Generates pages while the site is built, from the cards, the records, the command line and CONTRIBUTING.md."""
 
 import argparse
 import json
@@ -10,7 +10,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_files(files, config):
-    for name, make in {"methods.md": methods_page, "benchmarks.md": benchmarks_page, "cli.md": cli_page}.items():
+    pages = {
+        "methods.md": methods_page,
+        "benchmarks.md": benchmarks_page,
+        "cli.md": cli_page,
+        "contributing.md": contributing_page,
+    }
+    for name, make in pages.items():
         files.append(File.generated(config, name, content=make()))
     return files
 
@@ -79,7 +85,7 @@ def ratio(record: dict) -> str:
 
 
 def cli_page() -> str:
-    from hasten.cli.main import build_parser
+    from hasten.cli.main import _parser as build_parser
 
     lines = [
         "# Command line",
@@ -99,3 +105,7 @@ def subparsers(parser: argparse.ArgumentParser, prefix: str = "hasten"):
             for name, child in action.choices.items():
                 yield f"{prefix} {name}", child
                 yield from subparsers(child, f"{prefix} {name}")
+
+
+def contributing_page() -> str:
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")

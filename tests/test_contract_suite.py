@@ -1,4 +1,4 @@
-"""Every method of ours is held against the contract suite, and the suite against methods that break it."""
+"""Every method of hasten passes the contract suite, and the suite catches methods that break the contract."""
 
 import warnings
 from functools import cache
@@ -8,50 +8,51 @@ import pytest
 from hasten.core.card import FACTS
 from hasten.engine.registry import method_class, method_names
 from hasten.testing import CHECKS, Subject, check_method
-from hasten.testing.checks import SMALL_TASKS, has_a_complete_card, has_settings_that_are_data, says_so_when_idle
+from hasten.testing.checks import SMALL_TASKS, has_a_complete_card, has_options_that_are_data, reports_no_effect
 from helpers.small_tasks import SETTINGS, tasks_with_effect
 
-WITHOUT_A_TASK = (has_a_complete_card, has_settings_that_are_data)
+WITHOUT_A_TASK = (has_a_complete_card, has_options_that_are_data)
 
 
-@cache
 @cache
 def subject(name: str, with_effect: bool) -> Subject:
-    """The method on a task on which it has an effect, or on the suite's own small tasks."""
+    """The method on a task on which it has an effect, or on the small tasks of the suite."""
     task = next(iter(tasks_with_effect(name)), None)
-    given = task(batch_size=32) if with_effect and task not in (None, *SMALL_TASKS) else None
-    return Subject(name, given, **SETTINGS.get(name, {}))
+    given_task = task(batch_size=32) if with_effect and task not in (None, *SMALL_TASKS) else None
+    return Subject(name, given_task, **SETTINGS.get(name, {}))
 
 
-def applicable() -> list:
-    """(method, check): all checks for methods that have an effect in one process here, and those that ask for no effect for all others."""
-    return [
-        pytest.param(name, check, id=f"{name}-{check.__name__}")
-        for name in method_names()
-        for check in CHECKS
-        if check in WITHOUT_A_TASK
-        or (
-            not set(SMALL_TASKS) <= set(tasks_with_effect(name))
-            if check is says_so_when_idle
-            else tasks_with_effect(name)
-        )
-    ]
+def is_applicable(name: str, check) -> bool:
+    """Whether the check can be judged in one process on this machine; other cases are not generated."""
+    if check in WITHOUT_A_TASK:
+        return True
+    if check is reports_no_effect:
+        return not set(SMALL_TASKS) <= set(tasks_with_effect(name))
+    return bool(tasks_with_effect(name))
 
 
-@pytest.mark.parametrize(("name", "check"), applicable())
-def test_our_methods_keep_the_contract(name, check):
+APPLICABLE = [
+    pytest.param(name, check, id=f"{name}-{check.__name__}")
+    for name in method_names()
+    for check in CHECKS
+    if is_applicable(name, check)
+]
+
+
+@pytest.mark.parametrize(("name", "check"), APPLICABLE)
+def test_method_passes_check(name, check):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        check(subject(name, check is not says_so_when_idle))
+        check(subject(name, check is not reports_no_effect))
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_our_methods_apply_to_what_can_be_looked_up(name):
-    """Free words are for methods from outside."""
+def test_method_applies_to_known_facts(name):
+    """Other words are for methods of users."""
     assert method_class(name).card.applies_to <= FACTS.keys()
 
 
-LIARS = '''
+BROKEN_METHODS = '''
 """Methods that break the contract, each in its own way."""
 import os
 from dataclasses import dataclass
@@ -61,20 +62,20 @@ import torch
 from hasten import Card, Exactness, Method
 
 def card(exactness, **more):
-    return Card(summary="faster", exactness=exactness, source="a friend", gain_when="always", accelerates={"forward"}, **more)
+    return Card(summary="faster", exactness=exactness, source="none", gain_when="always", accelerates={"forward"}, **more)
 
-class NoCardFacts(Method):
+class IncompleteCard(Method):
     card = Card(summary="faster", exactness=Exactness.CHANGES_TRAINING)
-    def batch(self, move, run):
-        return lambda batch: [-move(batch)[0], batch[1]]
+    def batch_transform(self, to_device, run):
+        return lambda batch: [-to_device(batch)[0], batch[1]]
 
-class LeavesThreads(Method):
+class ChangesNumThreads(Method):
     card = card(Exactness.BIT_EXACT)
     def model(self, model, run):
         torch.set_num_threads(torch.get_num_threads() + 1)
         return model
 
-class LeavesEnvironment(Method):
+class ChangesEnvironment(Method):
     card = card(Exactness.BIT_EXACT)
     def model(self, model, run):
         os.environ["FASTER"] = "yes"
@@ -82,17 +83,17 @@ class LeavesEnvironment(Method):
 
 class DrawsNumbers(Method):
     card = card(Exactness.EQUIVALENT_MATH)
-    def update(self, update, run):
-        return lambda: (torch.rand(1), update())
+    def optimizer_step(self, optimizer_step, run):
+        return lambda: (torch.rand(1), optimizer_step())
 
 class ChangesLabels(Method):
     card = card(Exactness.BIT_EXACT)
-    def batch(self, move, run):
-        return lambda batch: [move(batch)[0], torch.zeros_like(batch[1])]
+    def batch_transform(self, to_device, run):
+        return lambda batch: [to_device(batch)[0], torch.zeros_like(batch[1])]
 
-class ForgetsItsState(Method):
+class LosesItsState(Method):
     card = card(Exactness.CHANGES_TRAINING)
-    def update(self, update, run):
+    def optimizer_step(self, optimizer_step, run):
         class Count:
             steps = 0
             def state_dict(self):
@@ -101,61 +102,61 @@ class ForgetsItsState(Method):
                 pass
         count = run.checkpoint_state[self.name] = Count()
         def counted():
-            update()
+            optimizer_step()
             count.steps += 1
         return counted
 
-class KeepsToItself(Method):
+class HidesItsState(Method):
     card = card(Exactness.CHANGES_TRAINING)
     def forward(self, forward, run):
         calls = [0]
-        def slower_and_slower(batch):
+        def shrinking_loss(batch):
             calls[0] += torch.is_grad_enabled()
             return forward(batch) / calls[0]
-        return slower_and_slower
+        return shrinking_loss
 
 class ExportsAWrapper(Method):
     card = card(Exactness.CHANGES_TRAINING)
     def export(self, model, run):
         return torch.nn.Sequential(model)
 
-class IdleButBusy(Method):
+class ReportsNoEffectWrongly(Method):
     card = card(Exactness.CHANGES_TRAINING)
-    def batch(self, move, run):
+    def batch_transform(self, to_device, run):
         run.report_no_effect(self, "nothing here")
-        return lambda batch: [2 * move(batch)[0], batch[1]]
+        return lambda batch: [2 * to_device(batch)[0], batch[1]]
 '''
 
-BROKEN = {
-    "NoCardFacts": "has_a_complete_card: the card lacks source, gain_when",
-    "LeavesThreads": "leaves_no_trace: it leaves the process changed: threads",
-    "LeavesEnvironment": "leaves_no_trace: it leaves the process changed: environment",
-    "DrawsNumbers": "leaves_no_trace: it draws random numbers of its own",
-    "ChangesLabels": "is_as_exact_as_its_card_says: the card says 'same bits', but",
-    "ForgetsItsState": "survives_a_checkpoint: what is kept as",
-    "KeepsToItself": "goes_on_where_it_stopped: a run that was taken up does not end as one that was left alone",
+MESSAGES = {
+    "IncompleteCard": "has_a_complete_card: the card lacks source, gain_when",
+    "ChangesNumThreads": "restores_process_state: it leaves the process changed: threads",
+    "ChangesEnvironment": "restores_process_state: it leaves the process changed: environment",
+    "DrawsNumbers": "restores_process_state: it draws random numbers",
+    "ChangesLabels": "is_as_exact_as_its_card_states: the card states 'same bits', but",
+    "LosesItsState": "saves_its_state: the state of",
+    "HidesItsState": "resumes_bit_identically: a resumed run ends with other weights than an uninterrupted one",
     "ExportsAWrapper": "exports_a_plain_module: it exports weights under other names",
-    "IdleButBusy": "says_so_when_idle: it says that it has nothing to do",
+    "ReportsNoEffectWrongly": "reports_no_effect: it reports no effect on",
 }
 
 
 @pytest.fixture(scope="module")
-def liars(tmp_path_factory):
-    path = tmp_path_factory.mktemp("methods") / "liars.py"
-    path.write_text(LIARS)
+def broken_methods(tmp_path_factory):
+    path = tmp_path_factory.mktemp("methods") / "broken_methods.py"
+    path.write_text(BROKEN_METHODS)
     return path
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_the_suite_catches(name, liars):
+@pytest.mark.parametrize("name", MESSAGES)
+def test_suite_catches_broken_method(name, broken_methods):
     with pytest.raises(AssertionError) as caught:
-        check_method(f"{liars}:{name}")
-    assert BROKEN[name] in str(caught.value)
+        check_method(f"{broken_methods}:{name}")
+    assert MESSAGES[name] in str(caught.value)
 
 
-def test_the_suite_passes_an_honest_method_given_as_a_class():
+def test_suite_passes_method_given_as_class():
     from hasten.methods.gradient_accumulation import GradientAccumulation
 
-    results = check_method(GradientAccumulation, pieces=3)
+    results = check_method(GradientAccumulation, accumulation_steps=3)
     assert set(results.values()) == {"passed"}, results
     assert results.keys() == {check.__name__ for check in CHECKS}

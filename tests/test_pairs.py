@@ -1,5 +1,7 @@
-"""Every pair of methods either trains two steps, the same to the bit in whichever order they are typed, or is refused
-with both names and a reason. What the cards do not know, this finds."""
+"""Every pair of methods trains two steps, with the same bits in either order, or is refused with both names and a reason.
+
+This finds conflicts that the cards do not state.
+"""
 
 import math
 import warnings
@@ -16,7 +18,7 @@ from hasten.engine.composition import check_conflicts
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method, make_methods, method_names
-from helpers.small_tasks import ELSEWHERE, SETTINGS, names_with_effect, tasks_with_effect
+from helpers.small_tasks import UNAVAILABLE, SETTINGS, names_with_effect, tasks_with_effect
 
 
 def common_task(pair: tuple[str, str]):
@@ -27,12 +29,12 @@ def common_task(pair: tuple[str, str]):
 @pytest.mark.parametrize(
     "pair", [pair for pair in combinations(names_with_effect(), 2) if common_task(pair)], ids=" and ".join
 )
-def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
+def test_pair_trains_in_any_order_or_is_refused(pair):
     task = common_task(pair)
     try:
         weights = _two_steps(task, pair)
     except ConfigurationError as reason:
-        assert all(name in str(reason) for name in pair), f"the refusal of {pair} names not both: {reason}"
+        assert all(name in str(reason) for name in pair), f"the message for {pair} does not name both: {reason}"
         with pytest.raises(ConfigurationError) as again:
             _two_steps(task, pair[::-1])
         assert str(again.value) == str(reason)
@@ -43,20 +45,20 @@ def test_a_pair_trains_together_in_any_order_or_is_refused(pair):
     )
     assert weights.keys() == reversed_weights.keys()
     different = [name for name in weights if not torch.equal(weights[name], reversed_weights[name])]
-    assert not different, f"the order in which {pair} are typed matters for {different}"
+    assert not different, f"the order of {pair} in the recipe matters for {different}"
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_a_method_with_itself_is_refused(name):
+def test_method_named_twice_is_refused(name):
     with pytest.raises(ConfigurationError, match="named twice"):
         Recipe.parse([name, name])
     assert make_method(name).name == name
 
 
-def test_pairs_are_generated_of_most_methods():
-    """An error that made methods seem to have no effect would leave their pairs out."""
-    elsewhere = [name for name in method_names() if make_method(name).card.applies_to & ELSEWHERE]
-    assert sorted(names_with_effect() + elsewhere) == sorted(method_names())
+def test_pairs_are_generated_for_all_local_methods():
+    """An error that makes methods seem to have no effect would omit their pairs."""
+    unavailable = [name for name in method_names() if make_method(name).card.applies_to & UNAVAILABLE]
+    assert sorted(names_with_effect() + unavailable) == sorted(method_names())
 
 
 def _two_steps(task, names) -> dict:
@@ -78,15 +80,15 @@ def _two_steps(task, names) -> dict:
         (("activation_checkpointing", "cuda_graph"), "python_between_kernels"),
     ],
 )
-def test_what_one_needs_and_the_other_takes_away(pair, trait):
+def test_required_and_invalidated_trait_is_refused(pair, trait):
     for order in (pair, pair[::-1]):
         with pytest.raises(ConfigurationError, match=f"requires {trait}, which"):
             check_conflicts([make_method(name) for name in order])
 
 
 @pytest.mark.parametrize("trait", TRAITS)
-def test_a_trait_is_needed_by_one_and_broken_by_another(trait):
+def test_trait_is_required_and_invalidated_by_different_methods(trait):
     cards = {name: make_method(name).card for name in method_names()}
-    needy = {name for name, card in cards.items() if trait in card.requires}
-    breakers = {name for name, card in cards.items() if trait in card.invalidates}
-    assert any(one != other for one in needy for other in breakers), f"nobody opposes anybody over {trait!r}"
+    requiring = {name for name, card in cards.items() if trait in card.requires}
+    invalidating = {name for name, card in cards.items() if trait in card.invalidates}
+    assert any(one != other for one in requiring for other in invalidating), f"no pair conflicts over {trait!r}"

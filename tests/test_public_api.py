@@ -38,6 +38,9 @@ def test_all_is_a_literal_list_of_the_public_names():
 @pytest.mark.parametrize("name", hasten._MODULES)
 def test_public_name_is_defined_in_its_module_and_documented(name):
     value = getattr(hasten, name)
+    if hasten._MODULES[name] == "hasten.core.types":  # an alias of a type has neither
+        assert name in vars(sys.modules["hasten.core.types"])
+        return
     assert value.__module__ == hasten._MODULES[name], "name the module that defines it, so that editors jump there"
     assert value.__doc__
 
@@ -48,6 +51,6 @@ def test_unknown_name_raises_attribute_error():
 
 
 def test_star_import_gives_every_public_name():
-    code = "from hasten import *; print(Task.__name__, tune.__name__, Run.__name__, __version__)"
+    code = "from hasten import *; print(Task.__name__, tune.__name__, RunContext.__name__, __version__)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said == f"Task tune Run {hasten.__version__}\n"
+    assert said == f"Task tune RunContext {hasten.__version__}\n"

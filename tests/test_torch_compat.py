@@ -45,11 +45,7 @@ PRIVATE = {
     for thing in TORCH_OBJECTS
     for name in (*dir(thing), *getattr(thing, "__dict__", ()))
     if re.match("_[^_]", name)
-} | {
-    "_pcontext",
-    "_remaining_restarts",
-    "_worker_group",
-}
+} | {"_pcontext", "_remaining_restarts", "_worker_group"}
 
 
 def _is_private(name: str) -> bool:

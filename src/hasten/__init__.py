@@ -1,7 +1,7 @@
 """hasten makes the training of neural networks faster, and proves it.
 
 The public names are imported on first use, so that ``import hasten`` loads neither torch nor a device. Type checkers and
-editors read the imports under ``TYPE_CHECKING``; ``tests/test_public_api.py`` holds the two lists together.
+editors read the imports under ``TYPE_CHECKING``; ``tests/test_public_api.py`` checks that both lists agree.
 """
 
 from importlib import import_module
@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.benchmarking.compare import compare
     from hasten.core.card import Card, Exactness, WrapOrder
-    from hasten.core.data import BatchSource
-    from hasten.core.errors import ConfigurationError, HastenWarning, RunError
+    from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
+    from hasten.core.errors import (
+        CollectiveTimeout,
+        ConfigurationError,
+        HastenWarning,
+        PeerFailure,
+        ProgressWarning,
+        RunError,
+        RunInterrupted,
+    )
     from hasten.core.method import Method, option
     from hasten.core.recipe import Recipe
-    from hasten.core.run_context import ParallelContext, RunContext, TrainPlan, TrainProgress
+    from hasten.core.run_context import (
+        EngineServices,
+        Evaluation,
+        ParallelContext,
+        RunContext,
+        TrainPlan,
+        TrainProgress,
+    )
     from hasten.core.task import Task
     from hasten.core.types import (
         BackwardFn,
@@ -40,22 +55,30 @@ __all__ = [
     "BatchFn",
     "BatchSource",
     "Card",
+    "CollectiveTimeout",
     "ConfigurationError",
     "ContextFactory",
+    "EngineServices",
+    "Evaluation",
     "Exactness",
     "ForwardFn",
     "HastenWarning",
+    "LoaderSpec",
     "LossFn",
     "Method",
     "OptimizerFactory",
     "ParallelContext",
+    "PeerFailure",
+    "ProgressWarning",
     "Recipe",
     "RunContext",
     "RunError",
+    "RunInterrupted",
     "StepFn",
     "Task",
     "TrainPlan",
     "TrainProgress",
+    "WorkerConfig",
     "WrapOrder",
     "__version__",
     "compare",
@@ -67,37 +90,23 @@ __all__ = [
     "tune",
 ]
 
-_MODULES = {  # public name: the module that defines it
-    "BackwardFn": "hasten.core.types",
-    "Batch": "hasten.core.types",
-    "BatchFn": "hasten.core.types",
-    "BatchSource": "hasten.core.data",
-    "Card": "hasten.core.card",
-    "ConfigurationError": "hasten.core.errors",
-    "ContextFactory": "hasten.core.types",
-    "Exactness": "hasten.core.card",
-    "ForwardFn": "hasten.core.types",
-    "HastenWarning": "hasten.core.errors",
-    "LossFn": "hasten.core.types",
-    "Method": "hasten.core.method",
-    "OptimizerFactory": "hasten.core.types",
-    "ParallelContext": "hasten.core.run_context",
-    "Recipe": "hasten.core.recipe",
-    "RunContext": "hasten.core.run_context",
-    "RunError": "hasten.core.errors",
-    "StepFn": "hasten.core.types",
-    "Task": "hasten.core.task",
-    "TrainPlan": "hasten.core.run_context",
-    "TrainProgress": "hasten.core.run_context",
-    "WrapOrder": "hasten.core.card",
-    "compare": "hasten.benchmarking.compare",
-    "diagnose": "hasten.profiling.diagnose",
-    "eject": "hasten.export.eject",
-    "option": "hasten.core.method",
-    "report": "hasten.reporting.report",
-    "train": "hasten.engine.train",
-    "tune": "hasten.tuning.tune",
+_PUBLIC = {  # module: its public names
+    "benchmarking.compare": "compare",
+    "core.card": "Card Exactness WrapOrder",
+    "core.data": "BatchSource LoaderSpec WorkerConfig",
+    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning PeerFailure ProgressWarning RunError RunInterrupted",
+    "core.method": "Method option",
+    "core.recipe": "Recipe",
+    "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",
+    "core.task": "Task",
+    "core.types": "BackwardFn Batch BatchFn ContextFactory ForwardFn LossFn OptimizerFactory StepFn",
+    "engine.train": "train",
+    "export.eject": "eject",
+    "profiling.diagnose": "diagnose",
+    "reporting.report": "report",
+    "tuning.tune": "tune",
 }
+_MODULES = {name: f"hasten.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # or every misspelled name would have the type Any

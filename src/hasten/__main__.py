@@ -1,10 +1,11 @@
-"""``python -m hasten`` runs the program ``hasten``, and reports an interruption while its modules are being imported."""
+"""Entry point of ``hasten`` and ``python -m hasten``; handles Ctrl-C while the program is still being imported."""
 
 import json
 import sys
 
 
 def main() -> int:
+    """Runs the command line; returns its exit code."""
     try:
         from hasten.cli.main import main as program
 

@@ -205,7 +205,7 @@ WRONG = [
     ("train mine.py:good --with ema:decay=0.9,decay=0.99", "decay is given twice"),
     (
         "train mine.py:good --with in_memory_batches --with cache_dataset",
-        "in_memory_batches and cache_dataset both replace data",
+        "cache_dataset and in_memory_batches both replace data",
     ),
     ("train mine.py:good --with mine.py:Bad", "hasten.Method"),
     ("train mine.py:good --with mine.py:NoCard", "card"),

@@ -18,13 +18,13 @@ from hasten.core.data import WorkerConfig
 from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, Source, arrays
 from hasten.data.cache.cache import Cache
-from hasten.data.cache.cache_disk import _Written, free_disk
+from hasten.data.cache.cache_disk import _ColumnWriter, free_disk
 from hasten.data.workers import autotuned
-from hasten.data.workers.autotuned import AutotunedRunner, repeatable, worth_keeping
+from hasten.data.workers.autotuned import AutotunedRunner, is_repeatable, is_cacheable
 from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
-from helpers.pipelines import BATCH, ROWS, augmented, equal
+from helpers.pipelines import BATCH, ROWS, random_pipeline, equal
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
@@ -78,7 +78,7 @@ def plain(rows=ROWS):
     )
 
 
-@pytest.mark.parametrize("made", [augmented, plain], ids=["own functions", "ours"])
+@pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
 def test_any_changes_of_crew_leave_every_bit(made, at_once):
     threads = threading.enumerate()
     whole, changing = made(), restless(made())
@@ -88,9 +88,9 @@ def test_any_changes_of_crew_leave_every_bit(made, at_once):
 
 
 def test_a_place_is_found_again_while_the_crew_changes(at_once):
-    threads, whole, changing = threading.enumerate(), list(augmented()), restless(augmented())
+    threads, whole, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
     list(itertools.islice(changing, 3))
-    resumed = restless(augmented())
+    resumed = restless(random_pipeline())
     resumed.load_state_dict(changing.state_dict())
     assert equal(list(resumed), whole[3:])
     assert nothing_left(threads)
@@ -202,11 +202,11 @@ def test_other_batches_are_learnt_anew():
     base = arrays(torch.arange(400)).prefetch("auto")
     one, other = base.batch(10), base.batch(20)
     assert one.runner.autotuner is not other.runner.autotuner
-    assert one.to("cpu").runner is one.runner and one.shard(0, 1).runner is one.runner
+    assert one.to("cpu").runner is one.runner and one.shard(1, 0).runner is one.runner
 
 
 def test_the_engine_is_given_the_crew_and_may_name_another():
-    pipeline = augmented().prefetch(4, processes=2)
+    pipeline = random_pipeline().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
     whole = list(batches.epoch(0, 0))
     assert batches.workers == WorkerConfig(processes=2, prefetch=4)
@@ -260,7 +260,7 @@ def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches)
         assert time.perf_counter() < end and autotuner.cache != "no", (
             f"after {passes} passes: {auto.runner.tuned_settings}, {autotuner.wait_fraction}"
         )
-    assert passes > 1 and isinstance(auto.runner.kept["source"], Cache)
+    assert passes > 1 and isinstance(auto.runner.active_cache["source"], Cache)
     assert autotuner.wait_fraction < autotuner.initial_wait_fraction and auto.runner.tuned_settings["cache"] == where
     assert len([*caches.glob("*/cache.json")]) == (where == "disk")
 
@@ -278,7 +278,7 @@ def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_
     (there,) = caches.glob("*/cache.json")
     assert any(str(there.parent) in str(each.message) for each in told)
     assert pipeline.runner.autotuner.converged and pipeline.runner.autotuner.cache == "no", "it was a nanosecond before"
-    assert equal(list(pipeline), first) and not pipeline.runner.kept and there.is_file()
+    assert equal(list(pipeline), first) and not pipeline.runner.active_cache and there.is_file()
 
 
 def left_as_they_are(told):
@@ -286,7 +286,7 @@ def left_as_they_are(told):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match=f"not kept .disk.*{told}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
-    assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.kept
+    assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
 
 def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
@@ -297,8 +297,8 @@ def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_a_disk_that_is_full_keeps_nothing(caches, monkeypatch):
-    new = _Written._new
-    monkeypatch.setattr(_Written, "_new", lambda written, name: new(written, "/dev/full"))
+    new = _ColumnWriter._new
+    monkeypatch.setattr(_ColumnWriter, "_new", lambda written, name: new(written, "/dev/full"))
     left_as_they_are("the disk is full")
     assert not [*caches.iterdir()]
 
@@ -310,14 +310,14 @@ def test_a_folder_that_cannot_be_written_to_keeps_nothing(caches):
 
 def test_samples_that_are_not_the_same_every_time_are_never_kept():
     numbers = arrays(torch.arange(64.0))
-    assert repeatable(numbers.source, numbers.map(slowly).sample_maps)
+    assert is_repeatable(numbers.source, numbers.map(slowly).sample_maps)
     for random_one in (drawing, noise, Own()):
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
-        assert not repeatable(pipeline.source, pipeline.sample_maps), random_one
+        assert not is_repeatable(pipeline.source, pipeline.sample_maps), random_one
         pipeline.runner.autotuner.cache = "memory"
         with pytest.warns(HastenWarning, match="not kept .memory."):
             list(pipeline)
-        assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.kept
+        assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
 
 class Versioned(Source):
@@ -339,7 +339,7 @@ class Versioned(Source):
 def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
     pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
     pipeline.runner.autotuner.cache = "memory"
-    assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(pipeline.runner.kept["source"], Cache)
+    assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(pipeline.runner.active_cache["source"], Cache)
     pipeline.source.version = 2
     assert torch.cat(list(pipeline)).unique().tolist() == [20]
 
@@ -348,7 +348,7 @@ def test_samples_that_gain_nothing_by_being_kept():
     numbers = arrays(torch.arange(64.0))
 
     def worth(pipeline):
-        return worth_keeping(pipeline.source, pipeline.sample_maps, pipeline.faults)
+        return is_cacheable(pipeline.source, pipeline.sample_maps, pipeline.faults)
 
     assert worth(numbers.map(slowly))
     assert not worth(numbers) and not worth(numbers.map(slowly).cache()), "they are in memory"

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hasten.data import arrays
-from hasten.data.buffer_pool import BYTES, KEPT, SIZES, _waiting, acquire, alloc_huge, thread_scratch
+from hasten.data.buffer_pool import MAX_FREE_BYTES, MAX_BLOCKS_PER_SIZE, MAX_SIZES, _free, acquire, alloc_huge, thread_scratch
 
 
 @pytest.fixture(autouse=True)
 def from_scratch():
     gc.collect()
-    _waiting.clear()
+    _free.clear()
 
 
 def test_memory_comes_back_when_the_last_holder_goes():
@@ -39,17 +39,17 @@ def test_whatever_holds_a_batch_keeps_it():
         lambda t: torch.utils.dlpack.to_dlpack(t),
     ):
         place, holder = held_by(use)
-        others = [acquire((64, 100), torch.float32) for _ in range(KEPT + 1)]
+        others = [acquire((64, 100), torch.float32) for _ in range(MAX_BLOCKS_PER_SIZE + 1)]
         assert place not in [other.data_ptr() for other in others], use
         del holder, others
 
 
 def test_little_waits_to_be_used_again():
-    held = [acquire((10_000,), torch.float32) for _ in range(3 * KEPT)]
+    held = [acquire((10_000,), torch.float32) for _ in range(3 * MAX_BLOCKS_PER_SIZE)]
     del held
-    for size in range(2 * SIZES):
+    for size in range(2 * MAX_SIZES):
         acquire((4096 << (size % 12),) if size < 12 else (50_000 + 10_000 * size,), torch.uint8)
-    assert len(_waiting) <= SIZES and all(len(blocks) <= KEPT for blocks in _waiting.values())
+    assert len(_free) <= MAX_SIZES and all(len(blocks) <= MAX_BLOCKS_PER_SIZE for blocks in _free.values())
 
 
 def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
@@ -57,12 +57,12 @@ def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
         held = [acquire((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
         return len(held)
 
-    small, quarter = BYTES // 64, BYTES // 4
-    for sizes in ([small], [quarter] * 3, [small], [2 * quarter], [quarter] * KEPT, [2 * BYTES]):
+    small, quarter = MAX_FREE_BYTES // 64, MAX_FREE_BYTES // 4
+    for sizes in ([small], [quarter] * 3, [small], [2 * quarter], [quarter] * MAX_BLOCKS_PER_SIZE, [2 * MAX_FREE_BYTES]):
         use(*sizes)
-        assert sum(size * len(blocks) for size, blocks in _waiting.items()) <= BYTES
+        assert sum(size * len(blocks) for size, blocks in _free.items()) <= MAX_FREE_BYTES
         if sizes == [2 * quarter]:
-            assert len(_waiting[small]) == 1 and len(_waiting[quarter]) == 1
+            assert len(_free[small]) == 1 and len(_free[quarter]) == 1
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])

@@ -11,7 +11,7 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, Source, arrays
-from hasten.data.cache.cache_disk import _locked, _Written, file_lock, remove_partial
+from hasten.data.cache.cache_disk import _try_lock, _ColumnWriter, file_lock, remove_partial
 from helpers.caches import NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS
 from helpers.process import FORK, ended, forked
@@ -60,7 +60,7 @@ def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_lin
 def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path):
     lock = tmp_path / "x.lock"
     with file_lock(lock, "waiting"):
-        assert _locked(lock) is None
+        assert _try_lock(lock) is None
         remove_partial(tmp_path)
         assert lock.exists(), "it is in use"
         lock.unlink()
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_a_full_disk_is_told_by_its_name(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
-    written = _Written(tmp_path)
+    written = _ColumnWriter(tmp_path)
     with pytest.raises(
         RunError, match=r"cannot write .*: the disk is full; nothing is left .* make room, or choose another folder"
     ) as told:

@@ -21,7 +21,7 @@ SCATTERED = numpy.arange(7, ROWS, 9)
 @pytest.fixture
 def web(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     shards = {f"/shards/{number:02}.tfrecord": frame_records([bytes([number])]) for number in range(24)}
     with serving({"/long.tfrecord": frame_records([bytes([row]) * BYTES for row in range(ROWS)])} | shards) as web:
         yield web

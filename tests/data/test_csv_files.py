@@ -105,7 +105,7 @@ def test_a_sign_for_inches_is_no_quote_that_is_never_closed(tmp_path):
 
 
 def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_files, "MOST_BAD", 3)
+    monkeypatch.setattr(table_files, "MAX_BAD_LINES", 3)
     path = tmp_path / "t.csv"
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 3)
     assert len(csv(path).source.known_bad_rows()) == 3

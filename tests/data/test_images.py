@@ -241,7 +241,7 @@ def test_no_picture_is_refused(tmp_path):
 
 
 def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifests, "WORTH", 1)
+    monkeypatch.setattr(manifests, "MIN_FILES", 1)
     root = folder_of(tmp_path / "set")
     long_ago = time.time() - 3600
     for folder in (root, root / "cat", root / "dog"):
@@ -260,8 +260,8 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
 
 
 def test_a_folder_that_just_changed_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifests, "WORTH", 1)
-    monkeypatch.setattr(manifests, "SETTLED", 3600 * 10**9)  # however long the machine takes
+    monkeypatch.setattr(manifests, "MIN_FILES", 1)
+    monkeypatch.setattr(manifests, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     manifest_of(folder_of(tmp_path / "set"), (".png",))
     assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
 

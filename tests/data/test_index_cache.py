@@ -88,7 +88,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def settled(monkeypatch):
     """Files that were written just now are taken for old ones."""
-    monkeypatch.setattr(index_cache, "SETTLED", 0)
+    monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def web(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot ask web servers")
     from helpers.web import serving
 
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with serving({f"/a.{kind}": written(tmp_path / f"far.{kind}").read_bytes() for kind in MAKERS}) as web:
         yield web
 
@@ -142,10 +142,10 @@ def test_a_file_that_changed_on_a_server_is_walked_through_anew(web, tmp_path, k
 
 
 def test_what_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_cache, "SETTLED", 3600 * 10**9)  # however long the machine takes
+    monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     opened(written(tmp_path / "now.tar"))
     assert not kept(), "it may change again without a new time"
-    monkeypatch.setattr(index_cache, "SETTLED", 0)
+    monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
     opened(written(tmp_path / "small.tar", [1000] * 3))
     assert not kept(), "it is walked through in no time"
     cut = written(tmp_path / "cut.tfrecord")

@@ -61,4 +61,4 @@ def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
     first = manifest_of(place, (".jpg",))
     again = within(0.05 + looked / 10, lambda: manifest_of(place, (".jpg",)))  # the list is read, and no folder
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
-    assert len(names) > manifests.WORTH
+    assert len(names) > manifests.MIN_FILES

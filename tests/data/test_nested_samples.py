@@ -199,7 +199,7 @@ def shared(pipeline, size, world):
     batches, why = [], []
     for rank in range(world):
         try:
-            for batch in pipeline.batch(size).shard(rank, world):
+            for batch in pipeline.batch(size).shard(world, rank):
                 batches.append(batch)
         except ConfigurationError as refused:
             why.append(str(refused))

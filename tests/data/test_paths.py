@@ -50,7 +50,7 @@ class Unsteady(MemoryFileSystem):
 
 @pytest.fixture
 def unsteady(monkeypatch):
-    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
     fsspec.register_implementation("unsteady", Unsteady, clobber=True)
     Unsteady.failures = Unsteady.asked = 0
     system = fsspec.filesystem("unsteady")
@@ -314,7 +314,7 @@ def test_patience(unsteady):
     unsteady.failures = 100
     asked = unsteady.asked
     with pytest.raises(
-        RunError, match=r"unsteady:///data/two.bin cannot be reached, asked 4 times: ConnectionError: the line is dead"
+        RunError, match=r"unsteady:///data/two.bin after 4 attempts: ConnectionError: the line is dead"
     ):
         file_signature("unsteady:///data/two.bin")
     assert unsteady.asked == asked + 4

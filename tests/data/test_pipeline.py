@@ -10,7 +10,7 @@ import torch
 
 from hasten import ConfigurationError, RunError
 from hasten.data import Pipeline, arrays
-from helpers.pipelines import BATCH, ROWS, Bad, augmented, equal
+from helpers.pipelines import BATCH, ROWS, Bad, random_pipeline, equal
 
 WAYS = [{"batches": 0}, {"batches": 3}]
 WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)]
@@ -18,17 +18,17 @@ WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)
 
 @pytest.fixture(scope="module")
 def whole():
-    return list(augmented())
+    return list(random_pipeline())
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_runner_gives_the_same_bits(whole, way):
-    assert equal(list(augmented().prefetch(**way)), whole)
+    assert equal(list(random_pipeline().prefetch(**way)), whole)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_no_runner_touches_the_random_state_of_the_run(way):
-    pipeline = augmented().prefetch(**way)
+    pipeline = random_pipeline().prefetch(**way)
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     before = torch.rand(3), random.random(), numpy.random.rand()
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
@@ -50,7 +50,7 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draw
     for way in ({"processes": 1}, {"processes": 2}, {"batches": 0}):
         again = arrays(torch.arange(ROWS)).batch(BATCH).map(noise).prefetch(**way)
         assert equal(list(again), passes[0]) and equal(list(again), passes[1])
-    ranks = [list(pipeline.shard(rank, 2).epoch(0)) for rank in (0, 1)]
+    ranks = [list(pipeline.shard(2, rank).epoch(0)) for rank in (0, 1)]
     drawn = torch.cat([*passes[0], *passes[1], *ranks[1]])
     assert equal(ranks[0], passes[0]) and len(drawn.unique()) == len(drawn), (
         "no two batches, passes, ranks or generators are alike"
@@ -131,17 +131,17 @@ def test_a_hang_in_the_look_is_told():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
-    shares = [list(augmented().shard(rank, ranks)) for rank in range(ranks)]
+    shares = [list(random_pipeline().shard(ranks, rank)) for rank in range(ranks)]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)
     ]
     assert equal(joined, whole)
 
 
-def drawn(rows, size, share=(0, 1), start=0, bad=(), **way):
+def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
     """{row: what it drew} of a pass."""
     pipeline = (
-        Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad_rows(len(bad)).batch(size).shard(*share).prefetch(**way)
+        Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad_rows(len(bad)).batch(size).shard(*shard).prefetch(**way)
     )
     batches = pipeline.map(lambda batch, rng: (batch, rng.integers(0, 1 << 32), rng.uniform(3))).epoch(1, start)
     rows, *numbers = (torch.cat(column) for column in zip(*batches, strict=True))
@@ -153,7 +153,7 @@ def test_a_row_draws_the_same_in_batches_of_any_size_for_any_rank_and_from_any_s
     whole = drawn(rows, 512)
     assert len({first for first, _ in whole.values()}) > rows - 5
     assert drawn(rows, 300, threads=2) == whole == drawn(rows, 7777, processes=2)
-    assert drawn(rows, 512, (0, 3)) | drawn(rows, 512, (1, 3)) | drawn(rows, 512, (2, 3)) == whole
+    assert drawn(rows, 512, (3, 0)) | drawn(rows, 512, (3, 1)) | drawn(rows, 512, (3, 2)) == whole
     late = drawn(rows, 512, start=17)
     assert len(late) == rows - 17 * 512 and late == {row: each for row, each in whole.items() if row in late}
 
@@ -164,20 +164,20 @@ def test_what_a_row_draws_is_the_same_where_others_are_bad():
 
 
 def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
-    pipeline = arrays(torch.arange(17)).batch(8).shard(0, 2)
+    pipeline = arrays(torch.arange(17)).batch(8).shard(2, 0)
     with pytest.raises(ConfigurationError, match="2 ranks cannot share a batch of 1 rows"):
         list(pipeline)
-    assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).shard(0, 2))) == 2
+    assert len(list(arrays(torch.arange(17)).batch(8, drop_last=True).shard(2, 0))) == 2
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
 def test_resumed_at_any_batch_exactly_the_rest_comes(way):
-    pipeline = augmented().prefetch(**way)
+    pipeline = random_pipeline().prefetch(**way)
     first, second = list(pipeline), list(pipeline)
     for seen in range(1, len(first) + 1) if way == WAYS[0] else (3, len(first)):
-        interrupted = augmented()
+        interrupted = random_pipeline()
         list(itertools.islice(interrupted, seen))
-        resumed = augmented().prefetch(**way)
+        resumed = random_pipeline().prefetch(**way)
         resumed.load_state_dict(interrupted.state_dict())
         assert equal(list(resumed), first[seen:])
         assert equal(list(resumed), second), "the pass after the resumed one"
@@ -185,18 +185,18 @@ def test_resumed_at_any_batch_exactly_the_rest_comes(way):
 
 @pytest.mark.parametrize(
     "way",
-    [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(0, 1), lambda p: p.skip_bad_rows(1)],
-    ids=["to", "prefetch", "share", "max_bad_rows"],
+    [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(1, 0), lambda p: p.skip_bad_rows(1)],
+    ids=["to", "prefetch", "shard", "skip_bad_rows"],
 )
 def test_passes_go_on_where_each_begins_with_the_same_words(whole, way):
-    train, plain = augmented(), augmented()
+    train, plain = random_pipeline(), random_pipeline()
     for _ in range(2):
         seen = []
         for batch in way(train):
             seen.append(batch)
         assert equal(seen, list(plain))
     assert train.state_dict() == plain.state_dict() == {"seed": 5, "epoch": 2, "position": 0}
-    resumed = augmented()
+    resumed = random_pipeline()
     resumed.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
     assert equal(list(way(resumed)), whole[4:])
 
@@ -221,14 +221,14 @@ def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
 
 
 def test_the_place_between_two_passes_is_the_start_of_the_next():
-    pipeline, resumed = augmented(), augmented()
+    pipeline, resumed = random_pipeline(), random_pipeline()
     list(pipeline)
     resumed.load_state_dict(pipeline.state_dict())
     assert equal(list(resumed), list(pipeline))
 
 
 def test_passes_differ_and_a_seed_repeats_them(whole):
-    pipeline = augmented()
+    pipeline = random_pipeline()
     first, second = list(pipeline), list(pipeline)
     assert equal(first, whole) and not equal(first, second)
     assert sorted(torch.cat([labels for _, labels in second]).tolist()) == list(range(ROWS))
@@ -236,7 +236,7 @@ def test_passes_differ_and_a_seed_repeats_them(whole):
 
 
 def test_a_pass_that_was_left_is_followed_by_the_next():
-    pipeline, whole = augmented(), augmented()
+    pipeline, whole = random_pipeline(), random_pipeline()
     for _ in pipeline:
         break
     list(whole)
@@ -304,18 +304,18 @@ def test_bad_rows_are_left_out_the_same_everywhere(way):
 
 
 def test_the_place_costs_nothing_that_grows_with_it():
-    state = augmented().state_dict()
+    state = random_pipeline().state_dict()
     assert set(state) == {"seed", "epoch", "position"} and all(isinstance(value, int) for value in state.values())
 
 
 def test_a_place_of_another_order_is_refused():
     with pytest.raises(ConfigurationError, match="belongs to seed 9"):
-        augmented().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
+        random_pipeline().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
     with pytest.raises(ConfigurationError, match="seed, epoch and position"):
-        augmented().load_state_dict({"step": 4})
+        random_pipeline().load_state_dict({"step": 4})
     for position in (-BATCH, BATCH + 1):
         with pytest.raises(ConfigurationError, match=f"begins at row {position}"):
-            augmented().load_state_dict({"seed": 5, "epoch": 0, "position": position})
+            random_pipeline().load_state_dict({"seed": 5, "epoch": 0, "position": position})
 
 
 @pytest.mark.parametrize(
@@ -333,10 +333,10 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.prefetch(threads=10**6), "at most 256"),
         (lambda p: p.prefetch(processes=10**6), "at most 256"),
         (lambda p: p.prefetch(10**6), "at most 1024"),
-        (lambda p: p.shard(2, 2), "rank is from 0"),
-        (lambda p: p.shard("a", 2), "share.rank. must be a whole number"),
-        (lambda p: p.shard(0, 1.5), "share.world. must be a whole number"),
-        (lambda p: p.shard(-1, 2), "at least 0"),
+        (lambda p: p.shard(2, 2), "index must be below num_shards"),
+        (lambda p: p.shard(2, "a"), "shard.index. must be an integer"),
+        (lambda p: p.shard(1.5, 0), "shard.num_shards. must be an integer"),
+        (lambda p: p.shard(2, -1), "at least 0"),
         (lambda p: p.to("gpu"), "no device 'gpu'; say cpu"),
         (lambda p: p.to(3), "wants a device"),
         (lambda p: p.to(None), "wants a device"),
@@ -381,7 +381,7 @@ def test_wrong_requests_are_refused(wrong, told):
 
 
 def test_a_place_may_come_in_any_kind_of_whole_number():
-    pipeline, rest = augmented(), list(augmented())[2:]
+    pipeline, rest = random_pipeline(), list(random_pipeline())[2:]
     pipeline.load_state_dict({"seed": numpy.int64(5), "epoch": torch.tensor(0), "position": numpy.int32(2 * BATCH)})
     assert equal(list(pipeline), rest)
 
@@ -389,11 +389,11 @@ def test_a_place_may_come_in_any_kind_of_whole_number():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
 def test_a_gpu_that_is_not_there_is_told_in_one_line():
     with pytest.raises(ConfigurationError, match="no device cuda on this machine"):
-        list(augmented().to("cuda"))
+        list(random_pipeline().to("cuda"))
 
 
 def test_it_answers_like_a_dataloader():
-    pipeline = augmented().prefetch(processes=2)
+    pipeline = random_pipeline().prefetch(processes=2)
     assert len(pipeline) == len(list(pipeline)) == -(-ROWS // BATCH)
     assert len(pipeline.dataset) == ROWS and pipeline.batch_size == BATCH and pipeline.drop_last is False
     assert pipeline.num_workers == 2 and pipeline.pin_memory is False and pipeline.batch_sampler is None
@@ -402,7 +402,7 @@ def test_it_answers_like_a_dataloader():
 
 
 def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
-    pipeline = augmented()
+    pipeline = random_pipeline()
     list(pipeline)
     pipeline.set_epoch(0)
     assert equal(list(pipeline), whole)
@@ -412,7 +412,7 @@ def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
 
 
 def test_the_batches_of_the_engine_depend_on_the_run_and_validation_is_never_shuffled():
-    pipeline = augmented()
+    pipeline = random_pipeline()
     runs = [list(pipeline.batches(8, seed, training=True).epoch(0, 0)) for seed in (0, 0, 1)]
     assert equal(runs[0], runs[1]) and not equal(runs[0], runs[2])
     judged = [list(pipeline.batches(8, seed, training=False).epoch(0, 0)) for seed in (0, 1)]

@@ -140,7 +140,7 @@ def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
     whole = list(pipeline.epoch(1))
     assert len(whole) == rows // size > 0
     assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), whole)
-    shares = [list(pipeline.shard(rank, world).epoch(1)) for rank in range(world)]
+    shares = [list(pipeline.shard(world, rank).epoch(1)) for rank in range(world)]
     assert same([joined(parts) for parts in zip(*shares, strict=True)], whole)
     begun = pipeline.batch(pipeline.batch_size, drop_last=True)
     begun.set_epoch(1)

@@ -13,7 +13,7 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, arrays, augmented_images, tokens
-from hasten.data.cache.cache import made_of
+from hasten.data.cache.cache import source_identity
 from hasten.data.formats.arrays import Arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, equal
@@ -71,7 +71,7 @@ def test_what_must_not_share_a_cache_does_not(tmp_path):
         arrays(x).map(lambda x: x + 1).cache(),
         Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
     ]
-    told = [str(made_of(pipeline.source)) for pipeline in built]
+    told = [str(source_identity(pipeline.source)) for pipeline in built]
     assert len(set(told)) == len(told)
     list(arrays(x).cache("disk").batch(8))
     assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)

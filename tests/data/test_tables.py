@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
-from hasten.core.batch import split_inputs_target
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.data import feather, parquet
+from hasten.utils.batch import split_inputs_target
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 import pyarrow.feather as arrow_feather  # noqa: E402

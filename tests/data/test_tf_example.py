@@ -6,7 +6,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.formats.tf_example import encode_example, example_class, infer_features, summarize_example
-from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
+from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 
 # example { features { feature { key: "a" value { int64_list { value: [1, 300] } } } } }, byte by byte after the format's document
 BY_HAND = bytes([0x0A, 14, 0x0A, 12, 0x0A, 1, ord("a"), 0x12, 7, 0x1A, 5, 0x0A, 3, 1, 0xAC, 0x02])
@@ -142,7 +142,7 @@ def test_a_message_that_does_not_fit_is_told_by_its_place(wrong, says):
     features = infer_features([summarize_example(good[0])], None)
     messages = [*good, wrong, *good]
     ends = numpy.cumsum([len(m) for m in messages])
-    with pytest.raises(MalformedExample, match=says) as caught:
+    with pytest.raises(MalformedExampleError, match=says) as caught:
         parse_examples(
             numpy.frombuffer(b"".join(messages), numpy.uint8), ends - [len(m) for m in messages], ends, features
         )
@@ -168,7 +168,7 @@ def test_byte_strings_of_every_length_come_back(length, more):
 
 
 def test_damaged_messages_never_escape():
-    """Whatever the bytes are: columns, or MalformedExample."""
+    """Whatever the bytes are: columns, or MalformedExampleError."""
     rng = numpy.random.default_rng(2)
     good = encode_example({"a": [1, 300], "b": [0.5, 1.5], "c": b"text"})
     features = infer_features([summarize_example(good)], None)
@@ -180,7 +180,7 @@ def test_damaged_messages_never_escape():
         data = numpy.concatenate([numpy.frombuffer(good, numpy.uint8), cut])
         try:
             parse_examples(data, numpy.array([0, len(good)]), numpy.array([len(good), len(data)]), features)
-        except MalformedExample as error:
+        except MalformedExampleError as error:
             told += error.index == 1
     assert told > 300
 

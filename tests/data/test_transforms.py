@@ -69,7 +69,7 @@ def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
         monkeypatch.setattr(augmented_images_format, "can_unpack", lambda means, stds: False)
     if way == "in turns, as if memory were fresh":
         monkeypatch.setattr(augmented_images_format, "page_faults", count(step=1000).__next__)
-        monkeypatch.setattr(augmented_images_format, "REST", 1)
+        monkeypatch.setattr(augmented_images_format, "TWO_PASS_BATCHES", 1)
     images = pictures(shape, rows=70)
     mean, std = ((0.2, 0.3, 0.4), (0.5, 0.6, 0.7)) if shape[0] == 3 else (0.2, 0.5)
     slow = (
@@ -150,7 +150,7 @@ def test_the_same_whoever_computes_them(way):
 
 def test_the_same_for_one_rank_and_two_and_after_a_resume():
     whole = list(pipeline().epoch(1))
-    halves = zip(*[pipeline().shard(rank, 2).epoch(1) for rank in (0, 1)], strict=True)
+    halves = zip(*[pipeline().shard(2, rank).epoch(1) for rank in (0, 1)], strict=True)
     assert equal(whole, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
     assert equal(whole[3:], list(pipeline().epoch(1, 3)))
 
@@ -200,7 +200,7 @@ def test_one_pass_is_given_up_for_a_while_where_it_wants_fresh_memory(monkeypatc
     monkeypatch.setattr(
         augmented_images_format, "unpack_planes", lambda planes: called.append(1) or unpack_planes(planes)
     )
-    monkeypatch.setattr(augmented_images_format, "REST", 4)
+    monkeypatch.setattr(augmented_images_format, "TWO_PASS_BATCHES", 4)
     for faults in (count(), count(step=1000)):
         monkeypatch.setattr(augmented_images_format, "page_faults", faults.__next__)
         for _ in range(12):

@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def web(folder, monkeypatch):
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with serving(
         {f"/data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ) as web:
@@ -172,7 +172,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(web):
 def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, pattern):
     address = f"{web.address}/data/images{pattern}"
     web.closing["/data/images/d"] = 1 << 30
-    with pytest.raises(RunError, match="images/d cannot be reached, asked 4 times"):
+    with pytest.raises(RunError, match="images/d after 4 attempts"):
         images(address, resize=8)
     web.closing["/data/images/d"] = 3
     source = images(address, resize=8).source
@@ -180,9 +180,9 @@ def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, patte
 
 
 def test_the_pauses_grow(web, monkeypatch):
-    monkeypatch.setattr(remote, "WAITS", (0.1, 0.2, 0.4))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.1, 0.2, 0.4))
     web.failing = 100
-    with pytest.raises(RunError, match=r"a\.tfrecord cannot be reached, asked 4 times: .*503") as told:
+    with pytest.raises(RunError, match=r"a\.tfrecord after 4 attempts: .*503") as told:
         file_signature(f"{web.address}/data/tfrecord/a.tfrecord")
     assert "\n" not in str(told.value)
     times = [when for method, _, when in web.asked if method == "HEAD"]
@@ -193,7 +193,7 @@ def test_the_pauses_grow(web, monkeypatch):
 @pytest.fixture
 def nobody(monkeypatch):
     """An address where nobody listens."""
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -203,18 +203,18 @@ def nobody(monkeypatch):
 @pytest.mark.parametrize("path", ["", "/*", "/a.parquet"])
 def test_a_server_that_nobody_reaches(nobody, kind, path):
     make, settings = MAKERS[kind]
-    with pytest.raises(RunError, match="cannot be reached, asked 4 times: ClientConnect") as told:
+    with pytest.raises(RunError, match="after 4 attempts: ClientConnect") as told:
         make(f"{nobody}/data/{kind}{path}", **settings)
     assert "\n" not in str(told.value)
 
 
 def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
-    monkeypatch.setattr(range_reader, "SECONDS_BETWEEN_LOOKS", 0.0)  # what was read of a small file is all of it
+    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)  # what was read of a small file is all of it
     source = tfrecord(f"{web.address}/data/tfrecord").source
     web.shutdown()
     web.server_close()
     web.failing = 1 << 30  # for connections that are still open
-    with pytest.raises(RunError, match="cannot be reached, asked 4 times"):
+    with pytest.raises(RunError, match="after 4 attempts"):
         source.read(numpy.array([3]))
 
 
@@ -266,7 +266,7 @@ def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
         resolve_paths(f"{web.address}/data/csv/a.csv")
     monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": web.login}}})
     assert same(batches("csv", f"{web.address}/data/csv"), batches("csv", folder / "csv"))
-    assert remote._system(web.address)[0].client_kwargs["timeout"].sock_read == remote.SILENT
+    assert remote._system(web.address)[0].client_kwargs["timeout"].sock_read == remote.READ_TIMEOUT_S
     monkeypatch.setitem(fsspec.config.conf, "https", {"client_kwargs": {"timeout": 7}})
     assert remote._system(web.address)[0].client_kwargs["timeout"] == 7
 
@@ -310,7 +310,7 @@ def test_a_stamp_follows_the_content(web):
 @pytest.mark.parametrize("kind", ["parquet", "feather", "tfrecord", "shards"])
 @pytest.mark.parametrize("change", ["other", "shorter", "gone"])
 def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkeypatch):
-    monkeypatch.setattr(range_reader, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)
     make, settings = MAKERS[kind]
     settings = settings | ({"gigabytes": 0} if kind in ("parquet", "feather") else {})
     path = (
@@ -338,7 +338,7 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
     for row in range(20):
         source.read(numpy.array([row]))
     assert len(web.asked) == asked
-    shown[0] += range_reader.SECONDS_BETWEEN_LOOKS
+    shown[0] += range_reader.REMOTE_CHECK_INTERVAL_S
     source.read(numpy.array([1]))
     assert len(web.asked) == asked + 1
 
@@ -369,12 +369,12 @@ def packed(text):
 
 
 def test_only_a_few_of_many_files_are_kept_open(web):
-    content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * range_reader.OPEN)}
+    content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * range_reader.MAX_OPEN_FILES)}
     web.content |= content
     source = webdataset(f"{web.address}/many").source
     for file in numpy.random.default_rng(0).permutation(len(content)).tolist():
         assert source.read(numpy.array([2 * file]))["txt"] == [f"text {file}"]
-    assert len(range_reader._own.files) == range_reader.OPEN
+    assert len(range_reader._thread.files) == range_reader.MAX_OPEN_FILES
 
 
 def test_pictures_that_went_away_are_bad_rows(web):

@@ -14,10 +14,10 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.core.rng import get_rng_state, set_rng_state
 from hasten.engine.checkpoint import loaded, update_only_tensors
 from hasten.engine.plan import build
 from hasten.engine.run_dir import RunDirectory
+from hasten.utils.rng import get_rng_state, set_rng_state
 from helpers import engine_tasks
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from hasten import Task
-from hasten.core.rng import get_rng_state, set_seeds
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
+from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 
 x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import RunError
-from hasten.core.batch import batch_tensors
-from hasten.core.rng import get_rng_state, set_seeds
 from hasten.engine import data_adapters
 from hasten.engine.loaders import from_spec
+from hasten.utils.batch import batch_tensors
+from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
 from helpers.process import forked
 
@@ -49,7 +49,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers():
     import dataclasses
 
     train = batches(engine_tasks.Augmented())
-    with_workers = data_adapters.from_spec(dataclasses.replace(train.spec, workers=2))
+    with_workers = data_adapters.from_spec(dataclasses.replace(train.spec, num_workers=2))
     assert same(list(train.epoch(0, 0)), list(with_workers.epoch(0, 0)))
 
 
@@ -213,7 +213,7 @@ def waits_until_it_is_an_orphan(worker: int) -> None:
 
 def test_a_worker_that_has_just_begun_does_not_outlive_a_run_that_is_killed():
     loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
-    samples = dataclasses.replace(batches(loader).spec, workers=1)
+    samples = dataclasses.replace(batches(loader).spec, num_workers=1)
     process = forked(lambda: next(from_spec(samples).epoch(0)))
     while not (workers := psutil.Process(process.pid).children()):
         time.sleep(0.01)

@@ -226,7 +226,7 @@ CASES = [
     ("plain", ["ema:decay=0.9", "gradient_clipping"]),
     ("plain", ["ema:decay=0.9", "znorm"]),
     ("plain", ["gradient_accumulation:accumulation_steps=3"]),
-    ("plain", ["threads:count=1", "allocator", "fused_optimizer"]),
+    ("plain", ["num_threads:count=1", "malloc_tuning", "fused_optimizer"]),
     ("fixed", ["in_memory_batches"]),
     ("fixed", ["cache_dataset", "gradient_centralization"]),
     ("with_schedule", ["budgeted_schedule:factor=0.5"]),

@@ -81,7 +81,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
             for job in jobs:
                 job.kill()
     told.seconds = time.monotonic() - began
-    told.recoveries = sum("all meet again to go on" in line or "to go on together" in line for line in told.said)
+    told.recoveries = sum("restarting all ranks" in line or "continue together" in line for line in told.said)
     assert codes == [0] * len(jobs), (codes, told.said)
     return told
 

@@ -33,20 +33,20 @@ def task(train_data, **changes) -> Task:
     )
 
 
-def augmented_images():
+def random_pipeline():
     return arrays(NUMBERS, LABELS).shuffle(seed=1).map(scaled).batch(8).map(shifted)
 
 
 def here():
-    return task(augmented_images())
+    return task(random_pipeline())
 
 
 def threads():
-    return task(augmented_images().prefetch(threads=2))
+    return task(random_pipeline().prefetch(threads=2))
 
 
 def processes():
-    return task(augmented_images().prefetch(processes=2))
+    return task(random_pipeline().prefetch(processes=2))
 
 
 def slowly(batch):
@@ -55,4 +55,4 @@ def slowly(batch):
 
 
 def longer():
-    return task(augmented_images().map(slowly).prefetch(threads=2), epochs=12)
+    return task(random_pipeline().map(slowly).prefetch(threads=2), epochs=12)

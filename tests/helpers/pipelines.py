@@ -64,7 +64,7 @@ def shifted(batch, rng):
     return batch[0] + rng.uniform()[:, None], batch[1]
 
 
-def augmented_images(rows=ROWS):
+def random_pipeline(rows=ROWS):
     """Draws for every sample, and twice for every batch."""
     numbers = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
     return (

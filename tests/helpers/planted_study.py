@@ -19,12 +19,12 @@ from hasten.tuning.study import Budget
 
 TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
 TRIAL = 2.0  # seconds that every trial takes
-THREADS = replace(candidate("threads"), presets=tuple({"count": count} for count in range(1, 9)))
+THREADS = replace(candidate("num_threads"), presets=tuple({"count": count} for count in range(1, 9)))
 CLIPPING = replace(candidate("gradient_clipping"), presets=tuple({"max_norm": float(norm)} for norm in range(1, 9)))
 
 
 def threads(count: int) -> str:
-    return f"threads:count={count}"
+    return f"num_threads:count={count}"
 
 
 def clipping(norm: int) -> str:

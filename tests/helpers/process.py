@@ -100,7 +100,7 @@ def jobs_left() -> list[str]:
             about = (process / "environ").read_bytes()
         except OSError:
             continue
-        if b"HASTEN_JOB=" in about and ours in about and "rank_tasks" in line:
+        if b"HASTEN_PARENT=" in about and ours in about and "rank_tasks" in line:
             found.append(line)
     return found
 

@@ -29,10 +29,10 @@ class Rows(Dataset):
 
 class Stream(IterableDataset):
     def __init__(self, samples: int = SAMPLES, first: int = 0, step: int = 1):
-        self.rows, self.tuned_settings = Rows(), range(first, samples, step)
+        self.rows, self.indices = Rows(), range(first, samples, step)
 
     def __iter__(self):
-        return (self.rows[index] for index in self.tuned_settings)
+        return (self.rows[index] for index in self.indices)
 
 
 class Poisoned(Rows):

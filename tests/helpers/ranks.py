@@ -15,6 +15,7 @@ import traceback
 import warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import cloudpickle
 import torch
@@ -33,6 +34,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
+from hasten.launch.rank_results import RankResult, write_result_for
 from helpers import rank_tasks
 from helpers.process import FORK, PATIENCE
 
@@ -164,6 +166,13 @@ def _run(content: bytes) -> tuple[object, bool]:
     _clear_sharding_prop_cache()  # its entries name groups that are gone
     gc.collect()  # of what a failed run leaves: modules in cycles, which hold their communication
     return answer, reusable and not dist.is_initialized()
+
+
+def write_rank_result(rank: int, result: RankResult, job) -> None:
+    """Writes the result of a rank into the job directory, where torchrun would have named its error file."""
+    error_file = Path(job) / "run" / "attempt_0" / str(rank) / "error.json"
+    error_file.parent.mkdir(parents=True, exist_ok=True)
+    write_result_for(error_file, rank, result)
 
 
 def training(rank: int, task, recipe=None, **options) -> dict:

@@ -187,7 +187,7 @@ def compared() -> dict:
         "kind": "compare",
         "task": "digits",
         "a": "baseline",
-        "b": "in_memory_batches + threads:count=1",
+        "b": "in_memory_batches + num_threads:count=1",
         "verdict": "faster",
         "ratio": interval(2.7, 0.03),
         "cpu_ratio": 2.6,

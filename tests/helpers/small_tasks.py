@@ -1,4 +1,4 @@
-"""On which small tasks a method has an effect, so that tests of all methods generate no case that could only be skipped."""
+"""The small tasks on which each method has an effect, so that tests of all methods generate no case that is skipped."""
 
 import warnings
 from functools import cache
@@ -14,15 +14,13 @@ from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.testing import tasks
 
 SETTINGS = {
-    "compile": {
-        "backend": "eager"
-    },  # the tracing without half a minute of C++; the real backend has a slow test of its own
+    "compile": {"backend": "eager"},  # without half a minute of C++; the real backend has a slow test of its own
     "gradient_clipping": {"max_norm": 0.25},
-    "threads": {"count": 2},  # the tests run with one
+    "num_threads": {"count": 2},  # the tests run with one
 }
-ELSEWHERE = {"distributed"} | (
-    {"cuda"} if not torch.cuda.is_available() else set()
-)  # facts that hold of no run in this process
+UNAVAILABLE = (
+    {"distributed"} if torch.cuda.is_available() else {"distributed", "cuda"}
+)  # facts that hold for no run here
 
 
 class ResidualBlock(nn.Module):
@@ -35,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 def residual(**changes) -> Task:
-    """The convolutional task with a residual net."""
+    """The convolutional task with a residual network."""
 
     def model() -> nn.Module:
         blocks = (ResidualBlock(8), ResidualBlock(8))
@@ -55,17 +53,17 @@ TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer, without_batch
 
 @cache
 def tasks_with_effect(name: str) -> tuple:
-    """Those of ``TASKS`` on which the method has an effect in one process on this machine."""
-    if method_class(name).card.applies_to & ELSEWHERE:
+    """The tasks of ``TASKS`` on which the method has an effect in one process on this machine."""
+    if method_class(name).card.applies_to & UNAVAILABLE:
         return ()
-    return tuple(task for task in TASKS if not _idle(name, task()))
+    return tuple(task for task in TASKS if not _no_effect(name, task()))
 
 
 def names_with_effect() -> list[str]:
     return [name for name in method_names() if tasks_with_effect(name)]
 
 
-def _idle(name: str, task: Task) -> list:
+def _no_effect(name: str, task: Task) -> list:
     with restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return build(task, make_methods(Recipe({name: SETTINGS.get(name, {})}))).run.no_effect

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import TrainProgress
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.engine.train import train
+from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import run_ranks, training_of
@@ -70,13 +70,7 @@ def test_without_it_another_formula_is_trained(tmp_path):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("dimensions", "settings"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {"momentum": None}),
-        (2, {"affine": False}),
-        (1, {"track_running_stats": False}),
-    ],
+    [(1, {}), (2, {}), (3, {"momentum": None}), (2, {"affine": False}), (1, {"track_running_stats": False})],
 )
 def test_a_layer_over_parts(world, dimensions, settings):
     """Outputs, gradients and statistics; the first rank has most of the samples."""

@@ -149,7 +149,7 @@ def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
 
 
 def test_branches_are_told():
-    first, second = run_ranks(2, told_while_building, "branch_parallel", rank_tasks.towers, {"places": "0-1"})
+    first, second = run_ranks(2, told_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
     assert first == [
         "branch_parallel: left.0 to left.5 on process 0, right.0 to right.8 on process 1; they meet in mul_2",
         "branch_parallel: 94% of the weights are shared out",
@@ -159,5 +159,5 @@ def test_branches_are_told():
 
 def weights_held(rank: int) -> set[str]:
     with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"places": "0-1"})], ranks=ranks)
+        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"assignment": "0-1"})], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

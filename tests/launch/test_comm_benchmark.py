@@ -28,5 +28,5 @@ def test_a_line_is_found_again():
 
 
 def test_one_process_has_nobody_to_talk_to():
-    with pytest.raises(ConfigurationError, match="one process has nobody to talk to"):
+    with pytest.raises(ConfigurationError, match="bench-comm needs 2 processes or more"):
         bench_comm("cpu")

@@ -102,9 +102,9 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("stream_that_divides_itself", "the ranks read other data as batch 1 of pass 1: "),
-        ("shorter_on_the_second", "the ranks read pass 1 in another order: "),
-        ("shorter_stream_on_the_second", "the ranks read other data as batch 20 of pass 1: "),
+        ("stream_that_divides_itself", "the ranks read different data as batch 1 of epoch 1: "),
+        ("shorter_on_the_second", "the ranks read epoch 1 in different orders: "),
+        ("shorter_stream_on_the_second", "the ranks read different data as batch 20 of epoch 1: "),
         ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of pass 1, and others have: "),
     ],
 )

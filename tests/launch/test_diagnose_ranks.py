@@ -63,7 +63,7 @@ def test_steps_that_no_few_blocks_show_are_told():
         )
 
     for recipe, says in (
-        ("local_sgd:start=20", "the first 20 steps of"),
+        ("local_sgd:warmup_steps=20", "the first 20 steps of"),
         ("local_sgd:period=40000", "repeats itself every 40000 steps"),
     ):
         for told in of(recipe):

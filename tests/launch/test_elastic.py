@@ -17,11 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
-from hasten.launch.rank_results import RankResult, leave_of
+from hasten.launch.rank_results import RankResult
 from helpers.chaos import chaos, compared, train_words
 from helpers.netns_cluster import begun_on, cut_the_cable, lose, mend_the_cable, missing, two_machines
 from helpers.process import Job, wait_until_it_trains
-from helpers.ranks import free_port
+from helpers.ranks import free_port, write_rank_result
 
 WHY_NOT = missing()
 machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -54,12 +54,12 @@ def test_thirty_kills(tmp_path, on_machines):
 
 def test_a_port_that_another_program_has(monkeypatch):
     """One that says nothing: torch would ask it forever."""
-    monkeypatch.setattr(launcher, "ANSWER", 1.0)
+    monkeypatch.setattr(launcher, "STORE_ANSWER_S", 1.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(
-            ConfigurationError, match="another program has that port; choose another port, the same on all machines"
+            ConfigurationError, match="another program has that port; choose another port, the same on all nodes"
         ):
             launcher.launch(["train", "digits"], 1, (2, 2), f"127.0.0.1:{other.getsockname()[1]}")
 
@@ -76,7 +76,7 @@ def test_machines_that_were_given_other_numbers(folder):
         said = second.communicate(timeout=90)[1]
         assert second.returncode == 2, said
         assert (
-            "this machine was given --processes 2, and another one --processes 1; say the same on all of them" in said
+            "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes the same" in said
         )
     finally:
         first.kill()
@@ -100,15 +100,15 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
 
 def test_who_is_done_is_not_missed(monkeypatch):
     """Its ranks have ended while those of another machine still write the model."""
-    monkeypatch.setattr(elastic, "SILENCE", 0.0)
+    monkeypatch.setattr(elastic, "HEARTBEAT_TIMEOUT_S", 0.0)
     agent, group = (
         object.__new__(elastic.ElasticAgent),
         SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore()),
     )
 
     def misses() -> bool:
-        agent.looked, agent.heard = float("-inf"), getattr(agent, "heard", {})
-        return agent._misses_a_machine(group)
+        agent.last_check, agent.heartbeats = float("-inf"), getattr(agent, "heartbeats", {})
+        return agent._misses_a_node(group)
 
     assert [misses(), misses()] == [False, True], "the other one has said nothing since the first look"
     group.store.set(f"{elastic.DONE}/1", "")
@@ -118,10 +118,10 @@ def test_who_is_done_is_not_missed(monkeypatch):
 def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) -> tuple:
     """An agent of two machines whose ranks have ended so, and what the wait list will say."""
     for rank, ending in endings.items():
-        leave_of(rank, ending, tmp_path)
+        write_rank_result(rank, ending, tmp_path)
     agent = object.__new__(elastic.ElasticAgent)
-    agent.folder, agent.done, agent.remaining_restarts = str(tmp_path), set(), 2
-    agent._looked_after = lambda group: RunResult(WorkerState.FAILED)
+    agent.job, agent.done, agent.remaining_restarts = str(tmp_path), set(), 2
+    agent._state_of = lambda group: RunResult(WorkerState.FAILED)
     handler = SimpleNamespace(
         num_nodes_waiting=lambda: waiting.pop(0) if len(waiting) > 1 else waiting[0], is_closed=lambda: False
     )
@@ -129,7 +129,7 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) 
     return agent, SimpleNamespace(group_world_size=2, group_rank=0, store=HashStore(), spec=spec)
 
 
-STOPPED = RankResult(1, "stopped at step 7", aftermath=True, stopped=True)
+STOPPED = RankResult(1, "stopped at step 7", is_peer_failure=True, stopped=True)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ STOPPED = RankResult(1, "stopped at step 7", aftermath=True, stopped=True)
     [
         ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
         ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
-        ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended without a word", aftermath=True)}, 2),
+        ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended without a word", is_peer_failure=True)}, 2),
         ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
     ],
 )
 def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, waiting, endings, left):
-    monkeypatch.setattr(elastic, "WAIT_LIST", 0.2)
+    monkeypatch.setattr(elastic, "JOIN_NOTICE_S", 0.2)
     agent, group = stopped_group(tmp_path, waiting, endings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -160,7 +160,7 @@ def test_nobody_goes_on_where_another_machine_is_done(tmp_path):
 
 def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
     agent, group = stopped_group(tmp_path, [0], {})
-    agent._worker_group, agent.looked, agent.heard, closed = group, float("inf"), {}, []
+    agent._worker_group, agent.last_check, agent.heartbeats, closed = group, float("inf"), {}, []
     group.spec.rdzv_handler.is_closed = lambda: bool(closed)
     threading.Timer(0.2, lambda: group.store.set(f"{elastic.DONE}/1", "")).start()
     agent.exit_barrier()
@@ -191,7 +191,7 @@ def test_who_comes_costs_nobody_a_restart(folder):
     jobs.append(begun())
     said = [job.communicate(timeout=300)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert sum("another machine has come" in each for each in said) == 2 and not any("lost" in each for each in said), (
+    assert sum("another node has joined" in each for each in said) == 2 and not any("lost" in each for each in said), (
         said
     )
     undisturbed(folder, bits=False)
@@ -236,7 +236,7 @@ def test_a_machine_that_is_lost_is_waited_for(folder, lost):
         time.sleep(2)
         pair.jobs[lost] = pair.begun(lost)
         pair.ended()
-    told = "waiting for the same command there" if lost == 0 else "ranks of another machine were lost"
+    told = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
     assert any(told in line for line in pair.said[1 - lost]), pair.said
     undisturbed(folder)
 
@@ -251,7 +251,7 @@ def test_fewer_machines_go_on_and_take_in_who_comes(folder):
         pair.wait_until_it_trains(0)
         pair.jobs[1] = pair.begun(1)
         pair.ended()
-    assert any("another machine has come" in line for line in pair.said[0]), pair.said
+    assert any("another node has joined" in line for line in pair.said[0]), pair.said
     undisturbed(folder, bits=False)
 
 

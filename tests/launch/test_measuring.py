@@ -94,7 +94,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
         raise RunError(f"{processes}")
 
     monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.engine.resources.usable_cores", lambda: 3)
+    monkeypatch.setattr("hasten.engine.resources.available_cpus", lambda: 3)
     with (
         pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "),
         pytest.raises(RunError, match=r"^\(4, 4\)$"),

@@ -115,10 +115,7 @@ def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strateg
 
 @pytest.mark.parametrize(
     ("make", "strategy", "world"),
-    [
-        (rank_tasks.viewing, "pipeline:", 2),
-        pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow),
-    ],
+    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
 )
 def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "alone")
@@ -211,7 +208,7 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
                 ("pipeline", 2, BOTH, 8),
                 (BOTH, 4, "tensor_parallel", 2),
             ]
-        ),
+        )
     ],
 )
 def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
@@ -340,7 +337,7 @@ def test_blocks_that_fail_the_proof_are_left_whole():
     told, _ = run_ranks(2, told_while_building, "tensor_parallel", tasks.transformer)
     kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "left whole: "))
     assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
-    assert any(line.startswith(f"{dropped}queries_keys_values by columns") for line in told), told
+    assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
 
 
 def test_the_plan_is_told():

@@ -34,7 +34,7 @@ def initialised_tower():
 SLOWER = [
     ("pipeline:balance=memory,degree=2,split_sizes=2-3", 4),
     ("pipeline:balance=memory,schedule=interleaved", 2),
-    ("zero:stage=2,shards=2,place=memory", 4),
+    ("zero:stage=2,hybrid_shard_size=2,init=meta", 4),
 ]
 
 
@@ -109,7 +109,7 @@ def looking_tower():
             rank_tasks.tower,
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
-        ("pipeline:place=banana", rank_tasks.tower, "place must be one of time, memory"),
+        ("pipeline:balance=banana", rank_tasks.tower, "balance must be one of time, memory"),
         ("zero:stage=3,init=meta", looking_tower, "the model looks at its numbers while it is made"),
         ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],

@@ -91,7 +91,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("launch --nproc-per-node 5000 -- train digits", "at most 4096"),
         (
             "launch --nproc-per-node 1 --nnodes 2 --rdzv-endpoint no.such.machine:2000 -- train digits",
-            "the machines cannot meet at no.such.machine:2000",
+            "the nodes cannot meet at no.such.machine:2000",
         ),
         ("train digits --processes none", "from 1 to"),
     ],
@@ -108,8 +108,8 @@ def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_star
     def started(*arguments, **settings):
         raise AssertionError("nothing was to be started")
 
-    monkeypatch.setattr("hasten.launch.launcher.start", started)
-    monkeypatch.setattr("hasten.launch.launcher.usable_cores", lambda: 1)
+    monkeypatch.setattr("hasten.launch.launcher.launch", started)
+    monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 1)
     task = str(HELPERS / "waiting_tasks.py:few")
     assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
     assert (
@@ -127,7 +127,7 @@ def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
 
 def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import os\n\ndef task():\n    return os.environ['LOCAL_RANK']\n")
-    monkeypatch.setattr("hasten.launch.launcher.usable_cores", lambda: 1)
+    monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 1)
     preflight_check(f"{tmp_path}/mine.py:task", 2, [])
     with pytest.raises(ConfigurationError, match="there is no file"):
         preflight_check(f"{tmp_path}/nobody.py:task", 2, [])
@@ -140,13 +140,13 @@ def test_a_dataset_may_know_a_batch_size_of_its_own():
 
 
 def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
-    monkeypatch.setattr("hasten.launch.launcher.start", None)
+    monkeypatch.setattr("hasten.launch.launcher.launch", None)
     assert main(["launch", "--nproc-per-node", "2", "--", "train", "digits", "--nonsense"]) == 2
     assert "there is no option --nonsense" in capfd.readouterr().err
 
 
 def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
-    (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,shards=2").to_toml())
+    (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,hybrid_shard_size=2").to_toml())
     elastic = f"launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
     assert (

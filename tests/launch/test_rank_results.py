@@ -10,12 +10,12 @@ import time
 from types import ModuleType
 
 import pytest
-from ranks import leave_of
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
 from hasten.launch import rank_results
-from hasten.launch.rank_results import RankResult, job_directory, peer_error, read_results, write_ending
+from hasten.launch.rank_results import RankResult, job_directory, peer_error, read_results, write_result_for
+from helpers.ranks import write_rank_result
 
 
 def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
@@ -26,7 +26,7 @@ def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch
     with job_directory() as living:
         for old in ("hasten-job-killed", "another", living):
             os.utime(tmp_path / old, (0, 0))
-        script = "from hasten.launch.rank_results import folder_of_a_job\nwith folder_of_a_job(): pass"
+        script = "from hasten.launch.rank_results import job_directory\nwith job_directory(): pass"
         subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
         assert {str(path) for path in tmp_path.iterdir()} == {
             str(tmp_path / "hasten-job-new"),
@@ -44,35 +44,35 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_rank_answers_when_all_others_have_ended_well(job):
-    leave_of(1, RankResult(0), job)
-    later = threading.Timer(0.2, leave_of, (2, RankResult(1), job))
+    write_rank_result(1, RankResult(0), job)
+    later = threading.Timer(0.2, write_rank_result, (2, RankResult(1), job))
     began = time.monotonic()
     later.start()
     assert peer_error() is None and time.monotonic() - began >= 0.2
 
 
 def test_a_rank_does_not_answer_where_another_could_not_go_on(job):
-    leave_of(2, RankResult(1, "the disk is gone"), job)
+    write_rank_result(2, RankResult(1, "the disk is gone"), job)
     assert peer_error() == "the disk is gone"
 
 
 def test_a_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
-    monkeypatch.setattr(rank_results, "LAST_MOMENT", 0.1)
+    monkeypatch.setattr(rank_results, "PEER_RESULT_TIMEOUT_S", 0.1)
     assert peer_error() is None
 
 
 def test_error_file_is_read_by_torchrun(tmp_path):
     """torch takes the message and the time of the failure from it."""
-    write_ending(tmp_path / "error.json", 3, RankResult(1, "the disk is gone", waited=2.0))
+    write_result_for(tmp_path / "error.json", 3, RankResult(1, "the disk is gone", waited=2.0))
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     assert failure.message["message"] == "the disk is gone" and abs(failure.timestamp - time.time()) < 60
 
 
 def test_error_files_are_read_by_rank(tmp_path):
-    leave_of(3, RankResult(1, "the disk is gone", aftermath=True, waited=2.0), tmp_path)
+    write_rank_result(3, RankResult(1, "the disk is gone", is_peer_failure=True, waited=2.0), tmp_path)
     found = read_results(str(tmp_path))
-    assert list(found) == [3] and found[3].when > 0
-    assert (found[3].code, found[3].line, found[3].aftermath, found[3].waited) == (1, "the disk is gone", True, 2.0)
+    assert list(found) == [3] and found[3].timestamp > 0
+    assert (found[3].code, found[3].message, found[3].is_peer_failure, found[3].waited) == (1, "the disk is gone", True, 2.0)
 
 
 def test_who_stops_it_while_it_is_loaded_gets_an_answer(capsys, monkeypatch):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.distributed.collectives import all_reduce_mean, average_state, broadcast_module
@@ -20,15 +19,16 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.checkpoint import loaded
 from hasten.engine.plan import build
 from hasten.engine.train import train
+from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.ranks import broken_off, run_ranks, taken_up, training, training_of
 
-APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,inner=1,inner_period=2", "diloco:sync_every=4"]
+APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2", "diloco:sync_every=4"]
 LESS = [
     *APART,
     "parameter_server:staleness=0",
-    "powersgd:matrix_approximation_rank=1,saves=1.7,start=7",
+    "powersgd:matrix_approximation_rank=1,min_compression_rate=1.7,start_powerSGD_iter=7",
     "ddp + half_precision_allreduce",
 ]
 
@@ -97,15 +97,15 @@ def momentum() -> object:
     [
         (2, {"period": 4}),
         (3, {"period": 1}),
-        (2, {"period": 5, "start": 10}),
-        (4, {"period": 6, "inner": 2, "inner_period": 2}),
-        (4, {"period": 8, "start": 3, "inner": 2, "inner_period": 3}),
+        (2, {"period": 5, "warmup_steps": 10}),
+        (4, {"period": 6, "group_size": 2, "group_period": 2}),
+        (4, {"period": 8, "warmup_steps": 3, "group_size": 2, "group_period": 3}),
     ],
 )
 def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make):
     hand = ByHand(make(), world)
     period, start = settings["period"], settings.get("start", 0)
-    inner, inner_period = settings.get("inner", 1), settings.get("inner_period", 1)
+    group_size, group_period = settings.get("group_size", 1), settings.get("group_period", 1)
     for number in hand.with_gradients():
         if number <= start:
             hand.average_gradients()
@@ -113,9 +113,9 @@ def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make)
         since = number - start
         if since > 0 and since % period == 0:
             hand.average()
-        elif since > 0 and since % inner_period == 0:
-            for first in range(0, world, inner):
-                hand.average(range(first, first + inner))
+        elif since > 0 and since % group_period == 0:
+            for first in range(0, world, group_size):
+                hand.average(range(first, first + group_size))
     recipe = "local_sgd:" + ",".join(f"{name}={value}" for name, value in settings.items())
     assert hand.against(trained(tmp_path, world, recipe, make)) < CLOSE
 
@@ -185,7 +185,7 @@ def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
                 rests[of][number] = matrices[of] - hand.weights[of][number].grad
         hand.step()
     assert (
-        hand.against(trained(tmp_path, world, f"powersgd:matrix_approximation_rank={rank},saves=1.7,start={start}"))
+        hand.against(trained(tmp_path, world, f"powersgd:matrix_approximation_rank={rank},min_compression_rate=1.7,start_powerSGD_iter={start}"))
         < CLOSE
     )
 
@@ -206,23 +206,23 @@ def test_machines_that_factor_otherwise_have_one_span(tmp_path):
         factor = torch.linalg.qr
         torch.linalg.qr = lambda columns: SimpleNamespace(Q=factor(columns).Q * (-1) ** rank)
         return training(
-            rank, rank_tasks.samples(), "powersgd:matrix_approximation_rank=2,saves=1.7", out=tmp_path / "unlike"
+            rank, rank_tasks.samples(), "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7", out=tmp_path / "unlike"
         )
 
     answers = run_ranks(2, on_its_machine)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:matrix_approximation_rank=2,saves=1.7")) < CLOSE
+    assert farthest(tmp_path / "unlike", trained(tmp_path, 2, "powersgd:matrix_approximation_rank=2,min_compression_rate=1.7")) < CLOSE
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        "powersgd:matrix_approximation_rank=8,saves=0.1",
+        "powersgd:matrix_approximation_rank=8,min_compression_rate=0.1",
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
                 "powersgd:matrix_approximation_rank=8",
-                "powersgd:matrix_approximation_rank=1,saves=1,start=100",
+                "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=100",
             )
         ),
     ],
@@ -295,7 +295,7 @@ def test_pieces_of_a_batch_change_nothing(tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["powersgd:matrix_approximation_rank=8,saves=0.1", "local_sgd:period=3,warmup_steps=100"]
+    "recipe", ["powersgd:matrix_approximation_rank=8,min_compression_rate=0.1", "local_sgd:period=3,warmup_steps=100"]
 )
 def test_gradients_are_shortened_after_they_were_averaged(tmp_path, recipe):
     train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "alone")
@@ -314,7 +314,7 @@ def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "recipe", ["powersgd:matrix_approximation_rank=1,saves=1", "local_sgd:period=3,warmup_steps=100"]
+    "recipe", ["powersgd:matrix_approximation_rank=1,min_compression_rate=1", "local_sgd:period=3,warmup_steps=100"]
 )
 def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
     """And one that some rank used is not: its gradient is the mean."""
@@ -334,15 +334,15 @@ def test_an_overflow_is_not_remembered():
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ("local_sgd:inner=2", "local_sgd:inner=2 has to divide the 3 processes"),
-        ("local_sgd:inner_period=2", "inner_period=2 is that of groups; say with inner how many"),
+        ("local_sgd:group_size=2", "local_sgd:group_size=2 must divide the 3 processes"),
+        ("local_sgd:group_period=2", "group_period=2 has no effect without groups; set group_size as well"),
         (
-            "local_sgd:period=2,inner=3,inner_period=4",
-            "inner_period=4 is due when all processes meet anyway, every 2 steps",
+            "local_sgd:period=2,group_size=3,group_period=4",
+            "group_period=4 is due only when all ranks average anyway, every 2 steps",
         ),
         (
             "local_sgd:period=47",
-            "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never meet",
+            "local_sgd:period=47 is longer than the run of 46 steps, in which the processes would never communicate",
         ),
         ("diloco", "diloco:sync_every=100 is longer than the run of 46 steps"),
         ("local_sgd + half_precision_allreduce", "half_precision_allreduce rounds what ddp sends"),
@@ -357,7 +357,7 @@ def test_what_cannot_be_is_told(recipe, says):
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd:start=46", "powersgd:matrix_approximation_rank=1,saves=1,start=46"])
+@pytest.mark.parametrize("recipe", ["local_sgd:warmup_steps=46", "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=46"])
 def test_what_begins_after_the_end_is_told(recipe):
     told = run_ranks(2, training, rank_tasks.samples(), recipe)
     assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in told), told

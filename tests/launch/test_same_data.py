@@ -42,7 +42,7 @@ def texts(number: int):
 def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
     told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
     assert all(
-        isinstance(answer, RunError) and str(answer).startswith("the ranks read other data as batch 1")
+        isinstance(answer, RunError) and str(answer).startswith("the ranks read different data as batch 1")
         for answer in told
     ), told
 
@@ -121,7 +121,7 @@ def loader(collate) -> DataLoader:
 def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
     told = run_ranks(2, training, rank_tasks.task(data()))
     assert all(
-        isinstance(answer, RunError) and "not made of tensors with one number of samples" in str(answer)
+        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer)
         for answer in told
     ), told
 

@@ -18,7 +18,7 @@ STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero:stage=3,shards=1"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero:stage=3,hybrid_shard_size=1"])
 @pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
 def test_a_strategy_trains_what_one_process_trains(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)

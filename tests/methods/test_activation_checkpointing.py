@@ -59,5 +59,5 @@ def test_a_copy_computes_with_its_own_weights(transformer, trained):
 
 def test_without_blocks_it_says_so(perceptron, trained):
     assert trained(perceptron(), "activation_checkpointing", 1).run.no_effect == [
-        ("activation_checkpointing", "the model has no sequence of like blocks")
+        ("activation_checkpointing", "the model has no sequence of blocks of one type")
     ]

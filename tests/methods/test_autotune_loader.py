@@ -77,7 +77,7 @@ def test_a_slow_source_gets_workers_and_the_recipe_says_so(name, tmp_path, monke
     monkeypatch.setattr(loader_stats, "LEAST_SECONDS", 0.1)  # so that it can climb once more where the machine stumbles
     task = getattr(loader_tasks, name)(epochs=60)
     with pytest.warns(
-        HastenWarning, match=r"autotune_loader has settled at .*: a step waits for data [\d.]+% of its time"
+        HastenWarning, match=r"autotune_loader converged at .*: a step waits for data [\d.]+% of its time"
     ):
         result = hasten.train(task, [TUNED], out=tmp_path / "run", device="cpu")
     found = result["tuned_settings"]["autotune_loader"]
@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_has_in_its_recipe_what_was_found(tmp_path, quick
             raise InterruptedError
 
     task = loader_tasks.dataset(epochs=60)
-    with pytest.warns(HastenWarning, match="has settled"), pytest.raises(InterruptedError):
+    with pytest.warns(HastenWarning, match="converged"), pytest.raises(InterruptedError):
         hasten.train(task, TUNED, out=tmp_path / "run", observers=[stop], checkpoint_seconds=0.1, device="cpu")
     found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotune_loader"]
     assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
@@ -123,12 +123,12 @@ def test_a_fast_source_is_left_alone(perceptron, monkeypatch):
     )  # a busy machine is not a slow source
     program = build(perceptron(), make_methods(Recipe.coerce("autotune_loader")))
     autotuner = program.run.checkpoint_state["autotune_loader"]
-    with pytest.warns(HastenWarning, match="has settled"):
+    with pytest.warns(HastenWarning, match="converged"):
         for _ in program.train.epoch(0, 0):
             napped += 1.0
     assert (
         autotuner.converged
-        and autotuner.workers.workers == 0
+        and autotuner.workers.num_workers == 0
         and program.run.tuned_settings == {"autotune_loader": {"processes": 0}}
     )
 
@@ -218,7 +218,7 @@ def test_where_it_begins(perceptron):
         processes=3, prefetch=5
     )
     assert climber_of(
-        perceptron(), ["autotune_loader", "loader_workers:num_workers=2,prefetch=3"]
+        perceptron(), ["autotune_loader", "loader_workers:num_workers=2,prefetch_factor=3"]
     ).workers == WorkerConfig(processes=2, prefetch=4)
     loader = torch.utils.data.DataLoader(perceptron().train_data, batch_size=16, num_workers=2)
     assert climber_of(perceptron(train_data=loader, batch_size=None), "autotune_loader").workers == WorkerConfig(
@@ -228,17 +228,17 @@ def test_where_it_begins(perceptron):
 
 
 def test_what_it_has_nothing_to_do_with(trained):
-    assert "nobody else" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
+    assert "no other thread or process" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
     noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotune_loader")
     assert "random" in noisy.run.no_effect[0][1]
 
 
 def test_settings_that_do_not_go_together(perceptron):
-    with pytest.raises(ConfigurationError, match="threads or processes, not both"):
+    with pytest.raises(ConfigurationError, match="threads=1 and processes=1 exclude each other"):
         make_methods(Recipe.coerce("autotune_loader:threads=1,processes=1"))
     for words in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
-        with pytest.raises(ConfigurationError, match=r"for pipelines of hasten\.data"):
+        with pytest.raises(ConfigurationError, match=r"require a hasten\.data pipeline"):
             build(perceptron(), make_methods(Recipe.coerce(words)))
-    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "ahead=2000"):
+    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "prefetch=2000"):
         with pytest.raises(ConfigurationError, match=words.partition("=")[0]):
             make_methods(Recipe.coerce(f"autotune_loader:{words}"))

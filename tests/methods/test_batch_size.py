@@ -5,12 +5,12 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.core.batch import batch_size
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.utils.batch import batch_size
 
 
 def sgd(model, rate=0.1):
@@ -122,7 +122,7 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
 
-    with pytest.raises(ConfigurationError, match="say warmup=0"):
+    with pytest.raises(ConfigurationError, match="pass warmup=0"):
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size")))
     assert (
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32

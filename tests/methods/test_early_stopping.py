@@ -1,4 +1,4 @@
-"""early_stopping: stops for the right reason at the right look, and is a function of the history alone."""
+"""early_stopping: stops for the right reason after the right evaluation, and is a function of the history alone."""
 
 import pytest
 
@@ -10,16 +10,16 @@ from hasten.engine.registry import make_methods
 
 
 def stops_at(task, metrics, agree=None, **settings) -> int | None:
-    """After how many looks the run would stop."""
+    """After how many evaluations the run would stop."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
         program.run.parallel = ParallelContext(ProcessGroupInfo(all_reduce_max=lambda numbers: [agree(*numbers)]))
     history = [Evaluation(step, step * 16, metric) for step, metric in enumerate(metrics, 1)]
-    return next((looks for looks in range(len(history) + 1) if program.plan.stop(history[:looks])), None)
+    return next((count for count in range(len(history) + 1) if program.plan.stop(history[:count])), None)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "hold", "looks"),
+    ("metrics", "target_patience", "evaluations"),
     [
         ([0.5, 0.9, 0.91], 2, 3),
         ([0.9, 0.8, 0.9, 0.9], 2, 4),  # reached, lost, reached and held
@@ -29,8 +29,8 @@ def stops_at(task, metrics, agree=None, **settings) -> int | None:
         ([], 1, None),
     ],
 )
-def test_the_target_must_be_held(perceptron, metrics, hold, looks):
-    assert stops_at(perceptron(target=0.9), metrics, hold=hold) == looks
+def test_the_target_must_be_held(perceptron, metrics, target_patience, evaluations):
+    assert stops_at(perceptron(target=0.9), metrics, target_patience=target_patience) == evaluations
 
 
 def test_a_metric_that_should_fall(perceptron):
@@ -40,7 +40,7 @@ def test_a_metric_that_should_fall(perceptron):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "patience", "min_delta", "looks"),
+    ("metrics", "patience", "min_delta", "evaluations"),
     [
         ([0.1, 0.2, 0.3, 0.3, 0.3], 2, 0.0, 5),
         ([0.1, 0.2, 0.15, 0.21, 0.2, 0.2], 2, 0.0, 6),
@@ -48,21 +48,21 @@ def test_a_metric_that_should_fall(perceptron):
         ([0.1, 0.2, 0.3, 0.4], 1, 0.0, None),
     ],
 )
-def test_patience_ends(perceptron, metrics, patience, min_delta, looks):
-    assert stops_at(perceptron(target=0.99), metrics, patience=patience, min_delta=min_delta) == looks
+def test_patience_ends(perceptron, metrics, patience, min_delta, evaluations):
+    assert stops_at(perceptron(target=0.99), metrics, patience=patience, min_delta=min_delta) == evaluations
 
 
-def test_without_a_target_there_is_only_patience(perceptron):
+def test_a_task_without_target_stops_by_patience_only(perceptron):
     assert stops_at(perceptron(target=None), [1.0, 1.0, 1.0], patience=2) == 3
 
 
-def test_ranks_agree(perceptron):
+def test_one_rank_stops_all_ranks(perceptron):
     asked = []
     assert stops_at(perceptron(target=0.9), [0.1, 0.2], agree=lambda mine: asked.append(mine) or len(asked) == 2) == 1
     assert asked == [False, False]
 
 
-def test_what_wanted_to_stop_before_still_may(perceptron):
+def test_stop_of_an_inner_method_is_kept(perceptron):
     from hasten.engine.data_adapters import initial_plan
 
     task = perceptron(target=0.9)
@@ -73,11 +73,11 @@ def test_what_wanted_to_stop_before_still_may(perceptron):
     assert not plan.stop([Evaluation(1, 16, 0.1), Evaluation(2, 32, 0.2)])
 
 
-def test_without_validation_data_nothing_tells(perceptron, trained):
+def test_without_validation_data_no_effect(perceptron, trained):
     assert "no validation data" in trained(perceptron(validation_data=None), "early_stopping").run.no_effect[0][1]
 
 
-@pytest.mark.parametrize("settings", ["hold=0", "patience=0", "min_delta=-1.0"])
+@pytest.mark.parametrize("settings", ["target_patience=0", "patience=0", "min_delta=-1.0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"early_stopping:{settings}"))

@@ -10,11 +10,11 @@ from hasten.core.run_context import ParallelContext, RunContext
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
-from hasten.methods.float16 import GOOD_STEPS, Float16, Scale
-from hasten.testing.tasks import Labelled
+from hasten.methods.float16 import GROWTH_INTERVAL, Float16, LossScale
+from hasten.testing.tasks import Labeled
 
 
-def test_gradients_are_unscaled_before_anybody_sees_them(perceptron, trained):
+def test_gradients_are_unscaled_before_other_methods_read_them(perceptron, trained):
     """With a clipping that never bites the run is the same to the bit, whatever the scale (a power of two)."""
     scaled, clipped = (
         trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6")
@@ -22,7 +22,7 @@ def test_gradients_are_unscaled_before_anybody_sees_them(perceptron, trained):
     assert scaled.same_bits(clipped)
 
 
-def test_an_overflow_skips_the_update_and_halves_the_scale(perceptron):
+def test_an_overflow_skips_the_step_and_halves_the_scale(perceptron):
     task = perceptron(loss=lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target))
     program = build(task, [make_method("float16")])
     scale = program.run.checkpoint_state["float16"]
@@ -38,16 +38,16 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(perceptron):
 
 
 def test_the_scale_doubles_after_many_good_steps_and_starts_counting_again_after_a_bad_one():
-    scale = Scale("dynamic", torch.device("cpu"))
-    for _ in range(GOOD_STEPS - 1):
-        scale.adapt()
+    scale = LossScale("dynamic", torch.device("cpu"))
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.update()
     assert scale.value == 2.0**16
     scale.overflow = True
-    scale.adapt()
-    assert (scale.value, scale.good) == (2.0**15, 0)
+    scale.update()
+    assert (scale.value, scale.good_steps) == (2.0**15, 0)
     scale.overflow = False
-    for _ in range(GOOD_STEPS):
-        scale.adapt()
+    for _ in range(GROWTH_INTERVAL):
+        scale.update()
     assert scale.value == scale.tensor.item() == 2.0**16
 
 
@@ -78,8 +78,8 @@ def test_gradients_that_never_become_finite_end_the_run(perceptron, trained):
 def test_the_scale_survives_a_checkpoint(perceptron, trained):
     saved = trained(perceptron(), "float16").run.checkpoint_state["float16"]
     saved.overflow = True
-    saved.adapt()
-    loaded = Scale("dynamic", torch.device("cpu"))
+    saved.update()
+    loaded = LossScale("dynamic", torch.device("cpu"))
     loaded.load_state_dict(saved.state_dict())
     assert loaded.state_dict() == saved.state_dict() and loaded.tensor.item() == saved.value
 
@@ -96,7 +96,7 @@ def test_one_ranks_overflow_is_every_ranks():
     method = Float16()
     method.forward(lambda batch: None, run)
     method.grad_transform(lambda: None, run)()
-    method.optimizer_step(lambda: pytest.fail("the update ran although another rank overflowed"), run)()
+    method.optimizer_step(lambda: pytest.fail("the optimizer stepped although another rank overflowed"), run)()
 
 
 def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
@@ -108,7 +108,7 @@ def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
     assert "float16" not in scaled.run.checkpoint_state and usual.same_bits(scaled)
 
 
-class Doubled(Labelled):
+class Doubled(Labeled):
     def __init__(self):
         super().__init__((12,))
         self.inputs = self.inputs.double()

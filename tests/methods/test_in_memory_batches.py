@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from hasten.core.batch import batch_tensors, map_tensors
-from hasten.core.data import bitwise_equal
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.tree import bitwise_equal
 
 RECIPE = Recipe().with_method("in_memory_batches")
 

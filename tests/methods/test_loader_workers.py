@@ -25,7 +25,7 @@ class Noisy(Dataset):
 
 
 def with_workers(number: int) -> Recipe:
-    return Recipe().with_method("loader_workers", workers=number, persistent=False)
+    return Recipe().with_method("loader_workers", num_workers=number, persistent_workers=False)
 
 
 def test_any_number_of_workers_reads_a_random_dataset_alike(perceptron, trained):
@@ -37,7 +37,7 @@ def test_any_number_of_workers_reads_a_random_dataset_alike(perceptron, trained)
 
 def test_persistent_workers_read_alike(perceptron, trained):
     task = perceptron(train_data=Noisy(), epochs=3)
-    assert trained(task).same_bits(trained(task, "loader_workers:num_workers=1,prefetch=1"))
+    assert trained(task).same_bits(trained(task, "loader_workers:num_workers=1,prefetch_factor=1"))
 
 
 def test_a_ready_loader_keeps_its_order_and_the_models_random_numbers(transformer, trained):
@@ -59,7 +59,9 @@ def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
 
 
 def test_settings_reach_the_loader(perceptron):
-    samples = build(perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch=5"))).train.spec
+    samples = build(
+        perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch_factor=5"))
+    ).train.spec
     assert (samples.num_workers, samples.prefetch_factor, samples.persistent_workers, samples.pin_memory) == (
         3,
         5,
@@ -90,10 +92,10 @@ def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
     def task():
         return perceptron(train_data=arrays(x, y).shuffle(seed=2).batch(16).map(noisy), batch_size=None)
 
-    plain, others = trained(task()), trained(task(), "loader_workers:num_workers=2,prefetch=3")
+    plain, others = trained(task()), trained(task(), "loader_workers:num_workers=2,prefetch_factor=3")
     assert plain.same_bits(others) and others.run.no_effect == []
     assert build(
-        task(), make_methods(Recipe.coerce("loader_workers:num_workers=2,prefetch=3"))
+        task(), make_methods(Recipe.coerce("loader_workers:num_workers=2,prefetch_factor=3"))
     ).train.workers == WorkerConfig(processes=2, prefetch=4)
     assert "already" in trained(task(), with_workers(0)).run.no_effect[0][1]
     assert "workers" in facts_of(build(task())) and "indexed_samples" not in facts_of(build(task()))
@@ -111,7 +113,7 @@ class _Stream(torch.utils.data.IterableDataset):
         return iter(self.samples)
 
 
-@pytest.mark.parametrize("settings", ["workers=-1", "workers=65", "prefetch=0"])
+@pytest.mark.parametrize("settings", ["num_workers=-1", "num_workers=65", "prefetch_factor=0"])
 def test_bad_settings(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"loader_workers:{settings}"))

@@ -1,4 +1,4 @@
-"""allocator: fewer page faults, the same bits, and a process that can go on."""
+"""malloc_tuning: fewer page faults, the same bits, and a process that can go on."""
 
 import platform
 import resource
@@ -17,10 +17,11 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this
 FAULTS = """
 import resource, torch
 from contextlib import nullcontext
-from hasten.methods.malloc_tuning import Allocator
+from hasten.core.run_context import RunContext
+from hasten.methods.malloc_tuning import MallocTuning
 torch.set_num_threads(1)
-for process in nullcontext, Allocator().process_context(nullcontext, RunContext(torch.device("cpu"), None)):
-    with process():
+for context in nullcontext, MallocTuning().process_context(nullcontext, RunContext(torch.device("cpu"), None)):
+    with context():
         for step in range(14):
             if step == 4:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,7 +39,7 @@ def test_large_tensors_are_not_faulted_in_again():
 
 def test_the_same_bits(convolutional, trained):
     task = convolutional(epochs=5)
-    assert trained(task).same_bits(trained(task, "allocator"))
+    assert trained(task).same_bits(trained(task, "malloc_tuning"))
 
 
 @needs_glibc

@@ -1,4 +1,4 @@
-"""threads: the count holds inside and is restored outside."""
+"""num_threads: the count holds inside and is restored outside."""
 
 import os
 from contextlib import nullcontext
@@ -59,4 +59,4 @@ def test_what_it_leaves_alone_and_why(count, reason):
 
 def test_bad_settings():
     with pytest.raises(ValueError, match="count"):
-        make_methods(Recipe.coerce("threads:count=0"))
+        make_methods(Recipe.coerce("num_threads:count=0"))

@@ -9,7 +9,7 @@ from torch import nn
 from hasten.core.errors import ConfigurationError
 from hasten.distributed.fx.pipeline_split import extract_stage, find_split_points
 from hasten.distributed.fx.stage_balance import balance_stages, estimate_segment_memory
-from hasten.methods.distributed.pipeline import _places
+from hasten.methods.distributed.pipeline import _row_indices
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
@@ -46,7 +46,7 @@ def test_the_bytes_of_a_member_are_counted_without_numbers():
 
 @pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (8, 4), (7, 4), (2, 4), (1, 3)])
 def test_every_row_is_in_one_piece(rows, pieces):
-    places = _places(rows, pieces)
+    places = _row_indices(rows, pieces)
     assert places[places >= 0].tolist() == list(range(rows))
     assert len(places) == pieces * -(-rows // pieces)
 

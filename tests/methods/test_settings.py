@@ -12,7 +12,7 @@ from hasten.engine.registry import make_method, make_methods, method_class, meth
 
 FREE = {  # who knows what they may be says so: torch the names of its backends, the model where it can be cut
     ("compile", "backend"),
-    ("branch_parallel", "places"),
+    ("branch_parallel", "assignment"),
     ("pipeline", "cuts"),
 }
 STATED = [

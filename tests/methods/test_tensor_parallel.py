@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.methods.distributed.tensor_parallel import Block, blocks_of
+from hasten.methods.distributed.tensor_parallel import Block, find_blocks
 
 
 class Uses(nn.Module):
@@ -42,12 +42,12 @@ BY_USE = {
 @pytest.mark.parametrize("between", BY_USE)
 def test_what_is_between_decides(between):
     forward, expected = BY_USE[between]
-    assert blocks_of(Uses(forward), 2)[0] == expected
+    assert find_blocks(Uses(forward), 2)[0] == expected
 
 
 @pytest.mark.parametrize("drawing", [nn.AlphaDropout, nn.Dropout1d, nn.FeatureAlphaDropout, nn.RReLU])
 def test_what_draws_in_a_way_of_its_own_is_not_cut(drawing):
-    assert blocks_of(nn.Sequential(nn.Linear(4, 8), drawing(), nn.Linear(8, 4)), 2)[0] == []
+    assert find_blocks(nn.Sequential(nn.Linear(4, 8), drawing(), nn.Linear(8, 4)), 2)[0] == []
 
 
 def test_parts_of_a_model_that_cannot_be_traced():
@@ -59,24 +59,24 @@ def test_parts_of_a_model_that_cannot_be_traced():
         def forward(self, x):
             return self.inner(x) if x.sum() > 0 else x
 
-    assert blocks_of(Untraceable(), 2)[0] == [Block(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))]
+    assert find_blocks(Untraceable(), 2)[0] == [Block(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))]
 
 
 def test_sizes_that_do_not_divide_are_told():
-    blocks, doubts = blocks_of(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)), 2)
+    blocks, doubts = find_blocks(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)), 2)
     assert not blocks and doubts == ["0 by columns, 2 by rows: 2 does not divide 9"]
 
 
 def test_tracing_leaves_torch_and_the_model_as_they_were():
     model, arange = Uses(lambda m, x: m.last(m.first(x) + torch.arange(x.shape[1]))), torch.arange
     model.norm.eval()
-    blocks_of(model, 2)
+    find_blocks(model, 2)
     assert torch.arange is arange and model.training and not model.norm.training
 
 
 def test_layers_in_a_row_are_cut_two_by_two():
     """The middle one of three is the last of one block, and cannot be the first of another."""
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    found, doubts = blocks_of(model, 2)
+    found, doubts = find_blocks(model, 2)
     assert [str(block) for block in found] == ["0 by columns, 2 by rows"]
     assert doubts == ["2 by columns, 4 by rows: 2 is in the block before it"]

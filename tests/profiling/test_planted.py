@@ -82,7 +82,7 @@ def test_a_wasteful_allocator():
     if faults < 10_000:
         pytest.skip(f"this machine's memory does not show the waste: {faults:.0f} page faults a step")
     assert "page faults" in result["verdict"]
-    assert advised(result)["allocator"] > 1.1
+    assert advised(result)["malloc_tuning"] > 1.1
     if "system_time" not in result["headroom"]:
         pytest.skip(f"the ceiling was not measured: {result['not_measured']['system_time']}")
-    assert result["headroom"]["system_time"] == advised(result)["allocator"]
+    assert result["headroom"]["system_time"] == advised(result)["malloc_tuning"]

@@ -160,7 +160,7 @@ def test_a_slower_one_that_holds_is_improved_upon_only_where_that_pays():
     assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is in doubt, and would give 5 % at most
 
 
-ONE, TWO = Recipe({"threads": {"count": 1}}), Recipe({"channels_last": {}})  # exact
+ONE, TWO = Recipe({"num_threads": {"count": 1}}), Recipe({"channels_last": {}})  # exact
 
 
 def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():

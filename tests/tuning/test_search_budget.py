@@ -68,7 +68,7 @@ def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
         share["method"]: round(share["speedup"]["median"], 1)
         for share in leave_one_out(ample, Incumbents([Recipe(), recipe]))
     } == {
-        "threads": 1.5,
+        "num_threads": 1.5,
         "fused_optimizer": 1.2,
         "gradient_clipping": 2.0,
     }
@@ -77,7 +77,7 @@ def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
 def test_a_member_that_gives_nothing_leaves_the_recipe():
     recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
     study, ladder = Planted(faster={threads(2): 1.5}), Incumbents([Recipe(), recipe])
-    assert [share["method"] for share in leave_one_out(study, ladder)] == ["threads"]
+    assert [share["method"] for share in leave_one_out(study, ladder)] == ["num_threads"]
     assert str(ladder.best) == threads(2)
     assert study.trials[-1]["verdict"] == "left out"
 

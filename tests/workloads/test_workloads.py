@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Subset
 
 from hasten import RunError
-from hasten.core.batch import batch_tensors
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import load_task
+from hasten.utils.batch import batch_tensors
 from hasten.workloads import _data
 
 

@@ -1,1 +1,1 @@
-"""Timing that can be believed: processes that take turns, ratios with intervals, proofs by running."""
+"""Measurements: interleaved comparisons in worker processes, ratios with intervals, exactness checks."""

@@ -1,4 +1,4 @@
-"""One arm of a comparison, in a worker process or as one rank of several: built once, then trained block by block."""
+"""One arm of a comparison, in a worker process or as one rank of a group: built once, then trained block by block."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
-from hasten.core.process_group_info import ProcessGroupInfo
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.distributed.process_group import init_process_group
@@ -36,38 +37,54 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 
 
 class Arm:
-    """A run without an end, in blocks. Times are in seconds.
+    """An endless run, in blocks. Times are in seconds.
 
     Args:
-        ranks: that train together; None joins those that the environment names.
+        task: what to train, as a TaskRef or its JSON.
+        methods: method -> options: the recipe.
+        device: "cpu" or "cuda".
+        seed: of the run.
+        ranks: the process group; by default that of the environment, joined when the arm is built.
     """
 
     def __init__(
-        self, task: str | TaskRef, methods: dict, device: str, seed: int, ranks: ProcessGroupInfo | None = None
+        self,
+        task: str | TaskRef,
+        methods: dict[str, Any],
+        device: str,
+        seed: int,
+        ranks: ProcessGroupInfo | None = None,
     ):
         self.task = task if isinstance(task, TaskRef) else TaskRef.from_json(task)
-        self.recipe, self.device, self.seed, self.ranks = Recipe(methods), device, seed, ranks
-        self.unread: list[tuple] = []  # (loss on the device, epoch, batch)
-        self.start_of_pass: dict | None = None
+        self.recipe, self.device, self.seed = Recipe(methods), device, seed
+        self.joins_group, self.ranks = ranks is None, ranks or SINGLE_PROCESS
+        self.unread: list[tuple[torch.Tensor, int, int]] = []  # (loss on the device, epoch, batch)
+        self.epoch_start: dict[str, Any] | None = None  # random state at the start of the epoch
 
-    def build(self) -> dict:
-        """Builds the run and warms it up. Returns its plan, and the seconds that the start took beyond steady steps.
+    def build(self) -> dict[str, Any]:
+        """Builds the run and warms it up. Loading the task is not timed: it takes the same time under every recipe.
 
-        Loading the task is not counted: it takes the same time under every recipe.
+        Returns:
+            The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
+            and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
+            ``evaluate_every``.
+
+        Raises:
+            RunError: a method has nothing to act on, or a loss is not finite.
         """
         task = self.task.load()
         self.context = ExitStack()  # never closed: the process ends with the arm
-        if self.ranks is None:
+        if self.joins_group:
             self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
             self.device = device_of(self.ranks, self.device)
         self._meet()
         began = time.perf_counter()
-        program = self.program_of(task)
+        program = self._program(task)
         if program.run.no_effect:
             raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
         self.context.enter_context(program.process_context())
         self.source = program.train
-        self.program = _without_end(program, self._epoch)
+        self.program = _endless(program, self._epoch)
         self.steps = train_steps(self.program)
         built = time.perf_counter() - began
 
@@ -79,34 +96,34 @@ class Arm:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)
-            self.slice = self._slice(evaluation)
+            self.evaluated_batches = self._batches_to_evaluate(evaluation)
         plan, parallel = program.plan, program.run.parallel
         return {
             "start": start,
             "step": step,
-            "rhythm": parallel.sync_period if parallel else 1,
-            "prelude": parallel.warmup_steps if parallel else 0,
+            "sync_period": parallel.sync_period if parallel else 1,
+            "warmup_steps": parallel.warmup_steps if parallel else 0,
             "evaluation": evaluation,
-            "samples_a_pass": plan.samples or (program.train.length and program.train.length * plan.batch_size),
+            "samples_per_epoch": plan.samples or (program.train.length and program.train.length * plan.batch_size),
             "batch_size": plan.batch_size,
             "steps": plan.steps,
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
         }
 
-    def program_of(self, task: Task) -> Program:
+    def _program(self, task: Task) -> Program:
         methods = with_strategy(make_methods(self.recipe), self.ranks)
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
-    def train(self, count: int) -> dict:
+    def train(self, count: int) -> dict[str, float]:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, and the sum over all ranks of: cpu and system (seconds), faults (minor page faults) and
+            seconds, samples, and the sums over all ranks of cpu and system (seconds), faults (minor page faults) and
             switches (involuntary context switches).
 
         Raises:
-            Failure: a loss is not finite.
+            RunError: a loss is not finite.
         """
         progress = self.program.run.progress
         self._synchronize()
@@ -119,79 +136,76 @@ class Arm:
         self._synchronize()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         self._read_losses()
-        used = {
+        usage = {
             "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "system": after.ru_stime - before.ru_stime,
             "faults": after.ru_minflt - before.ru_minflt,
             "switches": after.ru_nivcsw - before.ru_nivcsw,
         }
-        return {"seconds": seconds, "samples": progress.samples - samples} | self._sum_over_ranks(used)
+        sums = self.ranks.all_reduce_sum(list(usage.values()))
+        return {"seconds": seconds, "samples": progress.samples - samples} | dict(zip(usage, sums, strict=True))
 
     def evaluate(self) -> float:
-        """Seconds of a whole evaluation, from a slice of its batches if it is long."""
-        return self._evaluate(self.slice)
+        """Seconds of one evaluation, extrapolated from some of its batches if it is long."""
+        return self._evaluate(self.evaluated_batches)
 
     def _evaluate(self, batches: int | None) -> float:
         program = self.program
-        if batches is not None:
+        if batches is not None and program.validation is not None:
             part = program.validation.map_iterator(lambda iterator: islice(iterator, batches))
             program = dataclasses.replace(program, validation=part)
         self._synchronize()
         began = time.perf_counter()
         evaluate(program)
         self._synchronize()
-        scale = self.validation_batches / batches if batches is not None else 1.0
-        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[
-            0
-        ]  # the same on all ranks, because it decides what they do next
+        scale = (self.validation_batches or 0) / batches if batches is not None else 1.0
+        # the same on all ranks, because it decides what they do next
+        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
 
-    def _slice(self, seconds: float) -> int | None:
+    def _batches_to_evaluate(self, seconds: float) -> int | None:
         if not self.validation_batches or seconds <= EVALUATION_SECONDS:
             return None
         return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
 
     def _read_losses(self) -> list[float]:
-        """Fetches the losses since the last call.
+        """Reads the losses since the last call.
 
         Raises:
-            Failure: a loss is not finite.
+            RunError: a loss is not finite.
         """
         unread, self.unread = self.unread, []
         if not unread:
             return []
         losses = numbers_of([loss for loss, _, _ in unread])
-        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-        everywhere = -int(self.ranks.all_reduce_max([-good])[0])  # a NaN reaches all ranks a step later
-        if everywhere < len(losses):
-            _, epoch, batch = unread[everywhere]
-            where = format_position(self.program.run.progress.step - len(unread) + 1 + everywhere, epoch, batch)
-            if everywhere < good:
+        finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        first = -int(self.ranks.all_reduce_max([-finite])[0])  # on any rank: a NaN reaches all ranks a step later
+        if first < len(losses):
+            _, epoch, batch = unread[first]
+            where = format_position(self.program.run.progress.step - len(unread) + 1 + first, epoch, batch)
+            if first < finite:
                 raise PeerFailure(f"the loss of another rank is not finite at {where}")
             raise non_finite_loss_error(
-                losses[good],
+                losses[finite],
                 where,
-                partial(checkpoint.read_again, self.program.source, self.start_of_pass, epoch, batch),
+                partial(checkpoint.read_again, self.program.source, self.epoch_start, epoch, batch),
             )
         return losses
 
-    def _epoch(self, number: int, start: int = 0) -> Iterator:
-        """The task's batches of an epoch. As in a run, losses are read between two epochs.
+    def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch. As in a run, losses are read between two epochs.
 
-        The random state is kept if the source can only read an epoch from its start, for ``read_again``.
+        Stores the random state for ``read_again`` if the source can only read an epoch from its start.
         """
         self._read_losses()
         if not self.source.seekable:
             checkpoint.sync_rng(self.ranks, self.source)
-            self.start_of_pass = {"epoch": number, **checkpoint.rng_state(self.source)}
-        return self.source.epoch(number, start)
+            self.epoch_start = {"epoch": epoch, **checkpoint.rng_state(self.source)}
+        return self.source.epoch(epoch, start)
 
     def _synchronize(self) -> None:
         if self.program.run.device.type == "cuda":
             torch.cuda.synchronize()
         self._meet()
-
-    def _sum_over_ranks(self, used: dict[str, float]) -> dict[str, float]:
-        return dict(zip(used, self.ranks.all_reduce_sum(list(used.values())), strict=True))
 
     def _meet(self) -> None:
         """Waits for all ranks."""
@@ -199,39 +213,43 @@ class Arm:
             self.ranks.any(False)
 
 
-def estimate(task: TaskRef, device: str, seed: int = 0, processes: int = 1, timeout: float | None = None) -> dict:
-    """Estimates the seconds of the task's own training, from a few steps and one evaluation.
+def estimate(
+    task: TaskRef, device: str, seed: int = 0, processes: int = 1, timeout: float | None = None
+) -> dict[str, Any]:
+    """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
     Args:
-        patience: seconds of silence after which a group of several processes counts as hanging.
+        task: what to train.
+        device: "cpu" or "cuda".
+        seed: of the run.
+        processes: ranks that train together.
+        timeout: seconds of silence after which a group of several processes counts as hanging.
 
     Returns:
-        ``seconds`` and the ``plan`` that Arm.build returned.
+        ``seconds``, and the ``plan`` that ``Arm.build`` returned.
 
     Raises:
-        Failure, Refusal: the task's own training does not run.
+        RunError, ConfigurationError: the unchanged training does not run.
     """
     with start_workers(
         processes, "hasten.benchmarking.arm:Arm", timeout, task=task.to_json(), methods={}, device=device, seed=seed
     ) as worker:
         plan = worker.call("build")
-        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # one alone may have met a busy machine
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
-    samples = plan["samples_a_pass"]
+    samples = plan["samples_per_epoch"]
     if samples is None:
-        raise ConfigurationError(
-            "the training data has no length, so nobody can say how long a run is; give the dataset a __len__"
-        )
+        raise ConfigurationError("the training data has no length, which an estimate needs; give the dataset a __len__")
     samples *= plan["epochs"]
-    evaluations = samples / (plan["evaluate_every"] or plan["samples_a_pass"])
+    evaluations = samples / (plan["evaluate_every"] or plan["samples_per_epoch"])
     seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}
 
 
 class _RestartingSchedule:
-    """A learning rate schedule that restarts at the end of the plan, so that a run need not end."""
+    """A learning rate schedule that restarts after ``length`` steps, the end of the plan."""
 
-    def __init__(self, schedule, length: int):
+    def __init__(self, schedule: Any, length: int):
         self.schedule, self.length, self.count = schedule, length, 0
         self.initial_state = dict(schedule.state_dict())
 
@@ -244,7 +262,7 @@ class _RestartingSchedule:
             self.schedule.step()
 
 
-def _without_end(program: Program, epoch: Callable[[int, int], Iterator]) -> Program:
+def _endless(program: Program, epoch: Callable[[int, int], Iterator[Any]]) -> Program:
     schedule = program.schedule
     if schedule is not None and program.plan.steps is not None:
         schedule = _RestartingSchedule(schedule, program.plan.steps)

@@ -1,8 +1,8 @@
 """Measures which of two arms of a task is faster, in interleaved blocks, until it is sure or the budget is spent.
 
 What is compared is the time of equal training: the same number of samples through the real step (loader, copy, forward,
-backward, update, reading the losses), with the evaluations that fall due. While one arm runs, all processes of the
-other are suspended. The order is A B, B A, A B, ..., so that a drift of the machine hits both alike.
+backward, update, reading the losses), including evaluations. While one arm runs, all processes of the other are
+suspended. The order is A B, B A, A B, ..., so that a drift of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, median_high
+from typing import Any, cast
 
 from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
-from hasten.core.durations import parse_budget
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
@@ -29,30 +29,31 @@ from hasten.engine.registry import make_methods
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.tasks import TaskRef
 from hasten.reporting.result_schema import CompareResult
+from hasten.utils.durations import parse_budget
 
-BLOCK_SECONDS = 0.3  # long enough to bury the timer and the switch between processes
+BLOCK_SECONDS = 0.3  # at which timer resolution and process switches are negligible
 BLOCK_STEPS = 5
 LONG_BLOCK_SECONDS = 3.0  # if five steps take longer, a block has fewer steps
-FEWEST_PAIRS = 3
-RHYTHM_BUDGETS = 4  # that as many blocks may take
+MIN_PAIRS = 3
+SYNC_PERIOD_BUDGETS = 4  # budgets that MIN_PAIRS blocks of whole synchronization periods may take
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
-CLOCKS_AGREE = 0.8  # least fraction of a block's time, seen from here, that the arm must report
-TRIES = 3  # for the clocks to agree
+MIN_CLOCK_RATIO = 0.8  # of the time that an arm reports for a block to that measured in this process
+MAX_TRIES = 3  # for the two clocks to agree
 TIMEOUT_S = 120.0  # seconds of silence, beyond the budget, after which an arm counts as hanging
 
 
 @dataclass
 class ArmSamples:
-    """The plan of one arm and the times measured of it, in seconds."""
+    """The plan of one arm, as ``Arm.build`` returns it, and its measured times in seconds."""
 
     recipe: Recipe
-    plan: dict
+    plan: dict[str, Any]
     processes: int = 1
-    blocks: list[dict] = field(default_factory=list)
+    blocks: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_per_sample(self) -> list[float]:
-        """Of every block, without evaluations."""
+        """One value per block, without evaluations."""
         return [block["seconds"] / block["samples"] for block in self.blocks]
 
     def cpu_seconds_per_sample(self) -> list[float]:
@@ -62,11 +63,11 @@ class ArmSamples:
         return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
 
     def evaluation_ratio(self) -> float:
-        """Seconds of evaluation in a run for every second of its steps."""
+        """Seconds of evaluation per second of training steps."""
         return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
-        """Of a run, with its evaluations."""
+        """The median over the blocks, plus evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
 
     def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
@@ -82,7 +83,7 @@ class ArmSamples:
 
 @dataclass
 class Comparison:
-    """A verdict, the ratio behind it, and everything that was timed."""
+    """The result of a comparison: the verdict, the ratio it is based on, and all samples."""
 
     verdict: str
     ratio: Ratio
@@ -90,12 +91,12 @@ class Comparison:
     b: ArmSamples
     why: str
     seconds: float
-    noise: dict
+    noise: dict[str, Any]
 
     def to_json(self) -> CompareResult:
         arms = {"a": self.a, "b": self.b}
         cpu_a, cpu_b = self.a.cpu_seconds_per_sample(), self.b.cpu_seconds_per_sample()
-        return {
+        result: dict[str, Any] = {
             "kind": "compare",
             "a": str(self.a.recipe),
             "b": str(self.b.recipe),
@@ -111,12 +112,13 @@ class Comparison:
             "system_noise": self.noise,
             "seconds": self.seconds,
         }
+        return cast(CompareResult, result)
 
 
 def compare(
-    task,
-    a="baseline",
-    b="baseline",
+    task: Any,
+    a: Any = "baseline",
+    b: Any = "baseline",
     *,
     budget: float | str = 60.0,
     processes: int = 1,
@@ -124,43 +126,47 @@ def compare(
     device: str | None = None,
     seed: int = 0,
     watch: ProgressCallback = no_progress,
-) -> dict:
-    """Which of two recipes trains a task faster, and by how much.
+) -> dict[str, Any]:
+    """Measures which of two recipes trains a task faster, and by how much.
 
     Args:
         task: a workload's name, ``file.py:function`` or a Task.
-        a, b: recipes: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
-        budget: seconds to spend at most on blocks, or a text such as "10m".
-        processes: that train together, in either arm; both are whole jobs then.
-        patience: seconds of silence, beyond the budget, after which an arm counts as hanging; two minutes unless said.
+        a: a recipe: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
+        b: another recipe.
+        budget: maximum seconds for blocks, or a text such as "10m".
+        processes: ranks of each arm.
+        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
+        device: "cpu" or "cuda"; by default a GPU if there is one.
+        seed: of both runs.
+        watch: receives the progress.
 
     Returns:
-        ``verdict`` ("faster": b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and what they
-        showed.
+        ``verdict`` ("faster" if b is), ``ratio`` (time of a / time of b) with its interval, ``blocks`` and more.
 
     Raises:
-        Refusal: a wrong request. Failure: an arm that could not run.
+        ConfigurationError: a wrong request.
+        RunError: an arm could not run.
     """
     reset_shown_warnings()
-    task, budget = TaskRef.of(task), parse_budget(budget)
+    ref, seconds = TaskRef.of(task), parse_budget(budget)
     recipes = Recipe.coerce(a), Recipe.coerce(b)
     if processes > 1:
         with mark_warnings_shown():
-            loaded = task.load()
+            loaded = ref.load()
             for recipe in recipes:
                 check_process_count(loaded, processes, make_methods(recipe))
             warn_oversubscribed(processes)
     comparison = run_interleaved(
-        task,
+        ref,
         *recipes,
-        budget=budget,
+        budget=seconds,
         processes=(processes, processes),
         timeout=timeout or TIMEOUT_S,
         device=pick_device(device),
         seed=seed,
         watch=watch,
     )
-    return {"task": str(task), **comparison.to_json()}
+    return {"task": str(ref), **comparison.to_json()}
 
 
 def run_interleaved(
@@ -177,32 +183,40 @@ def run_interleaved(
     longest: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Comparison:
-    """The measurement behind ``compare``.
+    """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
     Args:
-        processes: of each arm.
-        looks: numbers of pairs after which the comparison may stop when it is sure.
-        patience: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
-            process has no limit, because it waits for no other one.
-        longest: seconds that the fewest fair blocks may take for processes that communicate seldom; RHYTHM_BUDGETS
+        task: what to train.
+        a: a recipe.
+        b: another recipe.
+        budget: maximum seconds for blocks.
+        device: "cpu" or "cuda".
+        processes: ranks of each arm.
+        seed: of both runs.
+        looks: numbers of pairs after which the comparison may stop if it is sure.
+        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
+            process has no limit, because it waits for no other process.
+        longest: maximum seconds for MIN_PAIRS blocks of a strategy that communicates seldom; SYNC_PERIOD_BUDGETS
             budgets by default.
+        watch: receives the progress.
     """
-    for recipe in (a, b):  # a wrong request is refused before anything is started
+    for recipe in (a, b):  # before processes are started
         check_conflicts(sort_methods(make_methods(recipe)))
-    began, noise, looks, timeout = time.monotonic(), SystemNoise(), sorted(looks), timeout + budget
+    began, noise = time.monotonic(), SystemNoise()
+    looks, timeout = sorted(looks), timeout + budget
     with ExitStack() as stack:
         arms: list[Worker | WorkerGroup] = []
         samples: list[ArmSamples] = []
-        for index, recipe in ((1, b), (0, a)):  # the new one first, to find out at once if it has no effect
+        for index, recipe in ((1, b), (0, a)):  # b first, to notice at once if it has no effect
             watch(f"building {recipe}", 0.0, None)
             arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
             arm = start_workers(processes[index], "hasten.benchmarking.arm:Arm", timeout, **arguments)
             arms.insert(0, stack.enter_context(arm))
             samples.insert(0, ArmSamples(recipe, arm.call("build"), processes[index]))
             arm.suspend()
-        steps = [block_steps(each.plan) for each in samples]
-        for each, count in zip(samples, steps, strict=True):
-            refuse_unfair_blocks(each.recipe, each.plan, count, longest or RHYTHM_BUDGETS * budget)
+        steps = [block_steps(arm.plan) for arm in samples]
+        for arm, count in zip(samples, steps, strict=True):
+            check_blocks_are_fair(arm.recipe, arm.plan, count, longest or SYNC_PERIOD_BUDGETS * budget)
         started = time.monotonic()
         while True:
             while _evaluation_is_due(samples, budget):
@@ -215,8 +229,8 @@ def run_interleaved(
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
             watch(f"{a} against {b}", min(1.0, spent / max(spent + left, 1e-9)), max(0.0, left))
-            limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs says next to nothing
-            out_of_budget = pairs >= FEWEST_PAIRS and spent + spent / pairs > limit
+            limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs is too wide
+            out_of_budget = pairs >= MIN_PAIRS and spent + spent / pairs > limit
             if pairs in looks or out_of_budget:
                 ratio = _ratio(samples[0], samples[1], ERROR / len(looks))
                 verdict = verdict_of(ratio)
@@ -233,61 +247,70 @@ def _order(done: int) -> tuple[int, int]:
     return (0, 1) if done % 2 == 0 else (1, 0)
 
 
-def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict:
-    """Times a block, also by a clock of this process. On a busy machine one reply may come late, and the block is
-    repeated.
+def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
+    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late.
 
     Raises:
-        Failure: the two clocks differ every time: something in the arm changes time, or the count of samples.
+        RunError: the clocks differ every time: something in the arm changes the clock, or the count of samples.
     """
-    for _ in range(TRIES):
+    block, seen = {}, 0.0
+    for _ in range(MAX_TRIES):
         began = time.monotonic()
         block = arm.call("train", count=steps, timeout=timeout)
         seen = time.monotonic() - began
-        if block["samples"] > 0 and CLOCKS_AGREE * seen - 0.05 <= block["seconds"] <= seen + 0.05:
+        if block["samples"] > 0 and MIN_CLOCK_RATIO * seen - 0.05 <= block["seconds"] <= seen + 0.05:
             return block
     raise RunError(
-        f"the arm says {block['seconds']:.2f} s for {block['samples']} samples, the clock beside it {seen:.2f} s:"
-        " not to be believed"
+        f"the arm reports {block['seconds']:.2f} s for {block['samples']} samples, but the clock of the comparison "
+        f"{seen:.2f} s; a method must not change the clock or the count of samples"
     )
 
 
-def refuse_unfair_blocks(recipe: Recipe, plan: dict, steps: int, longest: float, fewest: int = FEWEST_PAIRS) -> None:
-    """Checks that blocks can stand for a whole run: each must hold all that the steps do in turn.
+def check_blocks_are_fair(
+    recipe: Recipe, plan: dict[str, Any], steps: int, longest: float, min_blocks: int = MIN_PAIRS
+) -> None:
+    """Checks that blocks represent a whole run: each must contain whole synchronization periods.
+
+    Args:
+        recipe: of the arm.
+        plan: of the arm, as ``Arm.build`` returns it.
+        steps: of a block.
+        longest: seconds that ``min_blocks`` blocks may take.
+        min_blocks: that are needed.
 
     Raises:
-        Failure: ``fewest`` fair blocks take more than ``longest`` seconds, or the first steps differ from the others.
+        RunError: the blocks take longer, or the first steps of the recipe differ from the others.
     """
-    seconds = fewest * steps * plan["step"]
-    if plan["prelude"]:
+    seconds = min_blocks * steps * plan["step"]
+    if plan["warmup_steps"]:
         raise RunError(
-            f"the first {plan['prelude']} steps of {recipe} are other ones, and blocks of steps cannot show a whole run;"
-            " leave start out"
+            f"the first {plan['warmup_steps']} steps of {recipe} differ from the others, so blocks cannot "
+            "represent a run; compare without warmup steps"
         )
-    if plan["rhythm"] > 1 and seconds > longest:
+    if plan["sync_period"] > 1 and seconds > longest:
         raise RunError(
-            f"{recipe} repeats itself every {plan['rhythm']} steps, so that {fewest} fair blocks take {seconds:.0f} s,"
-            f" and the budget allows {longest:.0f}; give a larger one"
+            f"{recipe} synchronizes every {plan['sync_period']} steps, so that {min_blocks} fair blocks take "
+            f"{seconds:.0f} s, and the budget allows {longest:.0f}; give a larger one"
         )
 
 
-def block_steps(plan: dict) -> int:
-    """Number of steps of a block: long enough to be timed, and a multiple of the plan's ``rhythm``."""
+def block_steps(plan: dict[str, Any]) -> int:
+    """Number of steps of a block: long enough to be timed, and a multiple of the synchronization period."""
     step = max(plan["step"], 1e-6)
     enough = math.ceil(BLOCK_SECONDS / step)
     at_most = max(1, int(LONG_BLOCK_SECONDS / step))
-    rhythm = plan.get("rhythm", 1)
-    return rhythm * math.ceil(max(enough, min(BLOCK_STEPS, at_most)) / rhythm)
+    period = plan["sync_period"]
+    return period * math.ceil(max(enough, min(BLOCK_STEPS, at_most)) / period)
 
 
-def evaluation_seconds_per_sample(plan: dict, evaluation: float | None) -> float:
-    """Seconds of evaluation that fall on one training sample, if one evaluation takes ``evaluation`` seconds."""
-    interval = plan["evaluate_every"] or plan["samples_a_pass"]
+def evaluation_seconds_per_sample(plan: dict[str, Any], evaluation: float | None) -> float:
+    """Seconds of evaluation per training sample, if one evaluation takes ``evaluation`` seconds."""
+    interval = plan["evaluate_every"] or plan["samples_per_epoch"]
     return evaluation / interval if evaluation and interval else 0.0
 
 
 def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
-    """Of whole runs: of their steps, in pairs, and of their evaluations, of which there are fewer."""
+    """The ratio of whole runs, from the pairs of blocks and from the evaluations, of which there are fewer."""
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
@@ -313,7 +336,7 @@ def _why(verdict: str, ratio: Ratio, pairs: int, out_of_budget: bool) -> str:
     low, high = f"{ratio.low:.3f}", f"{ratio.high:.3f}"
     if verdict == UNSURE:
         end = ", and the budget is spent" if out_of_budget else ""
-        return f"the interval {low} to {high} settles nothing after {pairs} pairs{end}"
+        return f"the interval {low} to {high} is too wide for a verdict after {pairs} pairs{end}"
     if verdict == SAME:
         return f"after {pairs} pairs the ratio is known to lie between {low} and {high}"
     return f"after {pairs} pairs the whole interval {low} to {high} lies on one side of 1"

@@ -1,6 +1,6 @@
-"""Runs the two arms of an exactness check from one seed: their exported weights, and their first gradients.
+"""Runs the two arms of an exactness check from one seed, for their exported weights and their first gradients.
 
-If several ranks train together, all of them run both arms, and all stop as soon as one of them is out of time.
+With several ranks, all of them run both arms, and all stop as soon as one of them is out of time.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
-from hasten.core.batch import batch_tensors, map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
-from hasten.core.rng import preserve_rng_state
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import BatchFn
@@ -32,9 +31,11 @@ from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
+from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.rng import preserve_rng_state
 
 GRADIENT_BATCHES = 3
-FEWEST_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
+MIN_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
 EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
 
 
@@ -43,8 +44,15 @@ class EquivalenceCase:
     """The two recipes to compare, and how.
 
     Attributes:
-        steps: optimizer steps that each arm does at most.
-        seconds: that both arms together may take.
+        task: what to train.
+        base: the recipe whose result is correct by definition.
+        candidate: the recipe to check.
+        exactness: the class that the check is for.
+        device: "cpu" or "cuda".
+        seed: of both runs.
+        steps: maximum optimizer steps of each arm.
+        seconds: maximum for both arms together.
+        ranks: the process group.
         added: methods that only ``candidate`` has, or with other options.
     """
 
@@ -59,16 +67,16 @@ class EquivalenceCase:
     ranks: ProcessGroupInfo = SINGLE_PROCESS
     added: set[str] = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         base, candidate = self.base.methods, self.candidate.methods
         self.added = {name for name, options in candidate.items() if base.get(name) != options}
         loaders = [data for data in (self.task.train_data, self.task.validation_data) if isinstance(data, DataLoader)]
         owners = [owner for loader in loaders for owner in (loader, loader.sampler)]
-        generators = [owner.generator for owner in owners if getattr(owner, "generator", None)]
+        generators = [generator for owner in owners if (generator := getattr(owner, "generator", None))]
         self._generator_states = [(generator, generator.get_state()) for generator in generators]
 
     def program(self, recipe: Recipe, *extra: Method) -> Program:
-        for generator, state in self._generator_states:  # a given DataLoader would continue where the other arm stopped
+        for generator, state in self._generator_states:  # or a DataLoader would continue where the other arm stopped
             generator.set_state(state)
         methods = with_strategy([*make_methods(recipe), *extra], self.ranks)
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
@@ -77,7 +85,8 @@ class EquivalenceCase:
         """Whether the deadline has passed on any rank: all ranks have to stop together."""
         return self.ranks.any(time.monotonic() >= deadline)
 
-    def refuse_idle(self, program: Program) -> None:
+    def check_has_effect(self, program: Program) -> None:
+        """Raises RunError if an added method found nothing to act on."""
         for name, why in program.run.no_effect:
             if name in self.added:
                 raise RunError(f"{name} has nothing to act on: {why}")
@@ -85,7 +94,7 @@ class EquivalenceCase:
 
 @dataclass(frozen=True)
 class RunConditions(Method):
-    """Switches dropout off and, if ``double``, runs the model in float64."""
+    """Disables dropout and, if ``double``, runs the model in float64."""
 
     card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
@@ -98,23 +107,24 @@ class RunConditions(Method):
                     setattr(module, name, 0.0)
         return model.double() if self.double else model
 
-    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+    def batch_transform(self, batch_transform: BatchFn, run: RunContext) -> BatchFn:
         if not self.double:
-            return to_device
-        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, to_device(batch))
+            return batch_transform
+        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch_transform(batch))
 
 
 @dataclass(frozen=True)
 class EquivalenceRun:
-    """What one arm did.
+    """The result of one arm.
 
     Attributes:
-        steps: number of optimizer steps done.
-        start, weights: exported weights before and after them, on the CPU.
-        plan: what the recipe plans, by description.
+        steps: optimizer steps done.
+        start: exported weights before the first step, on the CPU.
+        weights: exported weights after the last step, on the CPU.
+        plan: settings of the run's plan, by description.
         validation: (rows, SHA-256) of each field of the validation data.
-        dropout: probabilities of the model's dropout layers without RunConditions.
-        in_time: False if the time ended before the steps.
+        dropout: probabilities of the dropout layers, without RunConditions.
+        in_time: whether all steps were done before the deadline.
     """
 
     steps: int
@@ -127,7 +137,7 @@ class EquivalenceRun:
 
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
-    """Runs base and candidate for the same number of steps, as many as the slower one has time for."""
+    """Runs base and candidate for the same number of steps: as many as the slower one can do in time."""
     a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
     b = _run(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
@@ -138,7 +148,7 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
     dropout = _dropout(case.program(recipe))
     program = case.program(recipe, *extra)
-    deadline = math.inf  # counts from the first step, because a long start may be worth it
+    deadline = math.inf  # counts from the first step: compilation must not use it up
     done, in_time = 0, True
     with program.process_context():
         start = _exported_weights(program)
@@ -150,31 +160,34 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
             if done == steps or not in_time:
                 break
         weights = _exported_weights(program)
-    if done < min(steps, FEWEST_STEPS) and not in_time:
-        raise RunError(f"only {done} steps could be done in the time, too few to tell; it needs {FEWEST_STEPS}")
+    if done < min(steps, MIN_STEPS) and not in_time:
+        raise RunError(
+            f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}; give it more time"
+        )
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
-        case.refuse_idle(program)
+        case.check_has_effect(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise RunError(f"{bad[0]} is not finite after {done} steps of {recipe}")
     return EquivalenceRun(done, start, weights, _plan(program.plan), validation, dropout, in_time)
 
 
 def _exported_weights(program: Program) -> dict[str, torch.Tensor]:
-    """Complete on rank 0, which judges; on another rank only what it holds."""
+    """All weights on rank 0, which decides; on other ranks only those that they hold."""
     return _to_cpu(gather_weights(program.export().state_dict(), program.run))
 
 
 def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Copies the tensors that are held here. DDP writes the next gradients over the last ones, so views would change."""
+    """Copies of the tensors that this rank holds: DDP overwrites gradients in the next step."""
     held = {name: value.detach() for name, value in state.items() if value is not None and not value.is_meta}
     return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in held.items()}
 
 
 def _digest(program: Program) -> list[tuple[int, str]] | None:
-    """(rows, SHA-256) of each field of all validation data, whatever the batches."""
+    """(rows, SHA-256) of each field of the validation data, independent of the batch size."""
     if program.validation is None:
         return None
-    rows, hashes = Counter(), {}
+    rows: Counter[int] = Counter()
+    hashes: dict[int, Any] = {}
     with preserve_rng_state():
         for batch in program.validation.epoch(0, 0):
             for index, tensor in enumerate(batch_tensors(batch)):
@@ -191,45 +204,46 @@ def _dropout(program: Program) -> list[float]:
 
 def _plan(plan: TrainPlan) -> dict[str, object]:
     return {
-        "samples a step": plan.batch_size,
-        "passes": plan.epochs,
+        "samples per step": plan.batch_size,
+        "epochs": plan.epochs,
         "steps": plan.steps,
         "stops early": plan.stop is not None,
         EVALUATION_INTERVAL: plan.evaluate_every,
     }
 
 
-def plan_differences(plan: dict, usual: dict) -> str:
-    return ", ".join(f"{name}: {plan[name]} instead of {usual[name]}" for name in plan if plan[name] != usual[name])
+def plan_differences(plan: dict[str, object], base: dict[str, object]) -> str:
+    """The entries that differ, as "NAME: VALUE instead of VALUE"."""
+    return ", ".join(f"{name}: {plan[name]} instead of {base[name]}" for name in plan if plan[name] != base[name])
 
 
 def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why two runs that should train the same thing do not; None if they do."""
+    """Why two runs do not train the same thing; None if they do."""
     if a.plan != b.plan:
-        return f"the plan of steps is another: {plan_differences(b.plan, a.plan)}"
+        return f"the plan differs: {plan_differences(b.plan, a.plan)}"
     if a.weights.keys() != b.weights.keys():
-        return f"other weights are exported, such as {min(a.weights.keys() ^ b.weights.keys())}"
+        return f"the names of the exported weights differ, such as {min(a.weights.keys() ^ b.weights.keys())}"
     if a.steps != b.steps:
         return f"the data ended after {b.steps} steps instead of {a.steps}"
     if a.dropout != b.dropout:
-        return "the model's dropout is another"
+        return "the dropout probabilities differ"
     return validation_mismatch(a, b)
 
 
 def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why two runs would be evaluated on different data, or at other times; None if they would not."""
+    """Why two runs are evaluated on different data or at different times; None if they are not."""
     if a.validation != b.validation:
-        return "the validation data are not the same"
+        return "the validation data differ"
     intervals = [{EVALUATION_INTERVAL: run.plan[EVALUATION_INTERVAL]} for run in (b, a)]
     if intervals[0] != intervals[1]:
-        return f"it is judged at other times: {plan_differences(*intervals)}"
+        return f"the evaluations are at different times: {plan_differences(*intervals)}"
     return None
 
 
 def first_gradients(
     case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
-) -> tuple[list[dict | None], int]:
-    """Gradients of each parameter on the first ``batches`` batches, always at the initial weights.
+) -> tuple[list[dict[str, torch.Tensor] | None], int]:
+    """Computes the gradients of the first ``batches`` batches, always at the initial weights.
 
     Returns:
         A dict of float64 tensors by parameter name for each batch, or None for a batch whose gradients overflowed and
@@ -237,7 +251,8 @@ def first_gradients(
         GRADIENT_BATCHES.
     """
     program = case.program(recipe, conditions)
-    model, found, used_batches = program.run.model, [], 0
+    model, used_batches = program.run.model, 0
+    found: list[dict[str, torch.Tensor] | None] = []
     start = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
     deadline = time.monotonic() + case.seconds / 4
@@ -248,19 +263,19 @@ def first_gradients(
             program.grad_transform()
             gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
-            named = {_parameter_name(name): gradient for name, gradient in gradients.items()}
-            gathered_gradients = _to_cpu(gather_weights(named, program.run), torch.float64)
+            gradients = {_parameter_name(name): gradient for name, gradient in gradients.items()}
+            full_gradients = _to_cpu(gather_weights(gradients, program.run), torch.float64)
             program.optimizer_step()
             changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
             was_used = case.ranks.any(any(changed))
             program.zero_grad()
             model.load_state_dict(start)
             counts = was_used or not overflowed
-            found.append(gathered_gradients if counts else None)
+            found.append(full_gradients if counts else None)
             used_batches += counts
             if used_batches == GRADIENT_BATCHES or (used_batches and case.is_over(deadline)):
                 break
-    case.refuse_idle(program)
+    case.check_has_effect(program)
     if not used_batches:
         raise RunError(f"no batch of the first {len(found)} gave finite gradients")
     return found, used_batches

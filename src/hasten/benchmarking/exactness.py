@@ -1,26 +1,17 @@
-"""Checks, by running it, that a recipe changes the numbers no more than its cards claim.
+"""Checks, by running it, that a recipe changes the training no more than the exactness class on its cards allows.
 
-BIT_EXACT      both runs from one seed, every exported weight the same to the bit
-EQUIVALENT_MATH     both runs in float64, the weights within a relative difference of 1e-10
-REDUCED_PRECISION     every parameter's gradient at least 20 dB above its error against float64; and since a method that
-               only rounds does nothing else, in float64 the weights must move as they do without it
-CHANGES_TRAINING    in float64 the weights or the plan of steps must differ, or the method has no effect
-=============  ============================================================================================
-=======
-=============  =======================================================================================================
-BIT_EXACT      Both runs from one seed: every exported weight is the same to the bit.
-EQUIVALENT_MATH     Both runs in float64: the weights agree within a relative difference of 1e-10.
-REDUCED_PRECISION     Every parameter's gradient stands at least 20 dB above its error against float64. Because a method that
-               only rounds does nothing else, the weights must move in float64 as they do without it.
-CHANGES_TRAINING    In float64 the weights or the plan of steps must differ, or the method has no effect.
-=============  =======================================================================================================
+=================  ====================================================================================================
+BIT_EXACT          Both runs from one seed: every exported weight is identical to the bit.
+EQUIVALENT_MATH    Both runs in float64: the weights agree within a relative difference of 1e-10.
+REDUCED_PRECISION  The gradient of every parameter is at least 20 dB above its error against float64. Because a method
+                   that only rounds does nothing else, the weights must move in float64 as they do without it.
+CHANGES_TRAINING   In float64 the weights or the plan must differ, or the method has no effect.
+=================  ====================================================================================================
 
 In all classes the validation data must be the same. The check fails closed: a run that raises, gives a NaN or has
-nothing to act on does not pass. Methods from outside run here, so call this in a process of its own; it restores the
-global state that it knows of, but a method may change anything.
-
-Float64 runs compare the formula, so dropout is switched off in both arms: microbatches or a compiler draw other random
-numbers, rightly.
+nothing to act on does not pass. Call it in a process of its own: it restores the global state that it knows of, but a
+method may change anything. Float64 runs compare the formula, so both arms disable dropout: microbatches or a compiler
+rightly draw other random numbers.
 """
 
 from __future__ import annotations
@@ -28,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,12 +41,12 @@ from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.devices import pick_device
 
+Gradients: TypeAlias = dict[str, torch.Tensor]  # by parameter name
+
 MAX_DIFFERENCE = 1e-10  # relative, of all weights together
 MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
-TRIED_BATCHES = 25  # a loss scale may need 16 overflows to find its level
-NEGLIGIBLE = (
-    1e-6  # a gradient this much smaller than the others is zero in exact arithmetic, e.g. a bias before batch norm
-)
+MAX_BATCHES = 25  # a dynamic loss scale may need 16 overflows to settle
+NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic, e.g. that of a bias before batch norm
 
 
 @dataclass(frozen=True)
@@ -62,10 +54,10 @@ class ExactnessCheck:
     """Result of an exactness check.
 
     Attributes:
-        passed: False also if nothing could be measured.
-        number: BIT_EXACT: number of weights (tensors) that differ. EQUIVALENT_MATH and CHANGES_TRAINING: relative difference in
-            float64. REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN if nothing could be measured.
-        why: one sentence with the number in it.
+        passed: whether the recipe is as exact as it claims; False also if the check could not be run.
+        number: BIT_EXACT: number of tensors that differ. EQUIVALENT_MATH and CHANGES_TRAINING: relative difference in
+            float64. REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN without a measurement.
+        why: one sentence that contains the number.
     """
 
     passed: bool
@@ -85,29 +77,35 @@ def check_exactness(
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:
-    """Compares ``candidate`` with ``base`` as the exactness class demands.
+    """Compares ``candidate`` with ``base`` as the exactness class requires.
 
     Args:
-        steps: optimizer steps that each arm does at most.
-        seconds: after about this long the arms are compared where they are; the step at work is finished.
-        ranks: that train together, in both arms. All of them must call this; the result of rank 0 counts.
+        task: what to train.
+        base: the recipe whose result is correct by definition.
+        candidate: the recipe to check.
+        exactness: the class that the candidate claims.
+        device: "cpu" or "cuda"; by default a GPU if there is one.
+        seed: of both runs.
+        steps: maximum optimizer steps of each arm.
+        seconds: after about this time the arms are compared where they are.
+        ranks: the process group of both arms. All ranks must call this; the result of rank 0 counts.
 
     Raises:
-        Failure: with several ranks only: the check could not be run on this one, for which the others would wait.
+        RunError: with several ranks: the check could not be run on this one. The others must not wait for it.
     """
     case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
     try:
         with restored():
             if case.device != "cpu":
-                torch.use_deterministic_algorithms(True, warn_only=True)  # or a run could not repeat itself
+                torch.use_deterministic_algorithms(True, warn_only=True)  # or two runs of one recipe could differ
             measure, judge = _CHECKS[exactness]
             evidence = measure(case)
             if ranks.is_main_process:
                 return judge(*evidence)
-            return _not_passed("rank 0 judges, which has all weights")
+            return _not_passed("rank 0, which has all weights, decides")
     except Exception as error:
         known = isinstance(error, (RunError, ConfigurationError))
-        why = str(error) if known else f"the proof could not be run: {format_error(error)}"
+        why = str(error) if known else f"the check could not be run: {format_error(error)}"
         if not ranks.is_single_process:
             raise RunError(why) from error
         return _not_passed(why)
@@ -123,8 +121,8 @@ def _both_in_double(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceR
 
 def _gradients_and_movement(
     case: EquivalenceCase,
-) -> tuple[list[dict], list[dict | None], int, EquivalenceRun, EquivalenceRun]:
-    noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), TRIED_BATCHES)
+) -> tuple[list[Gradients | None], list[Gradients | None], int, EquivalenceRun, EquivalenceRun]:
+    noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), MAX_BATCHES)
     clean, _ = first_gradients(case, case.base, RunConditions(double=True), len(noisy))
     return clean, noisy, batches, *both_arms(case, RunConditions(double=True), steps=5)
 
@@ -134,12 +132,12 @@ def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
         return _not_passed(why)
     total, different = len(a.weights), [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])]
     if different:
-        why = f"{len(different)} of {total} weights differ after {a.steps} steps, first {different[0]}"
+        why = f"{len(different)} of {total} weights differ after {a.steps} steps, e.g. {different[0]}"
         return _not_passed(why, len(different))
-    return ExactnessCheck(True, 0, f"all {total} weights are the same to the bit after {a.steps} steps")
+    return ExactnessCheck(True, 0, f"all {total} weights are identical to the bit after {a.steps} steps")
 
 
-def _judge_same_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
+def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
     if why := plan_mismatch(a, b):
         return _not_passed(why)
     number = _relative_difference(a.weights, b.weights)
@@ -149,26 +147,24 @@ def _judge_same_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
     return ExactnessCheck(passed, number, why)
 
 
-def _judge_fewer_bits(
-    clean: list[dict], noisy: list[dict | None], batches: int, a: EquivalenceRun, b: EquivalenceRun
+def _judge_reduced_precision(
+    clean: list[Gradients | None], noisy: list[Gradients | None], batches: int, a: EquivalenceRun, b: EquivalenceRun
 ) -> ExactnessCheck:
     name, worst = _worst_gradient(clean, noisy)
     if not worst >= MIN_GRADIENT_DB:
-        why = f"the gradient of {name} stands only {worst:.1f} dB above its error against float64, not {MIN_GRADIENT_DB:.0f}"
+        why = f"the gradient of {name} is {worst:.1f} dB above its error against float64, below {MIN_GRADIENT_DB:.0f}"
         return _not_passed(why, worst)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
     movement = _decibels(_movement(a), _movement(a).sub(_movement(b)))
     if not movement >= MIN_MOVEMENT_DB:
-        why = (
-            f"it does more than round: in float64 the weights move otherwise ({movement:.1f} dB after {a.steps} steps)"
-        )
+        why = f"it does more than round: in float64 the weights move differently ({movement:.1f} dB, {a.steps} steps)"
         return _not_passed(why, movement)
-    why = f"every gradient stands at least {worst:.1f} dB above its error against float64, over {batches} batches"
+    why = f"every gradient is at least {worst:.1f} dB above its error against float64, over {batches} batches"
     return ExactnessCheck(True, worst, why)
 
 
-def _judge_other_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
+def _judge_changes_training(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
     if why := validation_mismatch(a, b):
         return _not_passed(why)
     same_names = a.weights.keys() == b.weights.keys()
@@ -178,17 +174,17 @@ def _judge_other_maths(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:
         return ExactnessCheck(True, number, difference)
     if a.plan != b.plan:
         change = plan_differences(b.plan, a.plan)
-        why = f"the weights are the same after {b.steps} steps, but the plan is another: {change}"
+        why = f"the weights are the same after {b.steps} steps, but the plan differs: {change}"
         return ExactnessCheck(True, number, why)
     return _not_passed(f"it has no effect: {difference}", number)
 
 
-# What all ranks measure, and how rank 0 judges it.
-_CHECKS: dict[Exactness, tuple[Callable[[EquivalenceCase], tuple], Callable[..., ExactnessCheck]]] = {
+# (what all ranks run, how rank 0 decides)
+_CHECKS: dict[Exactness, tuple[Callable[[EquivalenceCase], tuple[Any, ...]], Callable[..., ExactnessCheck]]] = {
     Exactness.BIT_EXACT: (both_arms, _judge_bit_exact),
-    Exactness.EQUIVALENT_MATH: (_both_in_double, _judge_same_maths),
-    Exactness.REDUCED_PRECISION: (_gradients_and_movement, _judge_fewer_bits),
-    Exactness.CHANGES_TRAINING: (_both_in_double, _judge_other_maths),
+    Exactness.EQUIVALENT_MATH: (_both_in_double, _judge_equivalent_math),
+    Exactness.REDUCED_PRECISION: (_gradients_and_movement, _judge_reduced_precision),
+    Exactness.CHANGES_TRAINING: (_both_in_double, _judge_changes_training),
 }
 
 
@@ -205,14 +201,16 @@ def _movement(run: EquivalenceRun) -> torch.Tensor:
     return _flatten(run.weights) - _flatten(run.start)
 
 
-def _worst_gradient(clean: list[dict], noisy: list[dict | None]) -> tuple[str, float]:
-    """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all batches that count."""
-    pairs = [(reference, gradients) for reference, gradients in zip(clean, noisy, strict=True) if gradients is not None]
+def _worst_gradient(clean: list[Gradients | None], noisy: list[Gradients | None]) -> tuple[str, float]:
+    """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all used batches."""
+    pairs = [
+        (reference, gradients) for reference, gradients in zip(clean, noisy, strict=True) if reference and gradients
+    ]
     signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
-    usual = torch.cat(list(signals.values())).square().mean().sqrt()
-    ratios = {"nothing": math.inf}
+    mean = torch.cat(list(signals.values())).square().mean().sqrt()
+    ratios = {"no parameter": math.inf}
     for name, signal in signals.items():
-        if signal.square().mean().sqrt() < NEGLIGIBLE * usual:
+        if signal.square().mean().sqrt() < NEGLIGIBLE * mean:
             continue
         values = [gradients.get(name, torch.zeros_like(reference[name])) for reference, gradients in pairs]
         ratios[name] = _decibels(signal, signal - torch.cat([value.flatten() for value in values]))

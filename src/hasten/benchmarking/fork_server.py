@@ -1,4 +1,4 @@
-"""Runs what is measured in processes of its own, so that no trial changes the next one.
+"""Worker processes for measurements, so that no trial changes the next one.
 
 A :class:`Worker` holds one object in its own process. The process is forked from a :class:`ForkServer` that has
 imported torch and run nothing else, so it starts in about 50 ms, clean, in a process group of its own.
@@ -9,7 +9,7 @@ worker in the same 50 ms, but it cannot keep these promises:
 * It imports the parent's main module in every worker, and so runs a script without an ``if __name__ == "__main__"``
   guard again.
 * Its workers hold the pipe that keeps the server alive. After SIGKILL of a parent with a suspended worker, the server,
-  the worker and the worker's loader processes stayed for ever.
+  the worker and its loader processes stayed for ever.
 * It makes "forkserver" the start method inside a worker, where "fork" is that of the parent, so the data loader that is
   measured is not the one that trains.
 * Its preloaded modules are one setting of the whole process, ignored once the user's own code has started the server,
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -49,32 +49,26 @@ from hasten.distributed.process_group import PEER_GONE, is_peer_failure
 from hasten.engine.error_messages import explain_error
 from hasten.engine.resources import available_cpus
 
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-)  # the parent's rank is no rank of what is measured
+# removed in workers: the rank of this process is not theirs
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
-ERRORS = {
-    kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)
-}  # a subclass before its base class
-LARGEST_REQUEST = 1 << 20  # bytes, for the fork server
+ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
+MAX_REQUEST_BYTES = 1 << 20  # to the fork server
 
 
 class Worker:
-    """An object in a process of its own. As a context manager it kills the whole process group at the end.
+    """An object in its own process. As a context manager it kills the whole process group at the end.
 
     Args:
         service: ``module:Class`` of the object. The class is called in the worker.
-        environment: variables that are set in the worker besides those of this process.
+        environment: variables to set in the worker, besides those of this process.
         timeout: default for ``call``.
         **arguments: of the class.
 
     Raises:
-        Refusal, Failure: raised by the class, or the process could not be started.
+        ConfigurationError, RunError: raised by the class, or the process could not be started.
     """
 
     def __init__(
@@ -103,11 +97,14 @@ class Worker:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
         Args:
+            method: name of the method.
             timeout: seconds without a message after which the worker is killed; None waits for ever.
+            watch: receives the progress.
+            **arguments: of the method.
 
         Raises:
-            Refusal, Failure: raised by the method; also Failure if the process died or was silent for ``timeout``
-                seconds.
+            ConfigurationError, RunError: raised by the method.
+            RunError: the process died, or was silent for ``timeout`` seconds.
         """
         timeout = self.timeout if timeout is None else timeout
         self.send(method, arguments)
@@ -129,7 +126,7 @@ class Worker:
             self.connection.send((method, arguments))
 
     def recv(self) -> tuple[str, Any]:
-        """Waits for the next message: (kind, content), with kind "watch", "notice", "result" or a key of ``ERRORS``."""
+        """Waits for the next message: (kind, content); kind is "watch", "warning", "result" or a key of ``ERRORS``."""
         with self._explain_death():
             return self.connection.recv()
 
@@ -166,9 +163,9 @@ class Worker:
 
 
 class ForkServer:
-    """The process that workers are forked from. It kills them all when this process ends, however that happens.
+    """The process that workers are forked from. It kills all of them when this process ends, even by SIGKILL.
 
-    Signals of the terminal reach neither the server nor the workers: Ctrl-C is for this process, which ends them.
+    Signals of the terminal reach neither the server nor the workers: Ctrl-C ends this process, which ends them.
     """
 
     def __init__(self):
@@ -178,15 +175,16 @@ class ForkServer:
             [sys.executable, "-m", "hasten.benchmarking.fork_server", str(control.fileno())],
             pass_fds=[control.fileno()],
             stdin=subprocess.PIPE,
-            stdout=STDERR,  # standard output is for answers, whatever an imported module prints
+            stdout=STDERR,  # standard output is for results only; imported modules may print
             start_new_session=True,
         )
         control.close()
+        assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
 
     def is_usable(self) -> bool:
-        """Whether it runs and belongs to this process, which may itself be a fork of the owner."""
+        """Whether it runs and belongs to this process, which may be a fork of the owner."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
@@ -195,26 +193,26 @@ class ForkServer:
         return self._request(request, [connection.fileno()])
 
     def exit_code(self, pid: int) -> int | None:
-        """Waits for the end of a worker: its exit code, -N if signal N ended it, None if the server is gone."""
+        """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
         try:
             return self._request({"wait_for": pid})
         except (OSError, RunError):
             return None
 
-    def _request(self, request: dict, descriptors: Sequence[int] = ()) -> int:
+    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
             reply = self.control.recv(64)
-        except BaseException:  # a reply that comes later would be taken for that of the next request
+        except BaseException:  # a late reply would be taken for that of the next request
             self.process.kill()
             raise
         if not reply:
-            raise RunError("the measuring processes could not be started")
+            raise RunError("the worker processes could not be started")
         return int(reply)
 
 
 _server: ForkServer | None = None
-_shown_warnings: set[str] = set()  # texts without their numbers, which workers need not repeat
+_shown_warnings: set[str] = set()  # texts without their numbers; workers do not repeat them
 
 
 def _fork_server() -> ForkServer:
@@ -225,7 +223,7 @@ def _fork_server() -> ForkServer:
 
 
 def _installed_modules() -> list[str]:
-    """Names of the modules of installed packages, and of hasten, that this process has imported."""
+    """Names of the imported modules that belong to installed packages or to hasten."""
     folders = tuple(site.getsitepackages())
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     installed = [name for name, file in files.items() if file.startswith(folders) or name.partition(".")[0] == "hasten"]
@@ -233,34 +231,34 @@ def _installed_modules() -> list[str]:
 
 
 def reset_shown_warnings() -> None:
-    """Forgets which warnings were shown, so that workers of the next request may give them again."""
+    """Lets workers of the next request repeat warnings that were shown."""
     _shown_warnings.clear()
 
 
 @contextlib.contextmanager
 def mark_warnings_shown() -> Iterator[None]:
-    """Shows the Notices given inside as usual, and suppresses the same ones from workers."""
+    """Shows HastenWarnings given inside as usual, and suppresses the same ones from workers."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_and_mark(message, category, *where) -> None:
+        def show_and_mark(message: Warning | str, category: type[Warning], *args: Any) -> None:
             if issubclass(category, HastenWarning):
                 _shown_warnings.add(_without_numbers(str(message)))
-            show(message, category, *where)
+            show(message, category, *args)
 
         warnings.showwarning = show_and_mark
         yield
 
 
-def forward_message(kind: str, content, watch: ProgressCallback) -> None:
-    """Repeats a worker's message in this process: progress, a warning (once, whatever its numbers) or an error.
+def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
+    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error.
 
     Raises:
-        Refusal, Failure: the message is an error.
+        ConfigurationError, RunError: the message is an error.
     """
     if kind == "watch":
         watch(*content)
-    elif kind == "notice":
+    elif kind == "warning":
         _forward_warning(*content)
     else:
         raise ERRORS[kind](content)
@@ -278,16 +276,17 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "", text)
 
 
-def timeout_error(seconds: float) -> RunError:
-    return RunError(f"took longer than {seconds:.0f} s and was ended")
+def timeout_error(seconds: float | None) -> RunError:
+    """The error for a worker that was silent for so long."""
+    return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
 
 
 def _describe_exit(code: int | None) -> str:
     if code == -signal.SIGKILL:
-        return "the process was killed, most likely because memory ran out"
+        return "the process was killed, probably because memory ran out"
     if code is not None and code < 0:
         return f"the process was ended by {signal.Signals(-code).name}"
-    return "the process ended without an answer"
+    return "the process ended without a result"
 
 
 # ── in the fork server and the workers ──────────────────────────────────────────────────────────
@@ -296,7 +295,7 @@ def _describe_exit(code: int | None) -> str:
 def _serve(control: socket.socket) -> None:
     """Main loop of the fork server: handles requests until the parent is gone."""
     if not (text := sys.stdin.read()):
-        return  # the parent was interrupted before it had written
+        return  # the parent was interrupted before it wrote
     start = json.loads(text)
     sys.path[:] = start["path"]
     for name in RANK_VARIABLES:
@@ -306,12 +305,12 @@ def _serve(control: socket.socket) -> None:
             import_module(module)
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, LARGEST_REQUEST, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
         if not message:
             break
         request = json.loads(message)
-        if (reply := request.get("wait_for")) is not None:
-            reply = _wait_for(reply, exit_codes)
+        if (pid := request.get("wait_for")) is not None:
+            reply = _wait_for(pid, exit_codes)
         else:
             reply = os.fork()
             if reply == 0:
@@ -328,13 +327,14 @@ def _serve(control: socket.socket) -> None:
 
 
 def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
-    if exit_codes[pid] is None:
-        exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return exit_codes[pid]
+    code = exit_codes[pid]
+    if code is None:
+        code = exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code
 
 
-def _run_worker(connection: Connection, request: dict) -> None:
-    """Main loop of a worker: creates the object and answers calls until the connection closes. Does not return."""
+def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
+    """Main loop of a worker: creates the object and handles calls until the connection closes."""
     try:
         _set_up_worker(request)
         service, send = None, _sender(connection)
@@ -356,26 +356,24 @@ def _run_worker(connection: Connection, request: dict) -> None:
         os._exit(0)
 
 
-def _set_up_worker(request: dict) -> None:
+def _set_up_worker(request: dict[str, Any]) -> None:
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(STDERR, STDOUT)  # what the user's code prints must not mix with our answers
+    os.dup2(STDERR, STDOUT)  # standard output is for results only; the task may print
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])
     if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            available_cpus()
-        )  # the server imported torch without knowing that ranks share the machine
+        torch.set_num_threads(available_cpus())  # the server imported torch before ranks shared the machine
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None
 
 
 def _describe_error(error: BaseException) -> tuple[str, str]:
-    """(key of ``ERRORS``, text) of what a method has raised."""
+    """(key of ``ERRORS``, text) of an exception."""
     if isinstance(error, SystemExit):
-        return RunError.__name__, "the task's own code ended the process (sys.exit)"
+        return RunError.__name__, "the task's code ended the process (sys.exit)"
     if isinstance(error, (ConfigurationError, RunError)):
         error = PeerFailure(error) if is_peer_failure(error) else error
         return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
@@ -383,25 +381,25 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
         return PeerFailure.__name__, PEER_GONE
     if isinstance(error, MemoryError) or is_out_of_memory(error):
         return RunError.__name__, "ran out of memory"
-    return RunError.__name__, str(explain_error(error, "the training", 0))
+    return RunError.__name__, str(explain_error(cast(Exception, error), "the training", 0))
 
 
 def _sender(connection: Connection) -> Callable[[str, object], None]:
-    """Returns ``send(kind, content)``, which any thread may call, and sends the Notices of this process with it."""
+    """Returns a thread-safe ``send(kind, content)``, and sends the HastenWarnings of this process with it."""
     pid, lock, show = os.getpid(), threading.RLock(), warnings.showwarning
 
-    def send(kind: str, content) -> None:
+    def send(kind: str, content: object) -> None:
         with lock:
             connection.send((kind, content))
 
-    def send_notice(message, category, filename, lineno, *rest) -> None:
+    def send_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any) -> None:
         if not issubclass(category, HastenWarning):
-            show(message, category, filename, lineno, *rest)
-        elif os.getpid() == pid:  # loader workers inherit this connection and must not write between our messages
-            send("notice", (str(message), issubclass(category, ProgressWarning), filename, lineno))
+            show(message, category, filename, lineno, *args)
+        elif os.getpid() == pid:  # loader workers inherit the connection and must not write to it
+            send("warning", (str(message), issubclass(category, ProgressWarning), filename, lineno))
 
-    warnings.simplefilter("default", HastenWarning)  # whatever the environment sets for other warnings
-    warnings.showwarning = send_notice
+    warnings.simplefilter("default", HastenWarning)  # independent of PYTHONWARNINGS
+    warnings.showwarning = send_warning
     return send
 
 

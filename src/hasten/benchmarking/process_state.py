@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from hasten.core.data import bitwise_equal
-from hasten.core.rng import get_rng_state, set_rng_state
+from hasten.utils.rng import get_rng_state, set_rng_state
+from hasten.utils.tree import bitwise_equal
 
 
-def process_state() -> dict[str, object]:
-    """Global state that outlives a run, by name: flags, threads, environment variables, random number generators."""
+def process_state() -> dict[str, Any]:
+    """The global state that outlives a run, by name: flags, threads, environment variables, random state."""
     return {name: read() for name, (read, _) in _SETTINGS.items()} | {"random numbers": get_rng_state()}
 
 
-def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of the entries that differ."""
     return [name for name in before if not bitwise_equal(before[name], after[name])]
 
 
 @contextmanager
-def restored():
+def restored() -> Generator[None]:
     """Restores the global state at the end of the block."""
     before = process_state()
     try:
@@ -39,15 +41,15 @@ def _set_environment(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _set_deterministic(state: tuple[bool, bool]) -> None:
+def _set_deterministic(state: Any) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
-def _attribute(owner, name: str):
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
 
-_SETTINGS = {
+_SETTINGS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "matrix product precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),

@@ -1,4 +1,4 @@
-"""Turns pairs of block times into a ratio with a confidence interval, and a verdict that allows for repeated looks."""
+"""Ratio of paired block times with a confidence interval, and a verdict that accounts for repeated looks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scipy.special import stdtrit  # the t quantile; to import scipy.stats takes
 
 from hasten.reporting.result_schema import Interval
 
-LOOKS = (6, 9, 14, 21, 32, 48)  # pairs after which one may stop
-ERROR = 0.05  # chance of a wrong verdict over all looks together
-TRIMMED = 0.1  # fraction of the pairs dropped at each end: bursts of other processes are not due to the method
+LOOKS = (6, 9, 14, 21, 32, 48)  # numbers of pairs after which a comparison may stop
+ERROR = 0.05  # probability of a wrong verdict over all looks
+TRIMMED = 0.1  # fraction of the pairs dropped at each end, against bursts of other processes
 
 FASTER, SLOWER, SAME, UNSURE = "faster", "slower", "no difference", "unsure"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of times with its confidence interval. Above 1 the second arm is faster."""
+    """A ratio of times with its confidence interval; above 1 the second arm is faster."""
 
     median: float
     low: float
@@ -36,9 +36,10 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
     """The ratio of paired blocks: trimmed mean of log(a / b) with its t interval (Yuen 1974).
 
     Args:
-        a, b: seconds (for equal work) of the first and the second arm, pair by pair.
-        error: chance that the interval misses. The default is one look's share, so that a comparison that
-            stops at the first sure look still errs in at most one case of twenty (Bonferroni over the looks).
+        a: seconds of the blocks of the first arm, for equal work.
+        b: seconds of the paired blocks of the second arm.
+        error: probability that the interval misses the ratio. The default is that of one look, so that a comparison
+            which stops at the first sure look errs in at most one case of twenty (Bonferroni over the looks).
     """
     logs = sorted(math.log(x / y) for x, y in zip(a, b, strict=True))
     count = len(logs)
@@ -52,15 +53,17 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
 
 
 def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[float], pairs: int, error: float) -> Ratio:
-    """The ratio of runs whose steps have the ratio ``steps`` and which evaluate as well.
+    """The ratio of runs with evaluations.
+
+    Three independent errors add up (delta method), each weighted by its part of the run: that of the ratio of the
+    steps, and those of the evaluations of both arms.
 
     Args:
-        shares: seconds that the evaluations of (a, b) take for every second of their steps.
-        errors: standard error of the logarithm of these, of (a, b).
-        pairs: of blocks, behind ``steps``; error: as for ``ratio_of``.
-
-    Three independent errors add up (the delta method), each weighted by its part of the run: of the steps' ratio, and
-    of either arm's evaluations.
+        steps: the ratio of the training steps.
+        shares: seconds of evaluation per second of training steps, of (a, b).
+        errors: standard errors of the logarithms of ``shares``, of (a, b).
+        pairs: number of paired blocks behind ``steps``.
+        error: as for ``ratio_of``.
     """
     parts = [share / (1 + share) for share in shares]
     center = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
@@ -76,7 +79,7 @@ def _interval(center: float, half_width: float) -> Ratio:
 
 
 def verdict_of(ratio: Ratio) -> str:
-    """FASTER or SLOWER: what the second arm is; SAME: known to within 2 %; UNSURE: the interval is too wide."""
+    """FASTER or SLOWER, for the second arm; SAME: known to within 2 %; UNSURE: the interval is too wide."""
     if ratio.low > 1.01:
         return FASTER
     if ratio.high < 0.99:
@@ -87,5 +90,5 @@ def verdict_of(ratio: Ratio) -> str:
 
 
 def spread(seconds: list[float]) -> float:
-    """Standard deviation of the logarithms of the times: how noisy the machine was, as a fraction."""
+    """Standard deviation of the logarithms of the times: the noise as a fraction."""
     return stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0

@@ -1,22 +1,21 @@
-"""Measures how disturbed the machine was while something else was measured."""
+"""Measures how much other processes disturbed a measurement."""
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 STEAL = 7  # index in /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal
 
 
 class SystemNoise:
-    """Starts when it is created; ``summary`` gives the figures since then."""
+    """Begins when it is created; ``summary`` returns the figures since then."""
 
-    def __init__(self):
-        self.began, self.ticks = time.monotonic(), _cpu_ticks()
+    def __init__(self) -> None:
+        self.ticks = _cpu_ticks()
 
-    def summary(self, spread_percent: float, involuntary_switches: int) -> dict:
-        """The two arguments, which the caller has measured, the time stolen by the hypervisor, and the load."""
+    def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | None]:
+        """The two arguments, the CPU time stolen by the hypervisor (percent), and the load average of one minute."""
         after = _cpu_ticks()
         total = sum(after) - sum(self.ticks)
         has_steal = total and len(after) > STEAL
@@ -29,7 +28,7 @@ class SystemNoise:
 
 
 def _cpu_ticks() -> list[int]:
-    """The first 8 columns of the line for all processors in /proc/stat; [] where there is none."""
+    """The first 8 columns of the line for all CPUs in /proc/stat; [] if there is no such file."""
     try:
         return [int(column) for column in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

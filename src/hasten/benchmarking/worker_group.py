@@ -1,8 +1,8 @@
-"""Measures several ranks that train together as one: a Worker for each rank, used like a single Worker.
+"""A Worker for each rank of a process group, used like a single Worker.
 
-Every call goes to all ranks and returns when all of them have answered. Rank 0 gives the result, the progress and the
-warnings. The first rank that fails by itself ends the group, and so does silence. The ranks meet through a store in
-this process, as they do under torchrun's agent.
+Every call goes to all ranks and returns when all of them have returned. Result, progress and warnings are those of
+rank 0. The group ends with the first rank that fails by its own error, or when no rank has sent a message for too long.
+The ranks meet through a store in this process, as they do under torchrun's agent.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from torch.distributed import TCPStore
 from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.launch.rendezvous import HERE, interface_of
+from hasten.launch.rendezvous import LOOPBACK, interface_of
 
-COLLECTIVE_TIMEOUT_S = 86_400.0  # for a rank that waits for another one: this process has the limits
-SAME_ERROR_WAIT_S = 1.0  # in which the other ranks may report the same error
-ROOT_CAUSE_WAIT_S = 5.0  # in which the failing rank may report, after ranks that only noticed its end
+COLLECTIVE_TIMEOUT_S = 86_400.0  # of the ranks; the calls of the group have timeouts of their own
+SAME_ERROR_WAIT_S = 1.0  # for the other ranks to report the same error
+ROOT_CAUSE_WAIT_S = 5.0  # for the failing rank to report, after ranks that only noticed its end
 
 
 def start_workers(
     processes: int, service: str, timeout: float | None = None, /, **arguments: Any
 ) -> Worker | WorkerGroup:
-    """Creates an object in a process of its own, or one on each rank of a group.
+    """Creates an object in its own process, or one on each rank of a group.
 
-    ``timeout`` is the default of a group's calls. A single process waits for no other one, so its calls have no
-    default.
+    ``timeout`` is the default of a group's calls; a single process waits for no other one, so its calls have none.
     """
     return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
 
 
 class WorkerGroup:
-    """An object on each of several ranks, which can join one process group (``joined``), once.
+    """An object on each of several ranks, which may call ``init_process_group`` once.
 
     The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see
     Worker.
     """
 
     def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
-        self.store, self.timeout = TCPStore(HERE, 0, is_master=True, wait_for_workers=False), timeout
+        self.store, self.timeout = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False), timeout
         with ExitStack() as stack:
             self.ranks = [
                 stack.enter_context(
@@ -57,11 +56,12 @@ class WorkerGroup:
     def call(
         self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any
     ) -> Any:
-        """Calls a method on all ranks and returns the result of rank 0.
+        """Calls a method on all ranks and returns the result of rank 0. Arguments: see ``Worker.call``.
 
         Raises:
-            Refusal, Failure: the error of the first rank that failed by itself; also Failure if a rank died, or if
-                those that have not answered were silent for ``timeout`` seconds. All ranks are killed.
+            ConfigurationError, RunError: the error of the first rank that failed by its own error.
+            RunError: a rank died, or those that have not returned were silent for ``timeout`` seconds. All ranks are
+                killed.
         """
         try:
             for rank in self.ranks:
@@ -92,12 +92,12 @@ class WorkerGroup:
 
         Adds results and errors to the dicts.
         """
-        pending = {
+        pending: dict[Any, int] = {
             worker.connection: rank
             for rank, worker in enumerate(self.ranks)
             if rank not in results and rank not in errors
         }
-        messages = []
+        messages: list[tuple[int, str, Any]] = []
         for connection in wait(list(pending), timeout) if pending else ():
             rank = pending[connection]
             try:
@@ -112,7 +112,7 @@ class WorkerGroup:
         return messages
 
     def _root_cause(self, results: dict[int, Any], errors: dict[int, Exception]) -> Exception:
-        """The error behind the first ones, which may come from ranks that only noticed the end of another."""
+        """The root cause of the first errors, which may come from ranks that only noticed the end of another one."""
         began = time.monotonic()
         while True:
             causes = [rank for rank, error in errors.items() if not isinstance(error, PeerFailure)]
@@ -147,9 +147,9 @@ def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": processes,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": HERE,
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(HERE) or "",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(LOOPBACK) or "",
     }
     return {name: str(value) for name, value in variables.items() if value != ""}

@@ -9,9 +9,9 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hasten.core.durations import parse_duration
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
+from hasten.utils.durations import parse_duration
 
 if TYPE_CHECKING:
     from hasten.core.recipe import Recipe

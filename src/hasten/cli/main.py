@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ending = RankResult(answer.deferred() if answer.deferred else answer.code)
     except BaseException as error:  # the task's code may raise anything
         ending, interrupted = _result_of_error(error), isinstance(error, KeyboardInterrupt)
-    code, line = ending.code, ending.line
+    code, line = ending.code, ending.message
     if in_job() and line is None:
         code = 0  # a result that is a "no" must not make torchrun stop or restart the other ranks
     if is_managed_rank():  # the launcher prints the result
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if owns_process:  # another Ctrl-C must not interrupt torch's clean-up
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    if line is not None and not (mute and ending.aftermath):
+    if line is not None and not (mute and ending.is_peer_failure):
         _print_line(line)
         if as_json and not mute:
             print(strict_json({"error": line}))
@@ -213,7 +213,7 @@ def _result_of_error(error: BaseException) -> RankResult:
     return RankResult(
         code,
         line,
-        aftermath=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # the launcher may have interrupted this rank
+        is_peer_failure=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # the launcher may have interrupted this rank
         stopped=isinstance(error, RunInterrupted),
         waited=error.seconds if isinstance(error, CollectiveTimeout) else 0.0,
     )

@@ -1,1 +1,1 @@
-"""The words that every other room shares. Imports torch and the standard library, and nothing of ours."""
+"""The contract between methods and the packages that run them. Read by method authors; holds no machinery."""

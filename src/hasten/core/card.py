@@ -1,10 +1,9 @@
 """A method's card: every fact about it, as data.
 
-The command line, the documents, the diagnoser and the tuner read cards and nothing else; a method's
-code is only ever run to train.
+The command line, the documentation, the profiler and the tuner read cards; a method's code runs only to train.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -17,7 +16,7 @@ class Exactness(Enum):
 
     BIT_EXACT = "same bits"  # torch.equal on every weight after 30 steps
     EQUIVALENT_MATH = "same formula"  # the same run in float64, relative difference below 1e-10
-    REDUCED_PRECISION = "lower precision"  # signal-to-noise of the gradients, then the metric over paired seeds
+    REDUCED_PRECISION = "lower precision"  # signal-to-noise ratio of the gradients, then the metric over paired seeds
     CHANGES_TRAINING = "different training"  # time to equal quality over paired seeds
 
 
@@ -46,16 +45,16 @@ PHASES = {
 FACTS = {
     "cuda": "the run is on an NVIDIA GPU",
     "cpu": "the run is on the CPU",
-    "tf32_hardware": "matrix units that take TF32",
-    "bfloat16_hardware": "matrix units that take bfloat16",
-    "float16_hardware": "matrix units that take float16",
+    "tf32_hardware": "matrix units that support TF32",
+    "bfloat16_hardware": "matrix units that support bfloat16",
+    "float16_hardware": "matrix units that support float16",
     "convolutions": "the model has convolutions",
     "indexed_samples": "training samples can be read by index",
-    "workers": "others than the training process can compute the batches",
+    "workers": "threads or processes besides the training process can compute the batches",
     "evaluations": "the metric is measured more than once",
     "distributed": "several processes train together",
-    "multiple_epochs": "the data are seen more than once",
-    "repeated_blocks": "the model has a sequence of like blocks",
+    "multiple_epochs": "the run has more than one epoch",
+    "repeated_blocks": "the model has a sequence of blocks of one type",
     "matrix_weights": "some parameter has two or more dimensions",
 }
 
@@ -76,8 +75,17 @@ REMEDIES = {
 }
 
 CEILINGS = {
-    "system_time": "the operating system takes none of the processors' time",
-    "larger_batch": "what a step costs whatever its size is paid less often",
+    "system_time": "no CPU time is spent in the operating system",
+    "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
+}
+
+
+_KNOWN_WORDS = {
+    "accelerates": PHASES,
+    "requires": TRAITS,
+    "invalidates": TRAITS,
+    "default_for": FACTS,
+    "remedy_for": REMEDIES,
 }
 
 
@@ -86,28 +94,28 @@ class Card:
     """The facts about one method.
 
     Attributes:
-        summary: what it does, in a line.
-        exactness: how it may change the numbers.
-        source: paper or document it follows.
-        gain: the claimed speed-up as (low, high), or None where nobody claims one. What was measured lives in records/.
-        gain_when: the circumstances under which the claim holds.
-        accelerates: the phases of the step that it shortens (keys of PHASES); the profiler turns them into a bound.
-        applies_to: facts (keys of FACTS) that must all hold for it to be worth trying; other words are for people, and nothing
-            checks them. The engine removes a method that applies to ``distributed`` runs only from a single process.
-        requires: traits (keys of TRAITS) of the run that it relies on.
-        invalidates: traits that it takes away from the others.
-        order: its level among methods that wrap the same hook.
-        after: names of methods that it must wrap (or follow, in a hook that edits).
-        replaces: hooks whose inner thing it discards; two methods may not replace the same one, unless one continues ``after`` the other.
-        high_setup_cost: building it takes seconds, which a short run does not earn back; the tuner tries it last.
-        presets: options worth trying, mildest first; the tuner walks through them.
-        default_for: facts under which the engine adds it to a recipe that replaces none of the same hooks.
-        remedy_for: problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
-        strong_baseline: part of the strong baseline that the tuner measures beside the task as it is.
-        trial_priority: the tuner tries methods with a high number first, such as those that shorten all later trials.
-        not_searched: why the tuner never tries it by itself; empty: it may.
-        gradient_bytes_saved: share of the bytes of float32 gradients that it does not send to other ranks, by rounding them.
-        ceiling: the ceiling (key of CEILINGS) that bounds what it can give, where a phase of the step does not.
+        summary: What it does, in one line.
+        exactness: How it may change the numbers.
+        source: Paper or document that it follows.
+        gain: The claimed speedup as (low, high); None if none is claimed. Measured speedups are in ``records/``.
+        gain_when: The circumstances under which the claim holds.
+        accelerates: Phases of the step that it shortens (keys of PHASES); the profiler computes a bound from them.
+        applies_to: Facts (keys of FACTS) that must all hold for it to be worth trying; other words are not checked. The
+            engine removes a method that applies to ``distributed`` runs only from a single process.
+        requires: Traits (keys of TRAITS) of the run that it relies on.
+        invalidates: Traits that do not hold in a run with it.
+        order: Its level among methods that wrap the same hook.
+        after: Names of methods that it must wrap (or follow, in a hook that edits).
+        replaces: Hooks whose argument it discards. Two methods may replace the same hook if one is ``after`` the other.
+        high_setup_cost: Building it takes seconds, which a short run does not earn back; the tuner tries it last.
+        presets: Options worth trying, mildest first; the tuner tries them in this order.
+        default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
+        remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
+        strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
+        trial_priority: The tuner tries methods with a high number first, such as those that shorten all later trials.
+        not_searched: Why the tuner never tries it unless asked; empty if it does.
+        gradient_bytes_saved: Fraction of the bytes of float32 gradients that its rounding saves in communication.
+        ceiling: The ceiling (key of CEILINGS) that bounds its gain where no phase of the step does.
     """
 
     summary: str
@@ -115,17 +123,17 @@ class Card:
     source: str = ""
     gain: tuple[float, float] | None = None
     gain_when: str = ""
-    accelerates: frozenset[str] = frozenset()
-    applies_to: frozenset[str] = frozenset()
-    requires: frozenset[str] = frozenset()
-    invalidates: frozenset[str] = frozenset()
+    accelerates: Set[str] = frozenset()
+    applies_to: Set[str] = frozenset()
+    requires: Set[str] = frozenset()
+    invalidates: Set[str] = frozenset()
     order: WrapOrder = WrapOrder.NORMAL
     after: tuple[str, ...] = ()
-    replaces: frozenset[str] = frozenset()
+    replaces: Set[str] = frozenset()
     high_setup_cost: bool = False
     presets: tuple[dict[str, Any], ...] = ({},)
-    default_for: frozenset[str] = frozenset()
-    remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    default_for: Set[str] = frozenset()
+    remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     strong_baseline: bool = False
     trial_priority: int = 0
     not_searched: str = ""
@@ -133,28 +141,19 @@ class Card:
     ceiling: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.exactness, Exactness):
-            raise ConfigurationError(
-                f"a card's exactness is one of {', '.join(map(str, Exactness))}, not {self.exactness!r}"
-            )
+        if self.exactness not in tuple(Exactness):
+            known = ", ".join(map(str, Exactness))
+            raise ConfigurationError(f"Card(exactness=) must be one of {known}, not {self.exactness!r}")
         for name in ("accelerates", "applies_to", "requires", "invalidates", "replaces", "default_for"):
             if isinstance(words := getattr(self, name), str):
-                raise ConfigurationError(f"the card says {name}={words!r}; it must be a set: {{{words!r}}}")
+                raise ConfigurationError(f"the card states {name}={words!r}; it must be a set: {{{words!r}}}")
             object.__setattr__(self, name, frozenset(words))
-        vocabularies = {
-            "accelerates": PHASES,
-            "requires": TRAITS,
-            "invalidates": TRAITS,
-            "default_for": FACTS,
-            "remedy_for": REMEDIES,
-        }
-        for name, known in vocabularies.items():  # the engine and the tuner compute with these
-            if unknown := set(getattr(self, name)) - known.keys():
+        for name, known in _KNOWN_WORDS.items():  # the engine and the tuner compute with these
+            if unknown := sorted(set(getattr(self, name)) - known.keys()):
                 raise ConfigurationError(
-                    f"the card says {name}={sorted(unknown)}, but the known words are {', '.join(known)}"
+                    f"the card states {name}={unknown}, but the known words are {', '.join(known)}"
                 )
         if self.ceiling and self.ceiling not in CEILINGS:
-            raise ConfigurationError(
-                f"the card says ceiling={self.ceiling!r}, but the known words are {', '.join(CEILINGS)}"
-            )
+            known = ", ".join(CEILINGS)
+            raise ConfigurationError(f"the card states ceiling={self.ceiling!r}, but the known words are {known}")
         object.__setattr__(self, "after", tuple(self.after))

@@ -1,32 +1,29 @@
-"""Where batches come from, as plain data that methods can read and exchange.
+"""Where batches come from, as plain data that methods read and exchange.
 
-``Samples`` describes a set of samples that can be read by index and how they become batches;
-``Batches`` is what the loop draws from. A method that changes how samples are read builds new
-``Batches`` from ``batches.samples``; one that only changes what happens to a finished batch wraps
-``batches.epoch``. Who computes them, a ``Crew``, is no part of what they are.
+``LoaderSpec`` describes samples that can be read by index and how they become batches; ``BatchSource`` is what the
+training loop draws from. A method that changes how samples are read calls ``batches.with_spec(...)``; one that only
+changes finished batches wraps ``batches.epoch``. ``WorkerConfig`` changes when batches are ready, never the batches.
 
-The position is the state: the batches of a pass are a function of (seed, epoch), so a run can be
-taken up at any batch without replaying the ones before it.
+The position is the state: the batches of an epoch are a function of (seed, epoch), so a run resumes at any batch
+without replaying the batches before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy
-import torch
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Who computes batches before they are asked for. Another crew gives the same batches, sooner or later.
+    """The workers that compute batches ahead of time; without workers, the process that requests a batch computes it.
 
     Attributes:
-        threads, processes: how many; of one kind only. None of either: whoever asks for a batch computes it.
-        ahead: batches that may wait to be asked for, beside the one that each is computing.
+        threads: Number of threads; 0 where there are processes.
+        processes: Number of processes; 0 where there are threads.
+        prefetch: Finished batches that may wait, besides the one that each worker computes.
     """
 
     threads: int = 0
@@ -39,7 +36,7 @@ class WorkerConfig:
 
     @property
     def prefetch_factor(self) -> int:
-        """Batches that each of them is asked for at a time: torch's ``prefetch_factor``."""
+        """Batches requested from each worker at a time: ``prefetch_factor`` of ``torch.utils.data.DataLoader``."""
         return 1 + -(-self.prefetch // max(1, self.num_workers))
 
     def __str__(self) -> str:
@@ -52,24 +49,24 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """Samples that can be read by index.
+    """Samples that can be read by index, and how they become batches.
 
     Attributes:
-        dataset: anything with ``__getitem__`` and ``__len__`` (``__getitems__`` is used where it exists).
-        order: ``(epoch) -> lists of indices``, one list a batch, made anew for every pass.
-        length: batches a pass has.
-        collate: ``(list of samples) -> batch``; None for torch's default.
-        training: False for the validation data.
-        seed: what the random numbers drawn by the dataset itself are derived from.
-        workers, prefetch, pin, persistent: as in ``torch.utils.data.DataLoader``.
-        loader: the task's own DataLoader, where it brought one.
-        build: the engine's way from samples to batches.
+        dataset: Has ``__getitem__`` and ``__len__``, optionally ``__getitems__``.
+        batch_sampler: ``(epoch) -> lists of indices``, one list a batch, computed anew for every epoch.
+        length: Batches of an epoch.
+        collate: ``(list of samples) -> batch``; None for torch's ``default_collate``.
+        training: False for validation data.
+        seed: Seed of the random numbers that the dataset draws.
+        num_workers, prefetch_factor, pin_memory, persistent_workers: As in ``torch.utils.data.DataLoader``.
+        loader: The task's own DataLoader, if it gave one.
+        build: Builds the batches that a spec describes; set by the engine.
     """
 
     dataset: Any
     batch_sampler: Callable[[int], Iterable[list[int]]]
     length: int
-    collate: Callable[[list], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     training: bool = True
     seed: int = 0
     num_workers: int = 0
@@ -77,56 +74,42 @@ class LoaderSpec:
     pin_memory: bool = False
     persistent_workers: bool = False
     loader: Any = None
-    build: Callable[[LoaderSpec], BatchSource] | None = None
+    build: Callable[[LoaderSpec], BatchSource] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
 
     @property
-    def workers_config(self) -> WorkerConfig:
+    def workers(self) -> WorkerConfig:
         return WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
-
-    def probe(self, seed: int = 0) -> list:
-        """Up to 32 samples, spread evenly over the dataset, read while every random generator starts from ``seed``."""
-        spread = range(0, len(self.dataset), -(-len(self.dataset) // 32))
-        reading = dataclasses.replace(
-            self, order=lambda epoch: [list(spread)], length=1, collate=list, workers=0, pin=False, loader=None
-        )
-        return next(iter(self.build(reading).epoch(seed, 0)))
-
-    def is_deterministic(self) -> bool:
-        """Whether some samples come out the same under three random seeds, so that reading them once is enough."""
-        first, *others = (self.probe(seed) for seed in range(3))
-        return all(bitwise_equal(first, other) for other in others)
 
 
 @dataclass
 class BatchSource:
-    """What the loop draws from.
+    """What the training loop draws from.
 
     Attributes:
-        epoch: ``(epoch, start) -> iterator`` over the batches of a pass, from batch number ``start`` on.
-        length: batches a pass has, or None where nobody knows.
-        samples: the samples underneath, as long as they can still be read by index; else None.
-        training: False for the validation data.
-        seekable: whether ``start`` is reached without replaying what comes before.
-        generators: the task's own random generators that these batches draw from; their state travels in checkpoints.
-        crew: who computes them, where that is known.
-        by: the same batches computed by others: by a crew, or by whomever a climber finds while the run goes on; None where
-            ``samples`` tell how to read them, or nobody else can.
+        epoch: ``(epoch, start) -> iterator`` over the batches of an epoch, from batch index ``start`` on.
+        length: Batches of an epoch; None if unknown.
+        spec: The samples, while they can still be read by index; else None.
+        training: False for validation data.
+        seekable: Whether ``start`` is reached without replaying the batches before it.
+        generators: The task's own random generators that these batches draw from; checkpoints store their state.
+        workers: The workers that compute the batches, if known.
+        with_workers: ``(WorkerConfig or LoaderAutotuner) -> BatchSource``: the same batches, computed by these workers;
+            None where ``spec`` describes how to read them, or only the current workers can compute them.
+        position: (epoch, start) of the epoch that ``__iter__`` returns.
     """
 
-    epoch: Callable[[int, int], Iterator]
+    epoch: Callable[[int, int], Iterator[Any]]
     length: int | None = None
     spec: LoaderSpec | None = None
     training: bool = True
     seekable: bool = True
-    generators: tuple = ()
+    generators: tuple[Any, ...] = ()
     workers: WorkerConfig = WorkerConfig()
-    with_workers: Callable[[Any], BatchSource] | None = (
-        None  # takes a Crew, or an autotuner of loaders, which this module does not know
-    )
+    with_workers: Callable[[Any], BatchSource] | None = None
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
-    def __iter__(self) -> Iterator:
-        """The batches of the pass that ``position`` points at: lets a method wrap with a plain ``for``."""
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the epoch at ``position``; lets a method wrap with a plain ``for``."""
         return iter(self.epoch(*self.position))
 
     def __len__(self) -> int:
@@ -134,29 +117,15 @@ class BatchSource:
             raise TypeError("these batches have no known length")
         return self.length
 
-    def with_spec(self, **changes) -> BatchSource:
-        """Batches of the same samples, read in another way: ``changes`` are fields of Samples."""
+    def with_spec(self, **changes: Any) -> BatchSource:
+        """Batches of the same samples, read in another way: ``changes`` are fields of ``LoaderSpec``."""
+        assert self.spec is not None, "only samples that can be read by index have a spec"
         return self.spec.build(dataclasses.replace(self.spec, **changes))
 
-    def map_iterator(self, function: Callable[[Iterator], Iterator]) -> BatchSource:
-        """The same batches, each pass's iterator wrapped by ``function``."""
-        return dataclasses.replace(
-            self, epoch=lambda epoch, start: function(self.epoch(epoch, start)), samples=None, by=None
-        )
+    def map_iterator(self, function: Callable[[Iterator[Any]], Iterator[Any]]) -> BatchSource:
+        """The same batches, with ``function`` applied to the iterator of each epoch."""
 
+        def mapped(epoch: int, start: int = 0) -> Iterator[Any]:
+            return function(self.epoch(epoch, start))
 
-def bitwise_equal(a, b) -> bool:
-    """Whether two samples hold the same bits, whatever their nesting."""
-    if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
-        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(bitwise_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(bitwise_equal, a, b))
-    return a is b or bool(a == b) or (a != a and b != b)  # a missing number equals itself here
-
-
-def _bits(array: torch.Tensor | numpy.ndarray) -> bytes:
-    if isinstance(array, torch.Tensor):
-        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return array.tobytes()
+        return dataclasses.replace(self, epoch=mapped, spec=None, with_workers=None)

@@ -1,55 +1,56 @@
-"""What hasten says when it will not, or cannot, do what was asked.
+"""The errors and warnings that hasten raises by intention.
 
-Each message is one line that says what is wrong and what to do about it; the command line prints it
-and turns it into an exit code. Anything else that escapes is a bug of ours and keeps its traceback.
+The command line prints the message as one line (what is wrong, what to do) and returns an exit code. Any other
+exception is a bug of hasten and keeps its traceback.
 """
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class ConfigurationError(ValueError):
-    """A wrong request: nothing was started, nothing was lost. Exit code 2."""
+    """A wrong request: nothing was started, nothing was changed. Exit code 2."""
 
 
 class RunError(RuntimeError):
-    """A run that began and could not go on (a NaN, a dataset that raises, a full disk). Exit code 1."""
+    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1."""
 
 
-class PeerFailure(RunError):
-    """What comes of the failure of another rank, which tells it itself."""
+class PeerFailure(RunError):  # noqa: N818  # another rank's error, not one of this rank
+    """Raised on a rank that cannot continue because another rank failed. The failing rank reports the root cause."""
 
 
 class RunInterrupted(PeerFailure):
-    """This rank was asked to end, as all of them were, and has saved what there was to save."""
+    """Raised on every rank after a stop signal, once the run is saved."""
 
 
 class CollectiveTimeout(PeerFailure):
-    """Another rank was waited for in vain. It cannot tell so itself, and nobody here knows which it is."""
+    """Raised on a rank that waited ``seconds`` for a collective. It does not know which rank is missing."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
         self.seconds = seconds
 
     def __str__(self) -> str:
-        return f"another rank has said nothing for {self.seconds:g} s"
+        return f"another rank has not answered for {self.seconds:g} s"
 
 
 class HastenWarning(UserWarning):
-    """Something that the user ought to know although the run goes on; the command line shows it as one line."""
+    """Something that the user should know although the run continues; the command line prints it as one line."""
 
 
 class ProgressWarning(HastenWarning):
-    """How far something is that takes long. Of no use to who asked for quiet."""
+    """Progress of something that takes long; ``--quiet`` suppresses it."""
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:
-    """``Type: message`` of somebody else's error, on one line, shortened."""
+    """``Type: message`` of an error from elsewhere, on one line of at most ``limit`` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
 
 
-def suggest(word: str, known) -> str:
-    """`` (did you mean a, b?)`` for a misspelt word, or the list of what there is."""
-    known = sorted(known)
-    close = get_close_matches(word, known, n=3, cutoff=0.5)
-    return f" (did you mean {', '.join(close)}?)" if close else f" (there is: {', '.join(known)})"
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean a, b?)`` for a misspelled word; the list of known words if none is similar."""
+    words = sorted(known)
+    close = get_close_matches(word, words, n=3, cutoff=0.5)
+    return f" (did you mean {', '.join(close)}?)" if close else f" (there is: {', '.join(words)})"

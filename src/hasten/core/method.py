@@ -1,15 +1,15 @@
 """The contract that every acceleration method implements.
 
-A method is asked once, while a run is being built. Each hook receives a thing and returns a better
-thing; a hook that is not overridden costs nothing. After building only plain functions are left.
+The hooks of a method are called once, while a run is built. Each receives something and returns a replacement for it; a
+hook that is not overridden costs nothing. After building only plain functions are left.
 
 The hooks, in the order in which the run is built::
 
-    setup             () -> None                  before everything else: writes what later stages read, such as the mesh
-    process_context   () -> context               around everything: thread counts, allocator; must undo itself
-    plan              TrainPlan                   how many samples a step, how many steps, when to stop
-    data              Batches                     where batches come from (training and validation alike)
-    model             module                      surgery, memory layout, compilation
+    setup             () -> None                  first: sets what later stages read, such as the mesh
+    process_context   () -> context manager       around the run: thread counts, allocator; restores them on exit
+    plan              TrainPlan                   samples of a step, number of steps, when to stop
+    data              BatchSource                 where batches come from (training and validation alike)
+    model             module                      layers replaced, memory layout, compilation
     parallelize       module                      communication between processes
     optimizer         (model) -> optimizer        or (optimizer, schedule), as the task's function returns it
     batch_transform   (batch) -> batch            on the device
@@ -20,79 +20,69 @@ The hooks, in the order in which the run is built::
     grad_transform    () -> None                  between the last backward pass and the optimizer step
     optimizer_step    () -> None
     zero_grad         () -> None
-    export            module                      what evaluation and the saved model see
+    export            module                      the model that is evaluated and saved
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.core.card import Card, Exactness
+from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, LossFn, OptimizerFactory, StepFn
 
 if TYPE_CHECKING:
     import torch
 
     from hasten.core.data import BatchSource
     from hasten.core.run_context import RunContext, TrainPlan
-    from hasten.core.types import (
-        BackwardFn,
-        Batch,
-        BatchFn,
-        ContextFactory,
-        ForwardFn,
-        LossFn,
-        OptimizerFactory,
-        StepFn,
-    )
 
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def option(default: Any, *, one_of: tuple[str, ...] = (), **bounds: float) -> Any:
-    """A field of a method with its range: one of some words, or a finite number within bounds.
+    """A dataclass field of a method with its range: one of some words, or a finite number within bounds.
 
     Args:
-        default: used where the recipe names no value; may lie outside the range (None for "the method chooses").
-        one_of: the words that are allowed.
-        bounds: limits of a number, by the keys of ``BOUNDS``: ``at_least``, ``above``, ``at_most``, ``below``.
+        default: Used where the recipe gives no value; may lie outside the range (None for "the method chooses").
+        one_of: The words that are allowed.
+        bounds: Limits of a number, by the keys of ``BOUNDS``: ``at_least``, ``above``, ``at_most``, ``below``.
 
     Raises:
-        TypeError: an unknown bound, or neither words nor bounds.
+        TypeError: An unknown bound, or neither words nor bounds.
     """
     if unknown := bounds.keys() - BOUNDS.keys():
-        raise TypeError(f"an option has no bound {sorted(unknown)[0]!r}; there are {', '.join(BOUNDS)}")
+        raise TypeError(f"option() got an unknown bound {sorted(unknown)[0]!r}; expected {', '.join(BOUNDS)}")
     if not one_of and not bounds:
-        raise TypeError("an option states its range: give one_of or a bound")
-    words = [f"one of {', '.join(one_of)}" if len(one_of) > 1 else one_of[0]] if one_of else []
+        raise TypeError("option() requires a range: give one_of or a bound")
+    ranges = ["one of " * (len(one_of) > 1) + ", ".join(one_of)] if one_of else []
     if bounds:
-        words.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
-    return field(default=default, metadata={"one_of": one_of, "bounds": bounds, "range": " or ".join(words)})
+        ranges.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
+    return field(default=default, metadata={"one_of": one_of, "bounds": bounds, "range": " or ".join(ranges)})
 
 
 def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
-    """Whether a value is in the range that an option states."""
+    """Whether a value is in the range of an option."""
     if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
         return value in one_of
-    return (isinstance(value, int) or math.isfinite(value)) and all(
-        BOUNDS[name](value, bound) for name, bound in bounds.items()
-    )
+    finite = isinstance(value, int) or math.isfinite(value)
+    return finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
 
 
 def validate_options(method: Any) -> None:
     """Checks the options of a method against their ranges.
 
     Raises:
-        ValueError: an option lies outside its range.
+        ValueError: An option lies outside its range.
     """
-    for each in fields(method):
-        value, about = getattr(method, each.name), each.metadata
-        if "range" in about and value is not each.default and not in_range(value, about["one_of"], about["bounds"]):
+    for opt in fields(method):
+        value, spec = getattr(method, opt.name), opt.metadata
+        if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):
             finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
-            raise ValueError(f"{each.name} must be {finite}{about['range']}, not {value!r:.40}")
+            raise ValueError(f"{opt.name} must be {finite}{spec['range']}, not {value!r:.40}")
 
 
 class Method:
@@ -157,24 +147,7 @@ class Method:
         return model
 
 
-HOOKS = (
-    "setup",
-    "process_context",
-    "plan",
-    "data",
-    "model",
-    "parallelize",
-    "optimizer",
-    "batch_transform",
-    "loss",
-    "forward",
-    "backward",
-    "forward_backward",
-    "grad_transform",
-    "optimizer_step",
-    "zero_grad",
-    "export",
-)
+HOOKS = tuple(name for name in vars(Method) if not name.startswith("_") and callable(vars(Method)[name]))
 
 
 def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
@@ -183,13 +156,13 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
     return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))
 
 
-def required_traits(method: Method) -> frozenset[str]:
-    """The traits of the run that a method relies on: those of its card, and ``monolithic_forward`` where it follows from its hooks.
+def required_traits(method: Method) -> Set[str]:
+    """The traits that a method relies on: those of its card, and ``monolithic_forward`` if its hooks imply it.
 
-    A method that changes the forward or backward pass relies on each rank computing both for its samples by itself. A method
-    that changes no bit, such as an observer, may miss what is computed otherwise.
+    A method that changes the forward or backward pass relies on each rank computing both for its own samples. A method
+    that changes no bit, such as an observer, may miss computations of other ranks.
     """
-    changes_a_pass = method.card.exactness is not Exactness.BIT_EXACT and {"forward", "backward"}.intersection(
-        hooks_of(method)
-    )
-    return method.card.requires | ({"monolithic_forward"} if changes_a_pass else frozenset())
+    changes_pass = bool({"forward", "backward"}.intersection(hooks_of(method)))
+    if changes_pass and method.card.exactness is not Exactness.BIT_EXACT:
+        return method.card.requires | {"monolithic_forward"}
+    return method.card.requires

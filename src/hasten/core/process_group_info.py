@@ -1,30 +1,29 @@
-"""One process among those that train together: its rank, and the collectives that the engine and methods use.
-
-All ranks must call a collective at the same point of the run. A single process computes the result by itself.
-"""
+"""The process group of a run as one of its ranks sees it: rank, world size and collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-DEFAULT_TIMEOUT_S = 1800.0  # seconds to wait for a rank that does not answer, and may be evaluating; a rank that died is noticed at once
+DEFAULT_TIMEOUT_S = (
+    1800.0  # s to wait for a rank that does not answer; it may be evaluating. A dead rank is noticed at once
+)
 
 
-def _gather_alone(content: bytes) -> list[bytes]:
+def _gather_one(content: bytes) -> list[bytes]:
     return [content]
 
 
 @dataclass(frozen=True)
 class ProcessGroupInfo:
-    """The process group of a run, seen from this rank.
+    """Rank, world size and collectives. All ranks must call a collective at the same point of the run.
 
     Attributes:
-        rank: index of this process. Rank 0, the main process, evaluates, writes the run directory and shows progress.
-        world_size: number of ranks.
-        local_rank: index of this process among those of its node.
+        rank: Index of this process. Rank 0, the main process, evaluates, writes the run directory and shows progress.
+        world_size: Number of ranks.
+        local_rank: Index of this process on its node.
         all_reduce_sum: ``(numbers) -> numbers``: each number summed over all ranks, in float64.
-        all_reduce_max: ``(numbers) -> numbers``: each number's maximum over all ranks.
+        all_reduce_max: ``(numbers) -> numbers``: the maximum of each number over all ranks.
         broadcast: ``(bytes) -> bytes``: the argument of rank 0.
         all_gather: ``(bytes) -> list``: the arguments of all ranks, by rank.
         gather: ``(bytes) -> list``: the arguments of all ranks, by rank, on rank 0; an empty list on the others.
@@ -36,8 +35,8 @@ class ProcessGroupInfo:
     all_reduce_sum: Callable[[Sequence[float]], list[float]] = list
     all_reduce_max: Callable[[Sequence[float]], list[float]] = list
     broadcast: Callable[[bytes], bytes] = bytes
-    all_gather: Callable[[bytes], list[bytes]] = _gather_alone
-    gather: Callable[[bytes], list[bytes]] = _gather_alone
+    all_gather: Callable[[bytes], list[bytes]] = _gather_one
+    gather: Callable[[bytes], list[bytes]] = _gather_one
 
     @property
     def is_single_process(self) -> bool:
@@ -52,13 +51,13 @@ class ProcessGroupInfo:
         return self.all_reduce_max([condition])[0] > 0
 
     def data_parallel_view(self, model_parallel_size: int) -> ProcessGroupInfo:
-        """The same with rank and world size counted in model replicas: ranks of one replica read the same samples."""
+        """The group with rank and world size counted in model replicas, whose ranks read the same samples."""
         if model_parallel_size == 1:
             return self
         return replace(self, rank=self.rank // model_parallel_size, world_size=self.world_size // model_parallel_size)
 
     def shard_bounds(self, samples: int) -> tuple[int, int]:
-        """(first, end) of this rank's samples in a global batch. In rank order, the shards are the batch."""
+        """(first, end) of this rank's samples in a global batch; in rank order, the shards equal the batch."""
         return samples * self.rank // self.world_size, samples * (self.rank + 1) // self.world_size
 
 

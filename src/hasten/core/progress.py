@@ -1,4 +1,4 @@
-"""Progress, told to whoever watches: ``watch(what, done, seconds_left)`` with ``done`` in 0..1."""
+"""Progress: ``callback(what, done, seconds_left)`` with ``done`` in 0..1; ``seconds_left`` is None if unknown."""
 
 from collections.abc import Callable
 
@@ -6,4 +6,4 @@ ProgressCallback = Callable[[str, float, float | None], None]
 
 
 def no_progress(what: str, done: float, seconds_left: float | None = None) -> None:
-    """Nobody watches."""
+    """Reports nothing."""

@@ -1,4 +1,4 @@
-"""A recipe: a set of methods with their settings. On disk it is TOML; the empty one is the user's own training.
+"""A recipe: a set of methods with their options. On disk it is TOML; the empty recipe is the user's own training.
 
 ::
 
@@ -7,7 +7,7 @@
     [methods.batch_size]
     factor = 4
 
-    [methods."./mine.py:Faster"]      # a method from outside, by file and class
+    [methods."./mine.py:Faster"]      # a method outside the package, by file and class
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hasten.core.errors import ConfigurationError
 
-_WITH = re.compile(r"^(?P<name>(?:.+\.py:\w+)|(?:[\w.]+:[A-Z]\w*)|[\w-]+)(?::(?P<settings>.*))?$", re.DOTALL)
-_JOINT, _JOINT_OF_FILES = r"\s\+\s|\+(?=[a-z])", r"\s\+\s"
-MAX_FILE_BYTES = 1 << 20  # bytes; a recipe is a page, not a library
+_METHOD = re.compile(r"^(?P<name>(?:.+\.py:\w+)|(?:[\w.]+:[A-Z]\w*)|[\w-]+)(?::(?P<options>.*))?$", re.DOTALL)
+_JOIN, _JOIN_OF_FILES = r"\s\+\s|\+(?=[a-z])", r"\s\+\s"  # a + without spaces may be part of a file's path
+MAX_FILE_BYTES = 1 << 20  # a recipe is one page
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Methods by name, each with its settings. Order carries no meaning."""
+    """Methods by name, each with its options. Their order has no meaning."""
 
-    methods: dict[str, dict] = field(default_factory=dict)
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def with_method(self, name: str, **settings) -> Recipe:
-        """This recipe with one method more, or with other settings for one it has."""
-        return Recipe({**self.methods, name: settings})
+    def with_method(self, name: str, **options: Any) -> Recipe:
+        """This recipe with one more method, or with these options for a method that it has."""
+        return Recipe({**self.methods, name: options})
 
     def drop(self, *names: str) -> Recipe:
-        return Recipe({name: settings for name, settings in self.methods.items() if name not in names})
+        """This recipe without some methods."""
+        return Recipe({name: options for name, options in self.methods.items() if name not in names})
 
     def __or__(self, other: Recipe) -> Recipe:
         return Recipe({**self.methods, **other.methods})
@@ -45,8 +47,8 @@ class Recipe:
         return bool(self.methods)
 
     def __str__(self) -> str:
-        """As one types it after ``--with``; "baseline" for the empty recipe."""
-        return " + ".join(sorted(_as_text(name, settings) for name, settings in self.methods.items())) or "baseline"
+        """As typed after ``--with``; "baseline" for the empty recipe."""
+        return " + ".join(sorted(_as_text(name, options) for name, options in self.methods.items())) or "baseline"
 
     def to_toml(self) -> str:
         import tomli_w
@@ -55,27 +57,30 @@ class Recipe:
 
     @staticmethod
     def from_toml(text: str, where: str = "the recipe") -> Recipe:
+        """The recipe in a TOML document; ``where`` names the document in errors (``ConfigurationError``)."""
         try:
-            content = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+            content: Any = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
-        methods = content.get("methods", {})
-        if strangers := content.keys() - {"methods"}:
-            raise ConfigurationError(
-                f"{where} has an unknown table {sorted(strangers)[0]!r}; a recipe holds [methods.NAME] tables only"
-            )
-        if not isinstance(methods, dict) or not all(isinstance(settings, dict) for settings in methods.values()):
+        methods: Any = content.get("methods", {})
+        if unknown := sorted(content.keys() - {"methods"}):
+            problem = f"has an unknown table {unknown[0]!r}; a recipe holds [methods.NAME] tables only"
+            raise ConfigurationError(f"{where} {problem}")
+        if not isinstance(methods, dict) or not all(
+            type(options) is dict for options in content.get("methods", {}).values()
+        ):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
-        for name, settings in methods.items():
-            for key, value in settings.items():
+        recipe = Recipe(content.get("methods", {}))
+        for name, options in recipe.methods.items():
+            for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    raise ConfigurationError(
-                        f"{where}: {name}.{key} must be a number, a text or true/false, not a {type(value).__name__}"
-                    )
-        return Recipe(methods)
+                    problem = f"must be a number, a text or true/false, not a {type(value).__name__}"
+                    raise ConfigurationError(f"{where}: {name}.{key} {problem}")
+        return recipe
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
+        """The recipe in a TOML file (UTF-8). Raises ``ConfigurationError`` if it cannot be read or is no recipe."""
         path = Path(path)
         try:
             if path.exists() and not path.is_file():
@@ -93,61 +98,55 @@ class Recipe:
     def parse(texts: str | Iterable[str]) -> Recipe:
         """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``.
 
-        A ``+`` without spaces around it may be part of a file's path, so beside ``./file.py:Class`` it does not join.
+        Beside ``./file.py:Class``, only a ``+`` between spaces joins.
         """
-        if isinstance(texts, str):
-            texts = [texts]
         recipe = Recipe()
-        for text in (
-            part.strip() for whole in texts for part in re.split(_JOINT_OF_FILES if ".py:" in whole else _JOINT, whole)
-        ):
-            match = _WITH.match(text)
-            if not match:
-                raise ConfigurationError(
-                    f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class"
-                )
-            if match["name"] in recipe.methods:
-                raise ConfigurationError(
-                    f"{match['name']} is named twice; give its settings once, as in {match['name']}:key=value,key=value"
-                )
-            recipe = recipe.with_method(match["name"], **_settings(text, match["settings"]))
+        for text in [texts] if isinstance(texts, str) else texts:
+            for part in map(str.strip, re.split(_JOIN_OF_FILES if ".py:" in text else _JOIN, text)):
+                name, options = _parse_method(part)
+                if name in recipe.methods:
+                    remedy = f"give its options once, as in {name}:key=value,key=value"
+                    raise ConfigurationError(f"{name} is named twice; {remedy}")
+                recipe = recipe.with_method(name, **options)
         return recipe
 
     @staticmethod
-    def coerce(what: Recipe | str | Path | Iterable[str] | None) -> Recipe:
+    def coerce(value: Recipe | str | Path | Iterable[str] | None) -> Recipe:
         """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
 
         Raises:
-            Refusal: it cannot be read, or is a file that names code of its own: nobody runs that by the way.
+            ConfigurationError: It cannot be read, or is a file that names code outside hasten.
         """
-        if what is None or what == "baseline" or what == "":
+        if value is None or value == "baseline" or value == "":
             return Recipe()
-        if isinstance(what, Recipe):
-            return what
-        if isinstance(what, Path) or (isinstance(what, str) and what.endswith(".toml")):
-            recipe = Recipe.load(what)
-            if outside := [name for name in recipe.methods if ":" in name]:
-                raise ConfigurationError(
-                    f"{what} names code from outside, {outside[0]}; if you trust it, give Recipe.load of the file instead"
-                )
-            return recipe
-        return Recipe.parse(what)
+        if isinstance(value, Recipe):
+            return value
+        if not (isinstance(value, Path) or (isinstance(value, str) and value.endswith(".toml"))):
+            return Recipe.parse(value)
+        recipe = Recipe.load(value)
+        if outside := [name for name in recipe.methods if ":" in name]:
+            remedy = "if you trust it, pass Recipe.load of the file instead"
+            raise ConfigurationError(f"{value} names code from outside, {outside[0]}; {remedy}")
+        return recipe
 
 
-def _settings(text: str, pairs: str | None) -> dict:
-    settings = {}
-    for pair in (pairs or "").split(",") if pairs else []:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise ConfigurationError(f"cannot read {pair!r} in {text!r}; settings are key=value, separated by commas")
-        if key.strip() in settings:
-            raise ConfigurationError(f"{key.strip()} is given twice in {text!r}; say it once")
-        settings[key.strip()] = _value(value.strip())
-    return settings
+def _parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of ``METHOD[:key=value,...]``."""
+    match = _METHOD.match(text)
+    if not match:
+        raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
+    options: dict[str, Any] = {}
+    for pair in match["options"].split(",") if match["options"] else []:
+        key, equals, value = map(str.strip, pair.partition("="))
+        if not equals or not key:
+            raise ConfigurationError(f"cannot read {pair!r} in {text!r}; options are key=value, separated by commas")
+        if key in options:
+            raise ConfigurationError(f"{key} is given twice in {text!r}; give it once")
+        options[key] = _value(value)
+    return match["name"], options
 
 
-def _value(text: str):
-    """``true``, ``3``, ``0.5`` or a text."""
+def _value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -158,8 +157,7 @@ def _value(text: str):
     return text
 
 
-def _as_text(name: str, settings: dict) -> str:
-    pairs = ",".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in sorted(settings.items())
-    )
+def _as_text(name: str, options: dict[str, Any]) -> str:
+    texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in options.items()}
+    pairs = ",".join(f"{key}={texts[key]}" for key in sorted(texts))
     return f"{name}:{pairs}" if pairs else name

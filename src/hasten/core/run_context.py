@@ -1,4 +1,4 @@
-"""What a method may read while a run is built: the run's plan, progress, objects, and its place among several processes."""
+"""What a method may read while a run is built: plan, progress, objects, and the other processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TrainProgress:
     """How far the training is. Step-dependent methods read it; only the training loop writes it.
 
     Attributes:
-        step: optimizer steps done.
-        epoch: epochs completed.
-        batch: batches of the current epoch done.
-        samples: training samples seen, summed over all ranks.
-        microbatch_fraction: share of the current microbatch in the samples of its step.
-        is_last_microbatch: whether the current microbatch is the last of its step.
-        global_batch_size: samples of the current step, summed over all ranks; 0 in a single process.
-        loss_weight: samples of this rank's shard, divided by an equal share of the global batch.
+        step: Optimizer steps done.
+        epoch: Epochs completed.
+        batch: Batches of the current epoch done.
+        samples: Training samples seen, summed over all ranks.
+        microbatch_fraction: Samples of the current microbatch, divided by those of its step.
+        is_last_microbatch: Whether the current microbatch is the last of its step.
+        global_batch_size: Samples of the current step, summed over all ranks; 0 in a single process.
+        loss_weight: Samples of this rank's shard, divided by an equal share of the global batch.
     """
 
     step: int = 0
@@ -43,16 +43,16 @@ class TrainProgress:
 
 @dataclass
 class TrainPlan:
-    """How long the run trains, and in what portions.
+    """How long the run trains, and in which portions.
 
     Attributes:
-        batch_size: samples of an optimizer step, summed over all ranks.
-        epochs: epochs to train.
-        steps: optimizer steps of the whole run; None where the length of the data is unknown.
-        samples: samples of an epoch; None where unknown.
-        microbatches: pieces that a batch is cut into, each with its own forward and backward pass.
-        evaluate_every: training samples between two evaluations; None: once an epoch.
-        stop: called with all evaluations after each of them; True ends the run.
+        batch_size: Samples of an optimizer step, summed over all ranks.
+        epochs: Epochs to train.
+        steps: Optimizer steps of the whole run; None where the length of the data is unknown.
+        samples: Samples of an epoch; None where unknown.
+        microbatches: Pieces that a batch is cut into, each with its own forward and backward pass.
+        evaluate_every: Training samples between two evaluations; None for once an epoch.
+        stop: ``(evaluations so far) -> bool``, called after each evaluation; True ends the run.
     """
 
     batch_size: int
@@ -87,7 +87,7 @@ class EngineServices:
     higher_is_better: Callable[[], bool] = lambda: True
     available_cpus: Callable[[], int] = lambda: os.cpu_count() or 1
     free_memory: Callable[[], int] = lambda: 1 << 32
-    peek_batch: Callable[[], Batch] | None = None
+    peek_batch: Callable[[], Batch] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
 
 
 @dataclass
@@ -95,21 +95,21 @@ class ParallelContext:
     """The run as one of several processes. The mesh has the dimensions data parallel, pipeline stage and tensor shard.
 
     Attributes:
-        ranks: rank, world size and the collectives of the job.
-        mesh_dim_owner: mesh dimension -> the method whose ``degree`` option sets its size.
-        model_parallel_size: ranks that hold one replica of the model between them and read the same samples. Consecutive ranks.
-        pp_size: pipeline stages of each replica. The ranks of a stage are consecutive.
-        device_mesh: the ``DeviceMesh``, once a method asked for it (``mesh_of``).
-        eval_needs_all_ranks: the model computes only if all ranks call it, so all of them evaluate.
-        num_parameter_owners: number of ranks per model replica that hold disjoint sets of parameters. Parameters owned by other ranks
-            are on the meta device.
-        replicated_params: parameters of this rank that all owners hold.
-        sync_period: steps after which the cost of a step repeats; greater than 1 where ranks communicate only every few steps.
-        warmup_steps: steps at the start with another cost.
-        init_device: where the model is built before the ``parallelize`` hooks get it: "device" (of the run), "cpu" or "meta".
-        materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on the meta device.
-        rank_state: as ``RunContext.checkpoint_state``, for state that differs between ranks; restored only by as many ranks.
-        merge_rank_states: ``(state) -> state``: what a checkpoint holds, for any number of ranks, of weights that differ between ranks.
+        ranks: Rank, world size and the collectives of the job.
+        mesh_dim_owner: Mesh dimension -> the method whose ``degree`` option sets its size.
+        model_parallel_size: Ranks (consecutive) that hold one model replica and read the same samples.
+        pp_size: Pipeline stages of each replica. The ranks of a stage are consecutive.
+        device_mesh: The ``DeviceMesh``, once a method called ``get_device_mesh``.
+        eval_needs_all_ranks: Whether the model computes only if all ranks call it; then all of them evaluate.
+        num_parameter_owners: Number of ranks per model replica that hold disjoint sets of parameters. Parameters owned
+            by other ranks are on the meta device.
+        replicated_params: Parameters of this rank that all owners hold.
+        sync_period: Steps after which the cost of a step repeats; above 1 if ranks communicate only every few steps.
+        warmup_steps: Steps at the start with another cost.
+        init_device: Where the model is built before the ``parallelize`` hooks: "device" (of the run), "cpu" or "meta".
+        materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on meta.
+        rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; needs the same world size.
+        merge_rank_states: ``(state) -> state``: one state of weights that differ between ranks, for any world size.
     """
 
     ranks: ProcessGroupInfo
@@ -125,7 +125,7 @@ class ParallelContext:
     init_device: str = "device"
     materialize: Callable[[Iterable[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
     rank_state: dict[str, Any] = field(default_factory=dict)
-    merge_rank_states: Callable[[dict], dict] = lambda state: state
+    merge_rank_states: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
 
     @property
     def tp_size(self) -> int:
@@ -139,7 +139,7 @@ class ParallelContext:
 
     @property
     def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
-        """Parameters of this rank that rank 0 of its replica holds, too, and accounts for."""
+        """Parameters of this rank that rank 0 of its replica holds, too; sums over all parameters must skip them."""
         return self.replicated_params if self.ranks.rank % self.model_parallel_size else frozenset()
 
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
@@ -152,37 +152,37 @@ class ParallelContext:
 
 @dataclass
 class RunContext:
-    """What a method may read while it is being built, and the few things that it may write.
+    """What a method may read while it is built, and the few fields that it may write.
 
     Attributes:
-        device: the device of this process.
-        task: what the user wants trained, as it was given.
-        progress: how far the training is.
-        seed: the run's seed.
-        plan: how long the run trains; set after the ``plan`` hooks.
-        model: the model after the ``parallelize`` hooks.
-        unwrapped_model: the model before the ``parallelize`` hooks: what a checkpoint stores.
-        optimizer: the optimizer, from the step functions' hooks on.
-        checkpoint_state: name -> object with ``state_dict()`` and ``load_state_dict()`` that checkpoints include.
+        device: Device of this process.
+        task: The task as the user gave it.
+        progress: How far the training is.
+        seed: Seed of the run.
+        plan: How long the run trains; set after the ``plan`` hooks.
+        model: The model after the ``parallelize`` hooks.
+        unwrapped_model: The model before the ``parallelize`` hooks; checkpoints store it.
+        optimizer: The optimizer; set before the hooks of the step functions.
+        checkpoint_state: Name -> object with ``state_dict()`` and ``load_state_dict()`` that checkpoints include.
         no_effect: (method, reason) of each method that found nothing to act on.
-        tuned_settings: method -> options that it found while it ran, for the next run.
-        parallel: the run as one of several processes; None in a single process.
-        services: what the engine looks up for methods.
+        tuned_settings: Method -> options that it found while it ran, for the next run.
+        parallel: The run as one of several processes; None in a single process.
+        services: What the engine looks up for methods.
     """
 
     device: torch.device
     task: Any
     progress: TrainProgress = field(default_factory=TrainProgress)
     seed: int = 0
-    plan: TrainPlan | None = None
-    model: torch.nn.Module | None = None
-    unwrapped_model: torch.nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    plan: TrainPlan = None  # pyright: ignore[reportAssignmentType]  # set before the hooks that read it, as below
+    model: torch.nn.Module = None  # pyright: ignore[reportAssignmentType]
+    unwrapped_model: torch.nn.Module = None  # pyright: ignore[reportAssignmentType]
+    optimizer: torch.optim.Optimizer = None  # pyright: ignore[reportAssignmentType]
     checkpoint_state: dict[str, Any] = field(default_factory=dict)
     no_effect: list[tuple[str, str]] = field(default_factory=list)
-    tuned_settings: dict[str, dict] = field(default_factory=dict)
+    tuned_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel: ParallelContext | None = None
-    services: EngineServices = field(default_factory=EngineServices)
+    services: EngineServices = field(default_factory=lambda: EngineServices())
 
     @property
     def ranks(self) -> ProcessGroupInfo:
@@ -191,7 +191,7 @@ class RunContext:
 
     @property
     def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
-        """Parameters that another rank accounts for in sums over all parameters."""
+        """As ``ParallelContext.duplicate_params``; empty in a single process."""
         return frozenset() if self.parallel is None else self.parallel.duplicate_params
 
     def any_rank(self, condition: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Names for the things that hooks receive and return; for type checkers and readers only."""
+"""Names of the types that hooks receive and return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 Batch: TypeAlias = Any  # tensors in any nesting of tuples, lists, dicts and dataclasses
-ContextFactory: TypeAlias = Callable[[], AbstractContextManager]
+ContextFactory: TypeAlias = Callable[[], AbstractContextManager[Any]]
 BatchFn: TypeAlias = Callable[[Batch], Batch]
 LossFn: TypeAlias = "Callable[[Any, Any], torch.Tensor]"  # (output, target) -> scalar
 ForwardFn: TypeAlias = "Callable[[Batch], torch.Tensor]"  # batch -> scalar loss

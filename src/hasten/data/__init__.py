@@ -1,40 +1,80 @@
-"""From files to batches: fast by construction, the same whoever computes them, resumable by three integers.
+"""Data pipelines: from files to batches on the device, the same for any number of workers and ranks.
 
     from hasten.data import parquet
     train = parquet("train/*.parquet", target="label").shuffle(seed=0).batch(512)
 
-Each name below makes a ``Pipeline``; the rooms behind them are loaded when they are first used.
+The names are imported on first use, so that ``import hasten.data`` is fast. Type checkers and editors read the imports
+under ``TYPE_CHECKING``; ``tests/data/test_pipeline.py`` compares the two lists.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-_WHERE = {
+if TYPE_CHECKING:
+    from hasten.data.formats.arrays import arrays
+    from hasten.data.formats.augmented_images import augmented_images
+    from hasten.data.formats.images import images
+    from hasten.data.formats.tables import csv, feather, parquet
+    from hasten.data.formats.tfrecord import tfrecord
+    from hasten.data.formats.token_files import tokens
+    from hasten.data.formats.webdataset import webdataset
+    from hasten.data.pipeline import Pipeline
+    from hasten.data.rng import SampleRng
+    from hasten.data.source import BadRow, Source
+    from hasten.data.transforms import normalize, random_crop, random_horizontal_flip
+    from hasten.datatools.conversion import convert
+    from hasten.datatools.inspection import inspect
+
+__all__ = [
+    "BadRow",
+    "Pipeline",
+    "SampleRng",
+    "Source",
+    "arrays",
+    "augmented_images",
+    "convert",
+    "csv",
+    "feather",
+    "images",
+    "inspect",
+    "normalize",
+    "parquet",
+    "random_crop",
+    "random_horizontal_flip",
+    "tfrecord",
+    "tokens",
+    "webdataset",
+]
+
+_MODULES = {  # public name: the module that defines it
+    "BadRow": "hasten.data.source",
+    "Pipeline": "hasten.data.pipeline",
+    "SampleRng": "hasten.data.rng",
+    "Source": "hasten.data.source",
     "arrays": "hasten.data.formats.arrays",
-    "images": "hasten.data.formats.images",
-    "webdataset": "hasten.data.formats.webdataset",
-    "tfrecord": "hasten.data.formats.tfrecord",
+    "augmented_images": "hasten.data.formats.augmented_images",
+    "convert": "hasten.datatools.conversion",
     "csv": "hasten.data.formats.tables",
     "feather": "hasten.data.formats.tables",
-    "parquet": "hasten.data.formats.tables",
-    "tokens": "hasten.data.formats.token_files",
+    "images": "hasten.data.formats.images",
     "inspect": "hasten.datatools.inspection",
-    "convert": "hasten.datatools.conversion",
-    "augmented_images": "hasten.data.formats.augmented_images",
+    "normalize": "hasten.data.transforms",
+    "parquet": "hasten.data.formats.tables",
     "random_crop": "hasten.data.transforms",
     "random_horizontal_flip": "hasten.data.transforms",
-    "normalize": "hasten.data.transforms",
-    "Pipeline": "hasten.data.pipeline",
-    "Source": "hasten.data.source",
+    "tfrecord": "hasten.data.formats.tfrecord",
+    "tokens": "hasten.data.formats.token_files",
+    "webdataset": "hasten.data.formats.webdataset",
 }
 
-__all__ = list(_WHERE)
+
+if not TYPE_CHECKING:  # otherwise every misspelled name would have the type Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'hasten.data' has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)
 
 
-def __getattr__(name: str):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'hasten.data' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
-
-
-def __dir__():
-    return sorted(__all__)
+def __dir__() -> list[str]:
+    return __all__

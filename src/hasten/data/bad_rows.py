@@ -1,4 +1,4 @@
-"""Rows that cannot be read: the first one ends the run, or some of them are left out, counted and listed."""
+"""Rows that cannot be read: the first one ends the run, or up to a limit they are skipped and listed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from hasten.data.source import BadRow, Source
 
 
 class BadRowPolicy:
-    """The bad rows of a pipeline, each counted once however often it is met.
+    """Counts the bad rows of a pipeline, each row once, however often it is read.
 
     Attributes:
-        at_most: how many may be left out.
-        found: the rows that were, by number.
+        max_rows: How many rows may be skipped; 0 makes the first bad row an error.
+        found: Index of a skipped row -> its error.
     """
 
-    def __init__(self, at_most: int = 0):
-        self.max_rows, self.found = at_most, {}
+    def __init__(self, max_rows: int = 0) -> None:
+        self.max_rows = max_rows
+        self.found: dict[int, BadRow] = {}
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
-        """(the columns of the rows that can be read, None where there are none; these rows; the bad ones).
+        """Reads those of the rows that can be read.
+
+        Returns:
+            (columns of the good rows, None if there are none; indices of the good rows; errors of the bad rows).
 
         Raises:
-            Failure: more are bad than may be left out.
+            RunError: More than ``max_rows`` of these rows are bad.
         """
-        bad = []
-        if self.found:  # these are not met again: each would have the others read once more
+        bad: list[BadRow] = []
+        if self.found:  # do not read known bad rows: each error would make the good rows be read once more
             known = numpy.fromiter((row in self.found for row in rows.tolist()), bool, len(rows))
             bad, rows = [self.found[row] for row in rows[known].tolist()], rows[~known]
         while len(rows):
@@ -44,26 +48,28 @@ class BadRowPolicy:
         return None, rows, bad
 
     def record(self, fault: BadRow) -> None:
-        """Counts a row that was left out.
+        """Counts a skipped row.
 
         Raises:
-            Failure: it is one too many.
+            RunError: More than ``max_rows`` rows have been skipped.
         """
         self.found[fault.row] = fault
         if len(self.found) > self.max_rows:
             raise self.failure(fault)
 
     def listed(self) -> list[dict]:
-        """The rows that were left out, in their order, as plain JSON: {"row", "where", "why"}."""
+        """Returns the skipped rows in ascending order as JSON values: {"row", "where", "why"}."""
         return [{"row": row, "where": fault.where, "why": fault.why} for row, fault in sorted(self.found.items())]
 
     def restore(self, rows: Iterable[dict]) -> None:
-        """The rows that were left out are these, as ``listed`` told them."""
+        """Replaces the skipped rows by those that ``listed`` returned in an earlier run."""
         self.found = {row["row"]: BadRow(**row) for row in rows}
 
     def failure(self, fault: BadRow) -> RunError:
-        """What is said about a row that may not be left out."""
+        """Returns the error for a bad row that exceeds ``max_rows``."""
         if not self.max_rows:
-            how = ".skip_bad(10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
-            return RunError(f"{fault}; mend it, or let some be left out: {how}")
-        return RunError(f"{fault}; it is bad row number {self.max_rows + 1}, and {self.max_rows} may be left out")
+            how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
+            return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
+        return RunError(
+            f"{fault}; it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
+        )

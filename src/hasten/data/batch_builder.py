@@ -1,12 +1,13 @@
-"""How one batch is made of its number: rows, their columns, the samples' maps, the batch's maps.
+"""Builds one batch from its index: row indices, columns, sample maps, collate, batch maps.
 
-All that has a say is here, as plain values; so any thread, process, rank or later run makes the same batch.
+A ``BatchBuilder`` holds everything that a batch depends on as plain values, so any thread, process, rank or resumed run
+builds the same batch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +19,14 @@ import numpy
 import torch
 from torch.utils.data import default_collate
 
-from hasten.core.data import bitwise_equal
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.core.rng import derive_seed, get_rng_state, preserve_rng_state
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.rng import SampleRng, isolated_rng
 from hasten.data.source import BadRow, Source, column_leaves, unbatch
+from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state
+from hasten.utils.tree import bitwise_equal
+
+Path = tuple[Any, ...]  # keys and indices that lead to a part of a sample
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Map:
     """A function that is applied to every sample, or to every batch.
 
     Attributes:
-        stage: for one that wants random numbers, how many such come before it: each draws numbers of its own.
+        stage: Index among the maps that take ``rng``, so that each draws its own numbers; None without ``rng``.
     """
 
     function: Callable
@@ -40,11 +43,15 @@ class Map:
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """``(number of the batch) -> batch, rows that had to be left out of it`` in one pass.
+    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``.
 
     Attributes:
-        size: of a batch, for all ranks together.
-        seeded: the generators of torch, NumPy and Python start each batch from a seed of its own; not where threads share them.
+        rows: Index of a batch -> row indices of the global batch.
+        size: Rows of a global batch, over all shards.
+        num_shards: Number of equal parts into which each global batch is split.
+        shard_index: The part that is built here.
+        seeded: Whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads,
+            which share them.
     """
 
     source: Source
@@ -55,92 +62,90 @@ class BatchBuilder:
     sample_maps: tuple[Map, ...]
     batch_maps: tuple[Map, ...]
     collate: Callable[[list], Any] | None
-    rank: int
-    world: int
+    num_shards: int
+    shard_index: int
     faults: BadRowPolicy
     seeded: bool
 
-    def __call__(self, number: int) -> tuple[Any, list[BadRow]]:
-        with self._drawing(number):
-            own, places = self._own(number)
-            columns, rows, bad = self.faults.readable(self.source, own)
+    def __call__(self, index: int) -> tuple[Any, list[BadRow]]:
+        with self._seeded_generators(index):
+            shard, positions = self._shard(index)
+            columns, rows, bad = self.faults.readable(self.source, shard)
             if bad:
-                places = places[numpy.isin(own, rows)]
+                positions = positions[numpy.isin(shard, rows)]
             if not len(rows):
-                raise RunError(
-                    f"nothing is left of batch {number} of the pass: all its rows are bad, the first is {bad[0]}"
-                )
-            batch = self._collated(columns, places) if self.sample_maps or self.collate else columns
-            for each in self.batch_maps:
-                batch = (
-                    each.function(batch) if each.stage is None else each.function(batch, rng=self._chance(places, each))
-                )
+                raise RunError(f"batch {index} of the epoch has no good row; the first bad one is {bad[0]}")
+            batch = self._collate(columns, positions) if self.sample_maps or self.collate else columns
+            for stage in self.batch_maps:
+                if stage.stage is None:
+                    batch = stage.function(batch)
+                else:
+                    batch = stage.function(batch, rng=self._rng(positions, stage))
             return batch, bad
 
-    def draws(self, number: int) -> bool:
-        """Whether the generators of the process are drawn from where a batch is made; it is made for that alone, and they stay as they are."""
+    def draws(self, index: int) -> bool:
+        """Whether building this batch draws from the global generators; their states are restored afterwards."""
         with preserve_rng_state():
             before = get_rng_state()
-            self(number)
+            self(index)
             return not bitwise_equal(get_rng_state(), before)
 
-    def _own(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """This rank's part of a batch's rows, and their places in the pass."""
-        rows = self.rows(number)
-        first, last = (len(rows) * rank // self.world for rank in (self.rank, self.rank + 1))
-        return rows[first:last], numpy.arange(number * self.size + first, number * self.size + last)
+    def _shard(self, index: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Returns the row indices of this shard of a batch, and their positions in the epoch."""
+        rows = self.rows(index)
+        first, last = (len(rows) * shard // self.num_shards for shard in (self.shard_index, self.shard_index + 1))
+        return rows[first:last], numpy.arange(index * self.size + first, index * self.size + last)
 
-    def _collated(self, columns, places: numpy.ndarray):
-        samples, lists = self._mapped(unbatch(columns), places), lists_of(columns)
+    def _collate(self, columns: Any, positions: numpy.ndarray) -> Any:
+        samples, lists = self._map_samples(unbatch(columns), positions), lists_of(columns)
         if self.collate is not None:
             return self.collate(samples)
         try:
-            return collate_nested(samples, lists, self._handed_on if lists else frozenset())
+            return collate_nested(samples, lists, self._passthrough if lists else frozenset())
         except CollateError as error:
-            raise ConfigurationError(
-                f"{error}; make them alike in .map(), or say how they become a batch: .batch(size, collate=...)"
-            ) from None
+            hint = "give all samples the same form in .map(), or pass .batch(size, collate=...)"
+            raise ConfigurationError(f"{error}; {hint}") from None
 
-    def _mapped(self, samples: list, places: numpy.ndarray) -> list:
-        for each in self.sample_maps:
-            if each.stage is None:
-                samples = [each.function(sample) for sample in samples]
+    def _map_samples(self, samples: list, positions: numpy.ndarray) -> list:
+        for stage in self.sample_maps:
+            if stage.stage is None:
+                samples = [stage.function(sample) for sample in samples]
             else:
-                samples = [
-                    each.function(sample, rng=rng)
-                    for sample, rng in zip(samples, self._chance(places, each), strict=True)
-                ]
+                rngs = self._rng(positions, stage)
+                samples = [stage.function(sample, rng=rng) for sample, rng in zip(samples, rngs, strict=True)]
         return samples
 
     @cached_property
-    def _handed_on(self) -> frozenset[tuple]:
-        """Found out in the middle of a batch, whose own random numbers stay what they are."""
-        with preserve_rng_state() if self.seeded else nullcontext(), self._drawing(0):
-            return passthrough_paths(self.source, self._mapped)
+    def _passthrough(self) -> frozenset[Path]:
+        """``passthrough_paths``, computed inside a batch, whose random numbers must not change by it."""
+        with preserve_rng_state() if self.seeded else nullcontext(), self._seeded_generators(0):
+            return passthrough_paths(self.source, self._map_samples)
 
-    def _chance(self, places: numpy.ndarray, each: Map) -> SampleRng:
-        return SampleRng(places, self.seed, self.epoch, each.stage)
+    def _rng(self, positions: numpy.ndarray, stage: Map) -> SampleRng:
+        assert stage.stage is not None
+        return SampleRng(positions, self.seed, self.epoch, stage.stage)
 
-    def _drawing(self, number: int) -> AbstractContextManager:
-        """Functions of the user's own may draw from generators that belong to the process."""
-        return isolated_rng(derive_seed(self.seed, self.epoch, number, self.rank)) if self._apart else nullcontext()
+    def _seeded_generators(self, index: int) -> AbstractContextManager:
+        if not self._may_draw:
+            return nullcontext()
+        return isolated_rng(derive_seed(self.seed, self.epoch, index, self.shard_index))
 
     @cached_property
-    def _apart(self) -> bool:
-        functions = (each.function for each in (*self.sample_maps, *self.batch_maps))
-        return self.seeded and not all(
-            map(is_builtin, (self.source, self.collate, *functions))
-        )  # ours never draw from those
+    def _may_draw(self) -> bool:
+        """Whether a function of the user may draw from the global generators, which are seeded here."""
+        functions = (stage.function for stage in (*self.sample_maps, *self.batch_maps))
+        return self.seeded and not all(map(is_builtin, (self.source, self.collate, *functions)))
 
 
 class CollateError(ValueError):
-    """Samples that cannot be stacked, and which part of them differs."""
+    """Samples cannot be stacked; the message names the part that differs."""
 
 
-def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[tuple]:
-    """The places in a sample at which ``maps(samples, rows)`` hands on rows of lists as they are, as it does with the first good row.
+def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[Path]:
+    """Returns the paths in a sample at which ``maps(samples, rows)`` returns rows of list columns unchanged.
 
-    So it does not depend on which rows come together whether a part of a batch is a list or a tensor.
+    Found with the first good row of the source. So whether a part of a batch is a list or a tensor does not depend on
+    the other rows of the batch.
     """
     for row in range(len(source)):
         rows = numpy.array([row])
@@ -149,83 +154,85 @@ def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list
         except BadRow:
             continue
         sample = maps(unbatch(columns), rows)[0]
-        return frozenset(_places(sample, [column[0] for column in lists_of(columns)]))
+        return frozenset(_find_paths(sample, [column[0] for column in lists_of(columns)]))
     return frozenset()
 
 
-def _places(sample, originals: list, place: tuple = ()) -> Iterator[tuple]:
-    if isinstance(sample, Number):  # Python has each small one once
+def _find_paths(sample: Any, originals: list, path: Path = ()) -> Iterator[Path]:
+    if isinstance(sample, Number):  # Python shares the objects of small integers
         return
     if any(sample is original for original in originals):
-        yield place
+        yield path
     elif isinstance(sample, (Mapping, tuple, list)):
         for name, part in sample.items() if isinstance(sample, Mapping) else enumerate(sample):
-            yield from _places(part, originals, (*place, name))
+            yield from _find_paths(part, originals, (*path, name))
 
 
-def collate_nested(samples: list, lists: list[list] = (), kept: frozenset[tuple] = frozenset(), place: tuple = ()):
-    """Samples as columns, in their own nesting: tensors and numbers as one tensor, text as a list.
+def collate_nested(
+    samples: list, lists: Sequence[list] = (), passthrough: frozenset[Path] = frozenset(), path: Path = ()
+) -> Any:
+    """Stacks samples into columns with the nesting of a sample: tensors and numbers as one tensor, text as a list.
 
-    What maps hand on as it was, from a column that was a list (rows of unequal length, pictures of any size), is a list again,
-    whatever it holds; numbers alone are always one tensor.
+    A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
+    again, whatever it holds. Numbers are always one tensor.
 
     Args:
-        lists: the columns that were lists before the maps.
-        kept: the places at which maps hand on rows of these, all of them; elsewhere they hand on none.
-        place: where in the samples these are.
+        samples: Samples, or the part of each sample at ``path``.
+        lists: The list columns before the maps.
+        passthrough: The paths at which maps return rows of ``lists`` unchanged, for all samples.
+        path: Where in the samples these parts are.
 
     Raises:
-        Unlike: shapes or names differ, something is in them that no tensor holds, or maps hand on some rows only.
+        CollateError: Shapes or names differ, a value fits into no tensor, or maps return only some rows unchanged.
     """
     first = samples[0]
-    if isinstance(first, (str, bytes)) or _are_rows(samples, lists, place in kept, place):
+    if isinstance(first, (str, bytes)) or _are_unchanged(samples, lists, path in passthrough, path):
         return samples
     try:
         if isinstance(first, Mapping):
             if any(sample.keys() != first.keys() for sample in samples if isinstance(sample, Mapping)):
-                raise ValueError("they have other names")
+                raise ValueError("their names differ")
             parts = {name: [sample[name] for sample in samples] for name in first}
-            return {name: collate_nested(part, lists, kept, (*place, name)) for name, part in parts.items()}
+            return {name: collate_nested(part, lists, passthrough, (*path, name)) for name, part in parts.items()}
         if isinstance(first, (tuple, list)):
-            parts = list(zip(*samples, strict=True))
-            columns = [collate_nested(list(part), lists, kept, (*place, number)) for number, part in enumerate(parts)]
+            parts = enumerate(zip(*samples, strict=True))
+            columns = [collate_nested(list(part), lists, passthrough, (*path, index)) for index, part in parts]
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
         return default_collate(samples)
     except CollateError:
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
-        kinds = " and ".join([*dict.fromkeys(map(_kind, samples))][:2])
-        raise CollateError(
-            f"the samples cannot be stacked: {_told(place)} is {kinds} ({format_error(error, 100)})"
-        ) from None
+        forms = " and ".join([*dict.fromkeys(map(_form, samples))][:2])
+        reason = format_error(error, 100)
+        raise CollateError(f"the samples cannot be stacked: {_format_path(path)} is {forms} ({reason})") from None
 
 
-def _are_rows(samples: list, lists: list[list], expected: bool, place: tuple) -> bool:
-    """Whether all samples are rows of a list, as they were.
+def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
+    """Whether all samples are rows of one of ``lists``.
 
     Raises:
-        Unlike: some are, or all against what was expected.
+        CollateError: Some are, or all are although that is not ``expected``.
     """
     if isinstance(samples[0], Number) and not expected:
         return False
-    as_they_were = max((sum(map(is_, samples, column)) for column in lists), default=0)
-    if as_they_were != (len(samples) if expected else 0):
-        what = f"the map hands on {_told(place)} of some rows as it is, and makes it for others"
-        raise CollateError(f"{what}; copy those that stay as they are, as with .clone()")
+    unchanged = max((sum(map(is_, samples, column)) for column in lists), default=0)
+    if unchanged != (len(samples) if expected else 0):
+        what = f"the map returns {_format_path(path)} unchanged for some rows and a new value for others"
+        raise CollateError(f"{what}; copy the unchanged ones, as with .clone()")
     return expected
 
 
-def _told(place: tuple) -> str:
-    return "sample" + "".join(f"[{part!r}]" for part in place)
+def _format_path(path: Path) -> str:
+    return "sample" + "".join(f"[{part!r}]" for part in path)
 
 
-def lists_of(columns) -> list[list]:
-    """The columns that are no tensors."""
+def lists_of(columns: Any) -> list[list]:
+    """Returns the columns that are lists instead of tensors."""
     return [column for column in column_leaves(columns) if isinstance(column, list)]
 
 
-def _kind(value) -> str:
-    """``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
+def _form(value: Any) -> str:
+    """Returns ``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
     if isinstance(value, (torch.Tensor, numpy.ndarray)):
         return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
     if isinstance(value, Mapping):
@@ -234,25 +241,25 @@ def _kind(value) -> str:
 
 
 def wants_rng(function: Callable) -> bool:
-    """Whether a function has a parameter of the name ``chance``.
+    """Whether a function has a parameter named ``rng``.
 
     Raises:
-        Refusal: two others must be given, as for tf.data's ``lambda image, label: ...``.
+        ConfigurationError: It requires two other arguments, as with tf.data's ``lambda image, label: ...``.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
     others = [p for name, p in parameters.items() if name != "rng" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = [p.name for p in others if p.default is p.empty]
-    if len(needed) > 1:
-        wants = f"map() gives its function one thing, the sample or the batch, and this one wants {', '.join(needed)}"
-        raise ConfigurationError(
-            f"{wants}; take a tuple apart inside, and call the parameter for random numbers chance"
+    required = [p.name for p in others if p.default is p.empty]
+    if len(required) > 1:
+        what = (
+            f"map() calls its function with one argument, a sample or a batch; this one requires {', '.join(required)}"
         )
+        raise ConfigurationError(f"{what}; unpack a tuple inside, and name the parameter for random numbers rng")
     return "rng" in parameters
 
 
-def is_builtin(thing) -> bool:
-    """Whether a source or a function is of this package, and so draws from its ``Chance`` alone."""
+def is_builtin(thing: Any) -> bool:
+    """Whether a source or function belongs to hasten, and so draws from ``SampleRng`` only; True for None."""
     return thing is None or (getattr(getattr(thing, "func", thing), "__module__", None) or "").startswith("hasten.")

@@ -1,8 +1,8 @@
-"""Memory for batches that is used again as soon as nobody holds the batch.
+"""Memory for batches that is reused as soon as the last tensor of a batch is gone.
 
-Fresh memory is dear: the system hands it out page by page, at a thirtieth of the speed at which it can be written. A batch
-made here gives its memory back when its last tensor is gone, views and gradients included, so that nothing is
-ever overwritten under somebody's hands.
+Fresh memory is slow: the operating system maps it page by page, at a thirtieth of the speed at which it can be written.
+A block returns to the pool only when no tensor, view or autograd graph refers to it any more, so a batch that is still
+in use is never overwritten.
 """
 
 from __future__ import annotations
@@ -15,71 +15,76 @@ from collections import deque
 import numpy
 import torch
 
-KEPT = 8  # blocks of a size that wait to be used again
-SIZES = 32  # that are kept; batches of ever new sizes must not fill the memory
-BYTES = 1 << 30  # of all blocks that wait
-SMALLEST = 1 << 16  # bytes; what is smaller the allocator keeps itself
+MAX_BLOCKS_PER_SIZE = 8
+MAX_SIZES = 32  # batches whose sizes keep changing must not fill the memory
+MAX_FREE_BYTES = 1 << 30  # of all blocks in the pool
+MIN_POOLED_BYTES = 1 << 16  # malloc itself reuses smaller blocks
 
-_waiting: dict[int, deque[numpy.ndarray]] = {}  # by size, the one last used at the end
+_free: dict[int, deque[numpy.ndarray]] = {}  # by size in bytes; the size that was returned last is at the end
 _scratch = threading.local()
 
 
 def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the CPU, in memory that was used before where some is free."""
+    """Returns an uninitialized CPU tensor, in reused memory if the pool has a free block."""
     needed = math.prod(shape) * dtype.itemsize
-    if needed < SMALLEST:
+    if needed < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
     size = _rounded(needed)
     try:
-        block = _waiting[size].pop()
+        block = _free[size].pop()
     except (KeyError, IndexError):
         block = numpy.empty(size, numpy.uint8)
-    lent = block[:needed]  # an array of its own: it dies with the last tensor that is made of it
-    weakref.finalize(lent, _take_back, size, block).atexit = False
-    return torch.from_numpy(lent).view(dtype).view(shape)
+    lease = block[:needed]  # a new array object: it is destroyed with the last tensor that refers to it
+    weakref.finalize(lease, _release, size, block).atexit = False
+    return torch.from_numpy(lease).view(dtype).view(shape)
 
 
 def alloc_huge(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many uninitialised values that stay, in large pages where the system has them: NumPy asks for those, torch does not.
+    """Returns ``count`` uninitialized values, in huge pages if the system has them: NumPy requests those.
 
-    Rows that are read from there at random come a tenth faster.
+    Random reads of rows from huge pages are 10 % faster. The memory does not return to the pool.
     """
     return torch.from_numpy(numpy.empty(count * dtype.itemsize, numpy.uint8)).view(dtype)
 
 
 def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor in memory of the calling thread that is the same whenever it is asked for again: for work that is over
-    before the caller returns. It costs a tenth of ``taken``; and nobody may keep it.
+    """Returns an uninitialized tensor in memory that this thread reuses for every call with the same name.
+
+    For temporary results that the caller does not return or store. It takes a tenth of the time of ``acquire``.
     """
-    kept, needed = _scratch.__dict__, math.prod(shape) * dtype.itemsize
-    if name not in kept or len(kept[name]) < needed:
-        kept[name] = numpy.empty(needed, numpy.uint8)
-    return torch.from_numpy(kept[name][:needed]).view(dtype).view(shape)
+    buffers, needed = _scratch.__dict__, math.prod(shape) * dtype.itemsize
+    if name not in buffers or len(buffers[name]) < needed:
+        buffers[name] = numpy.empty(needed, numpy.uint8)
+    return torch.from_numpy(buffers[name][:needed]).view(dtype).view(shape)
 
 
-def _take_back(size: int, block: numpy.ndarray) -> None:
-    """Called wherever a batch dies, in any thread, even within itself: so each step stands alone, and at worst a block is lost."""
-    blocks = _waiting.pop(size, None) or deque(maxlen=KEPT)
+def _release(size: int, block: numpy.ndarray) -> None:
+    """Returns a block to the pool.
+
+    Garbage collection calls this in any thread, even inside another call of it. So every statement is safe alone, and
+    at worst a block is lost.
+    """
+    blocks = _free.pop(size, None) or deque(maxlen=MAX_BLOCKS_PER_SIZE)
     blocks.append(block)
-    _waiting[size] = blocks
-    while len(_waiting) > SIZES or _bytes_waiting() > BYTES:
-        _drop()
+    _free[size] = blocks
+    while len(_free) > MAX_SIZES or _free_bytes() > MAX_FREE_BYTES:
+        _evict()
 
 
-def _bytes_waiting() -> int:
-    return sum(size * len(blocks) for size, blocks in list(_waiting.items()))
+def _free_bytes() -> int:
+    return sum(size * len(blocks) for size, blocks in list(_free.items()))
 
 
-def _drop() -> None:
-    """Lets go of a block, of the size that was not used for longest."""
-    for size in list(_waiting)[:1]:
+def _evict() -> None:
+    """Frees one block of the least recently returned size."""
+    for size in list(_free)[:1]:
         try:
-            _waiting[size].popleft()
+            _free[size].popleft()
         except (KeyError, IndexError):
-            _waiting.pop(size, None)  # none is left of that size
+            _free.pop(size, None)  # no block of this size is left
 
 
 def _rounded(size: int) -> int:
-    """Up to the next eighth of a power of two, so that a shorter last batch finds room where a whole one was."""
+    """Rounds up to an eighth of a power of two, so that a shorter last batch fits into the block of a full one."""
     step = 1 << max(12, size.bit_length() - 3)
     return -(-size // step) * step

@@ -2,16 +2,16 @@
 
     parquet("train/*.parquet", target="label").shuffle(seed=0).map(f).batch(512)
 
-Its one idea: *a batch is a function of (seed, epoch, number)*. Who computes it, a thread, a process, another rank or a
-run that was resumed, makes no difference; and the place in the data is three integers.
+A batch is a function of (seed, epoch, index): it is the same whether a thread, a process, another rank or a resumed run
+computes it. The position in the data is three integers.
 
-``map`` before ``batch`` gets one sample at a time, ``map`` after it a whole batch, which is faster. A function that wants
-random numbers takes a parameter called ``chance``, a ``Chance``, whose numbers belong to the places in the pass. The generators of
-torch, NumPy and Python start every batch from a seed of its own; but threads share them, so there a function that draws from them is
-refused.
+``map`` before ``batch`` receives one sample at a time; ``map`` after it a whole batch, which is faster. A function that
+needs random numbers has a parameter named ``rng``, a ``SampleRng``, whose numbers depend on the position in the epoch.
+The global generators of torch, NumPy and Python are seeded for every batch; threads share them, so in threads a
+function that draws from them is refused.
 
-A Task takes a pipeline as it is: it is shuffled only if it says so with ``shuffle``, and its ``batch(size)`` comes before
-``Task(batch_size=)``, which is for pipelines that name none.
+As data of a Task, a pipeline is shuffled only if it has ``shuffle``, and ``batch(size)`` takes precedence over
+``Task(batch_size=)``, which applies to pipelines without a batch size.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from hasten.data.workers.to_device import copy_to_device
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
 
-MOST_WORKERS, MOST_AHEAD = 256, 1024  # beyond them nothing is gained, and systems run out of processes and open files
-SECONDS = 600.0  # in which a batch has to come
+MAX_WORKERS, MAX_PREFETCH = 256, 1024  # more gain nothing and exhaust processes and open files
+DEFAULT_TIMEOUT_S = 600.0  # for one batch
 
 
 @dataclass
 class Position:
-    """Where a pipeline stands: the pass, and how many rows of it were given out."""
+    """Where a pipeline stands: the epoch, and how many of its rows were returned."""
 
     epoch: int = 0
     position: int = 0
-    begun: bool = False  # that pass was iterated here; iterating again means the next one
-    draws_nothing: bool = False  # threads were wanted, and what is not ours was looked at
+    begun: bool = False  # iteration has begun in this epoch; the next iteration is the next epoch
+    draws_nothing: bool = False  # the user's functions were checked not to draw from the global generators
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Rows, their order, and what becomes of them. Every method returns a new pipeline; nothing is read before iteration.
+    """Rows, their order, and the functions applied to them. Every method returns a new pipeline.
 
-    Iterating makes one pass; iterating again the next one, in its own order, also when the first was left early. What does not change
-    the batches (``prefetch``, ``share``, ``skip_bad``, ``to``) shares the place, so ``for batch in train.to(device)`` goes on, too.
+    One iteration is one epoch; the next iteration is the next epoch in its own order, even if the first was not
+    finished. Methods that do not change the batches (``prefetch``, ``shard``, ``skip_bad_rows``, ``to``) return a
+    pipeline that shares the position, so ``for batch in train.to(device)`` advances it; the others start at epoch 0.
     """
 
     source: Source
@@ -69,53 +70,57 @@ class Pipeline:
     batch_maps: tuple[Map, ...] = ()
     collate_fn: Callable[[list], Any] | None = None
     runner: runners.Runner = field(default_factory=runners.InlineRunner)
-    rank: int = 0
-    world: int = 1
+    num_shards: int = 1
+    shard_index: int = 0
     device: torch.device | None = None
     faults: BadRowPolicy = field(default_factory=BadRowPolicy)
     position: Position = field(default_factory=Position, repr=False)
 
-    # ---- what the user says
+    # ---- description
 
     def shuffle(self, seed: int = 0, window: int | None = None) -> Pipeline:
-        """A new random order every pass, a function of (seed, epoch).
+        """A new random order in every epoch, a function of (seed, epoch).
 
         Args:
-            window: mixes only so many runs of rows (row groups, shards) at a time, for data that are too many to be read in any order.
+            seed: At least 0.
+            window: Mixes only so many chunks (row groups, shards) at a time, for data that are too large to be read
+                in random order; None mixes all rows.
         """
         at_least("shuffle(window=)", window, 1, optional=True)
         at_least("shuffle(seed=)", seed, 0)
-        return self._anew(seed=seed, shuffled=True, window=window)
+        return self._restarted(seed=seed, shuffled=True, window=window)
 
     def map(self, function: Callable) -> Pipeline:
-        """Before ``batch``: ``function(sample)``; after it: ``function(batch)``; with ``chance=``, if it has a parameter of that name.
+        """Before ``batch``: applies ``function(sample)``; after it: ``function(batch)``.
 
-        Samples are stacked to a batch in the nesting that they have: a tuple of samples' parts becomes a tuple of tensors.
-        Rows of a list that are handed on as they are stay one: all rows of all batches, or none; a map that changes some copies the others.
+        A function with a parameter named ``rng`` also receives a ``SampleRng``. Samples are stacked with their own
+        nesting: a tuple of parts becomes a tuple of tensors. Rows of a list column that the function returns unchanged
+        stay a list; it must return either all rows unchanged or none (copy those that it does not change).
 
         Raises:
-            Refusal: no function, or one that wants several other things.
+            ConfigurationError: ``function`` is not callable, or requires several arguments.
         """
         if not callable(function):
-            raise ConfigurationError(f"map() wants a function, not a {type(function).__name__}")
-        random_ones = sum(each.stage is not None for each in (*self.sample_maps, *self.batch_maps))
-        made = Map(function, random_ones if wants_rng(function) else None)
+            raise ConfigurationError(f"map() expects a function, not a {type(function).__name__}")
+        random_maps = sum(stage.stage is not None for stage in (*self.sample_maps, *self.batch_maps))
+        stage = Map(function, random_maps if wants_rng(function) else None)
         if self.batch_size is None:
-            return self._anew(sample_maps=(*self.sample_maps, made))
-        return self._anew(batch_maps=(*self.batch_maps, made))
+            return self._restarted(sample_maps=(*self.sample_maps, stage))
+        return self._restarted(batch_maps=(*self.batch_maps, stage))
 
     def batch(self, size: int, *, drop_last: bool = False, collate: Callable[[list], Any] | None = None) -> Pipeline:
-        """Batches of ``size`` rows; with several ranks, that is what all of them see together in a step.
+        """Batches of ``size`` rows. With shards this is the global batch, which the shards divide.
 
         Args:
-            collate: ``(list of samples) -> batch``; as torch's default, but with tuples, where nobody says.
+            size: Rows of a batch.
+            drop_last: Leaves out the last batch of an epoch if it is shorter.
+            collate: ``(list of samples) -> batch``. Default: like torch's ``default_collate``, with tuples as tuples.
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
-            raise ConfigurationError(
-                f"batch(collate=) is a function (list of samples) -> batch, not a {type(collate).__name__}"
-            )
-        return self._anew(batch_size=size, drop_last=drop_last, collate_fn=collate)
+            what = type(collate).__name__
+            raise ConfigurationError(f"batch(collate=) must be a function (list of samples) -> batch, not a {what}")
+        return self._restarted(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
         self,
@@ -125,28 +130,29 @@ class Pipeline:
         folder: str | Path | None = None,
         watch: ProgressCallback | None = None,
     ) -> Pipeline:
-        """Keeps the samples, as the maps so far leave them, so that they are read and decoded once; filled when first iterated.
+        """Stores the samples after the maps so far, so that they are read and decoded once; filled at first iteration.
 
         Args:
-            where: "memory", for this pipeline alone, or "disk", for all processes and later runs; found again by the content of the
-                data and of the maps, so that it is made anew when one of them changed.
-            gigabytes: (10**9 bytes) that the samples kept here may take, in memory or on the disk; None: half of what is free there.
-                More is refused before any is kept. It bounds neither the folder, where nothing that is whole is ever deleted (other
-                caches, and those of data that have changed since), nor what is read meanwhile, some 16 MB a worker.
-            folder: of a disk cache; None: HASTEN_CACHE, or hasten's folder among the user's caches.
-            watch: ``(what, done, seconds left)`` is told how far the filling is; None: a Notice when it takes long.
+            where: "memory", for this pipeline; or "disk", for all processes and later runs. A cache on disk is found
+                by the content of the data and of the maps, and is filled again when they change.
+            gigabytes: Limit in 10**9 bytes for the stored samples; None: half of the free memory or disk space. Larger
+                data are refused before anything is stored. It does not limit the folder, where complete caches are
+                never deleted, nor the memory of reading, about 16 MB per worker.
+            folder: Folder of the cache on disk; None: HASTEN_CACHE, or the user's cache directory.
+            watch: ``(what, fraction done, seconds left)`` is called while the cache is filled; None: a HastenWarning
+                if that takes long.
 
         Raises:
-            Refusal: a map that wants random numbers comes before it, or whose function cannot be told from a changed one.
-            Refusal: when first iterated, if the samples differ in shape or need more than was allowed.
-            Failure: when first iterated, if the disk is full or may not be written to; nothing half-made is left.
+            ConfigurationError: A map before it takes ``rng``, or its code cannot be hashed. At the first iteration:
+                samples differ in shape or exceed the limit.
+            RunError: At the first iteration: the disk is full or not writable. No partial cache remains.
         """
         from hasten.data.cache.cache import cached
 
         if self.batch_size is not None:
-            raise ConfigurationError("cache() keeps samples; it belongs before .batch()")
+            raise ConfigurationError("cache() stores samples; call it before .batch()")
         source = cached(self.source, self.sample_maps, where, gigabytes, folder, watch)
-        return self._anew(source=source, sample_maps=())
+        return self._restarted(source=source, sample_maps=())
 
     def prefetch(
         self,
@@ -154,133 +160,134 @@ class Pipeline:
         *,
         threads: int = 0,
         processes: int = 0,
-        timeout: float | None = SECONDS,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
         cores: int | None = None,
         gigabytes: float | None = None,
     ) -> Pipeline:
-        """Computes batches ahead of their use, in threads (for what leaves Python's lock) or processes (for what does not).
+        """Computes batches in advance, in threads (for code that releases the GIL) or processes (for other code).
 
         Args:
-            batches: that may wait; or "auto": how many of all of these is found out while the batches are used, and whether the samples
-                are better kept: in memory or, where they are too many for that, on the disk, in a quarter of what is free where caches
-                lie (HASTEN_CACHE); there they stay, and a Notice says where. It stops as soon as nobody waits for a batch.
-                ``pipeline.runner.chosen`` tells what was found, and a Notice.
-            threads, processes: of one kind only; with "auto" those to begin with. Functions that may draw from the generators of the
-                process get no threads by themselves; those that do so in the first batch are refused in threads.
-            timeout: seconds that may be waited for a batch before it is told that somebody hangs; None: for ever.
-            cores: with "auto": workers that there may be at most; None: as many as the processors that may be used.
-            gigabytes: (10**9 bytes) with "auto": of memory, what batches on their way and samples that are kept may take; None: a quarter
-                of what is free.
+            batches: Finished batches that may wait; or "auto": the number of workers, their kind and this number are
+                tuned during training, and samples are cached if that pays: in memory, or if they do not fit on disk,
+                in at most a quarter of the free space of HASTEN_CACHE, where they remain. Tuning ends when no step
+                waits for data. A HastenWarning and ``pipeline.runner.tuned_settings`` report the result.
+            threads: Worker threads. With "auto" the number to begin with; functions of the user that may draw from the
+                global generators are not moved to threads.
+            processes: Worker processes, instead of threads.
+            timeout: Seconds that one batch may take before a RunError; None waits forever.
+            cores: With "auto": largest number of workers; None: the CPUs that this process may use.
+            gigabytes: With "auto": limit in 10**9 bytes for prefetched batches and cached samples in memory; None: a
+                quarter of the free memory.
+
+        Raises:
+            ConfigurationError: An argument is out of range, or both threads and processes are given.
         """
-        auto = batches == "auto"
-        if not auto:
-            at_least("prefetch(batches=)", batches, 0, most=MOST_AHEAD)
+        if batches != "auto":
+            at_least("prefetch(batches=)", batches, 0, most=MAX_PREFETCH)
         for name, value in {"threads": threads, "processes": processes}.items():
-            at_least(f"prefetch({name}=)", value, 0, most=MOST_WORKERS)
+            at_least(f"prefetch({name}=)", value, 0, most=MAX_WORKERS)
         if threads and processes:
             raise ConfigurationError("prefetch() takes threads or processes, not both")
         check_positive("prefetch(timeout=), in seconds,", timeout)
         check_positive("prefetch(gigabytes=)", gigabytes)
-        at_least("prefetch(cores=)", cores, 1, optional=True, most=MOST_WORKERS)
-        if not auto:
-            if cores is not None or gigabytes is not None:
-                raise ConfigurationError(
-                    'prefetch(cores=) and (gigabytes=) are limits for what is found out; say prefetch("auto", ...)'
-                )
-            workers = WorkerConfig(threads or int(batches > 0 and not processes), processes, batches)
-            return self._with(runner=runners.runner_of(workers, timeout))
-        workers = WorkerConfig(threads, processes, DEFAULT_PREFETCH if threads or processes else 0)
-        autotuner = LoaderAutotuner(
-            workers,
-            cores=cores or available_cpus(),
-            memory_budget=default_memory_budget(gigabytes, free_memory),
-            on_converged=_tell,
-        )
-        return self._with(runner=_autotuned(autotuner, timeout, threads > 0))
+        at_least("prefetch(cores=)", cores, 1, optional=True, most=MAX_WORKERS)
+        if isinstance(batches, str):
+            workers = WorkerConfig(threads, processes, DEFAULT_PREFETCH if threads or processes else 0)
+            autotuner = LoaderAutotuner(
+                workers,
+                cores=cores or available_cpus(),
+                memory_budget=default_memory_budget(gigabytes, free_memory),
+                on_converged=_report_settings,
+            )
+            return replace(self, runner=_autotuned(autotuner, timeout, threads > 0))
+        if cores is not None or gigabytes is not None:
+            raise ConfigurationError('prefetch(cores=) and prefetch(gigabytes=) require prefetch("auto", ...)')
+        workers = WorkerConfig(threads or int(batches > 0 and not processes), processes, batches)
+        return replace(self, runner=runners.runner_of(workers, timeout))
 
-    def shard(self, rank: int, world: int) -> Pipeline:
-        """This rank's part of every batch."""
-        at_least("share(world)", world, 1)
-        at_least("share(rank)", rank, 0)
-        if rank >= world:
-            raise ConfigurationError(f"share(rank={rank}, world={world}): a rank is from 0 to world - 1")
-        return self._with(rank=rank, world=world)
+    def shard(self, num_shards: int, index: int) -> Pipeline:
+        """Part ``index`` of ``num_shards`` of every batch; all parts in order are the batch without shards."""
+        at_least("shard(num_shards)", num_shards, 1)
+        at_least("shard(index)", index, 0)
+        if index >= num_shards:
+            raise ConfigurationError(f"shard(num_shards={num_shards}, index={index}): index must be below num_shards")
+        return replace(self, num_shards=num_shards, shard_index=index)
 
-    def skip_bad_rows(self, at_most: int) -> Pipeline:
-        """Leaves out rows that cannot be read, up to ``at_most`` of them; ``faults.found`` lists them."""
-        at_least("skip_bad(at_most)", at_most, 0)
-        return self._with(faults=BadRowPolicy(at_most))
+    def skip_bad_rows(self, max_rows: int) -> Pipeline:
+        """Skips up to ``max_rows`` rows that cannot be read; ``faults.found`` lists them."""
+        at_least("skip_bad_rows(max_rows)", max_rows, 0)
+        return replace(self, faults=BadRowPolicy(max_rows))
 
     def to(self, device: str | torch.device) -> Pipeline:
-        """Batches on a device; a GPU's are copied from page-locked memory while the step before goes on."""
+        """Copies batches to a device; to a GPU from pinned memory, while the step before it runs."""
         if not isinstance(device, (str, torch.device)):
-            raise ConfigurationError(f'to() wants a device, as .to("cuda"), not {device!r:.80}')
+            raise ConfigurationError(f'to() expects a device, as in .to("cuda"), not {device!r:.80}')
         try:
-            return self._with(device=torch.device(device))
+            return replace(self, device=torch.device(device))
         except RuntimeError:
-            raise ConfigurationError(f"there is no device {device!r:.80}; say cpu, cuda or cuda:1") from None
+            raise ConfigurationError(f"to(): unknown device {device!r:.80}; use cpu, cuda or cuda:1") from None
 
-    # ---- iterating, and the place
+    # ---- iteration and position
 
     def __iter__(self) -> Iterator:
-        place = self.position
-        if place.begun:
-            place.epoch, place.position = place.epoch + 1, 0
-        place.begun = True
-        batches, rows = self.epoch(place.epoch, self._order().number_at(place.position)), len(self.source)
-        for batch in batches:
-            place.position = min(place.position + self.batch_size, rows)
+        position, rows = self.position, len(self.source)
+        if position.begun:
+            position.epoch, position.position = position.epoch + 1, 0
+        position.begun = True
+        sampler = self._batch_sampler()
+        for batch in self.epoch(position.epoch, sampler.index_at(position.position)):
+            position.position = min(position.position + sampler.batch_size, rows)
             yield batch
-            del batch  # or its memory could not be used again for the next one
-        place.epoch, place.position, place.begun = place.epoch + 1, 0, False
+            del batch  # frees its memory for the next batch
+        position.epoch, position.position, position.begun = position.epoch + 1, 0, False
 
     def __len__(self) -> int:
-        """Batches a pass has; a TypeError as long as nobody has said how large they are."""
+        """Returns the batches per epoch; raises TypeError without a batch size."""
         if self.batch_size is None:
-            raise TypeError("the pipeline has no length yet; end it with .batch(size)")
-        return len(self._order())
+            raise TypeError("the pipeline has no length before .batch(size)")
+        return len(self._batch_sampler())
 
     def state_dict(self) -> dict[str, int]:
-        """The place: (seed, epoch, position). ``position`` counts rows, whatever the batch size and the number of ranks."""
+        """Returns {"seed", "epoch", "position"}; ``position`` counts rows, for any batch size and number of shards."""
         return {"seed": self.seed, "epoch": self.position.epoch, "position": self.position.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on at that place.
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Makes the next iteration continue at the position of a ``state_dict``.
 
         Raises:
-            Refusal: the place of another order, or none at all; no batch begins there; the pipeline has no batch size yet.
+            ConfigurationError: It is no such dict, its seed differs, no batch begins there, or the pipeline has no
+                batch size.
         """
+        keys = ("seed", "epoch", "position")
         if not isinstance(state, Mapping):
-            raise ConfigurationError(f"a place is a dict of seed, epoch and position, not a {type(state).__name__}")
-        if not {"seed", "epoch", "position"} <= state.keys():
-            raise ConfigurationError(
-                f"a place has seed, epoch and position; this one has {', '.join(map(str, state)) or 'nothing':.200}"
-            )
-        seed, epoch, position = (
-            check_int(f"the place's {name}", state[name]) for name in ("seed", "epoch", "position")
-        )
+            raise ConfigurationError(f"a state is a dict of seed, epoch and position, not a {type(state).__name__}")
+        if not set(keys) <= state.keys():
+            found = ", ".join(map(str, state)) or "nothing"
+            raise ConfigurationError(f"a state has seed, epoch and position; this one has {found:.200}")
+        seed, epoch, position = (check_int(f"{key} of the state", state[key]) for key in keys)
         if seed != self.seed:
-            raise ConfigurationError(
-                f"this place belongs to seed {seed}, the pipeline has {self.seed}; say .shuffle(seed={seed})"
-            )
-        at_least("the place's epoch", epoch, 0)
+            why = f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}"
+            raise ConfigurationError(f"{why}; use .shuffle(seed={seed})")
+        at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
-            raise ConfigurationError(
-                f"the place begins at row {position} of a pass, and there are only {len(self.source)} rows"
-            )
-        self._order().number_at(position)
-        self._go_to(epoch, position)
+            why = f"this state begins at row {position} of an epoch"
+            raise ConfigurationError(f"{why}, and the data have only {len(self.source)} rows")
+        self._batch_sampler().index_at(position)
+        self._seek(epoch, position)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this pass: what trainers call on a DistributedSampler. A place that was loaded in this pass stays."""
+        """Makes the next iteration this epoch, as ``DistributedSampler.set_epoch`` does.
+
+        If the epoch has been set by ``load_state_dict`` and not begun, its position remains.
+        """
         epoch = check_int("set_epoch(epoch)", epoch)
         at_least("set_epoch(epoch)", epoch, 0)
         if self.position.begun or self.position.epoch != epoch:
-            self._go_to(epoch, 0)
+            self._seek(epoch, 0)
 
-    # ---- what trainers expect of a DataLoader besides
+    # ---- further attributes of a DataLoader, which trainers read
 
-    batch_sampler: ClassVar[None] = None  # as of a DataLoader over whole batches
+    batch_sampler: ClassVar[None] = None  # as for a DataLoader of whole batches
     pin_memory: ClassVar[bool] = False
 
     @property
@@ -295,75 +302,73 @@ class Pipeline:
     def num_workers(self) -> int:
         return getattr(self.runner, "processes", 0)
 
-    # ---- what the engine calls
+    # ---- interface to the engine
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator:
-        """The batches of one pass from number ``start`` on; the place is left alone."""
-        runner, source, maps = self.runner, self.source, self.sample_maps
-        if auto := hasattr(runner, "cached_source"):
-            runner = runner.restrict(
-                ("processes",) if self._foreign() and not runner.in_threads else ("threads", "processes")
-            )
-        self._refuse_known()
-        source.prepare(runner.bulk_runner() if auto else runner, self.faults)
-        if (
-            auto
-            and self.collate_fn is None
-            and (kept := runner.cached_source(source, maps, self.faults, epoch, start)) is not None
-        ):
-            source, maps = kept, ()
-        order = self._order()
-        make = BatchBuilder(
+        """Yields the batches of one epoch from index ``start`` on, without changing the position."""
+        runner: Any = self.runner
+        source, maps = self.source, self.sample_maps
+        autotuned = hasattr(runner, "cached_source")
+        if autotuned:
+            processes_only = bool(self._user_code()) and not runner.in_threads
+            runner = runner.restrict(("processes",) if processes_only else ("threads", "processes"))
+        self._check_known_bad_rows()
+        source.prepare(runner.bulk_runner() if autotuned else runner, self.faults)
+        if autotuned and self.collate_fn is None:
+            cached = runner.cached_source(source, maps, self.faults, epoch, start)
+            if cached is not None:
+                source, maps = cached, ()
+        sampler, in_threads = self._batch_sampler(), runners.in_threads(runner)
+        build = BatchBuilder(
             source,
-            order.batches(epoch),
-            self.batch_size,
+            sampler.batches(epoch),
+            sampler.batch_size,
             self.seed,
             epoch,
             maps,
             self.batch_maps,
             self.collate_fn,
-            self.rank,
-            self.world,
+            self.num_shards,
+            self.shard_index,
             self.faults,
-            seeded=not runners.in_threads(runner),
+            seeded=not in_threads,
         )
-        made = runner(make, range(start, len(order)))
-        if runners.in_threads(runner) and start < len(order) and self._foreign() and not self.position.draws_nothing:
-            made = self._unless_it_draws(make, start, made)
-        noted = self._noted(made)
-        return noted if self.device is None else copy_to_device(noted, self.device)
+        batches = runner(build, range(start, len(sampler)))
+        if in_threads and start < len(sampler) and self._user_code() and not self.position.draws_nothing:
+            batches = self._checked_for_draws(build, start, batches)
+        recorded = self._recorded(batches)
+        return recorded if self.device is None else copy_to_device(recorded, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> BatchSource:
-        """This pipeline as the engine's Batches: shuffled only if it says so; for validation never, and in its own batch size, if it has one.
+        """Returns the batches for the engine. Validation data are never shuffled and keep their own batch size.
 
         Args:
-            batch_size: of the run: the pipeline's own, where it names one, unless a method has changed it.
-            seed: the run's: another run, another order, other random numbers.
+            batch_size: Batch size of the run: that of the pipeline, if it has one and no method has changed it.
+            seed: Seed of the run, which is added to the seed of the pipeline.
+            training: Whether these are the training data.
         """
         if training:
-            pipeline = self._anew(batch_size=batch_size, seed=self.seed + seed, runner=self.runner)
+            pipeline = self._restarted(batch_size=batch_size, seed=self.seed + seed, runner=self.runner)
         else:
-            pipeline = self._anew(batch_size=self.batch_size or batch_size, shuffled=False)
-        self._refuse_known()
-        return pipeline._as_batches(training)
+            pipeline = self._restarted(batch_size=self.batch_size or batch_size, shuffled=False)
+        self._check_known_bad_rows()
+        return pipeline._batch_source(training)
 
-    def _as_batches(self, training: bool) -> BatchSource:
-        def by(who: WorkerConfig | LoaderAutotuner) -> BatchSource:
-            workers, threads_now = (
-                who if isinstance(who, WorkerConfig) else who.workers,
-                runners.in_threads(self.runner),
-            )
-            if workers.threads and self._foreign() and not threads_now:
-                raise ConfigurationError(
-                    "threads would share the generators, from which this pipeline's functions may draw, with the training; say processes"
+    def _batch_source(self, training: bool) -> BatchSource:
+        def with_workers(workers: WorkerConfig | LoaderAutotuner) -> BatchSource:
+            config = workers if isinstance(workers, WorkerConfig) else workers.workers
+            in_threads = runners.in_threads(self.runner)
+            if config.threads and self._user_code() and not in_threads:
+                why = (
+                    "functions of this pipeline may draw from the global generators, which threads share with training"
                 )
-            timeout = getattr(self.runner, "timeout", SECONDS)
-            runner = (
-                runners.runner_of(who, timeout)
-                if isinstance(who, WorkerConfig)
-                else _autotuned(who, timeout, threads_now)
-            )
-            return self._with(runner=runner)._as_batches(training)
+                raise ConfigurationError(f"{why}; use processes")
+            timeout = getattr(self.runner, "timeout", DEFAULT_TIMEOUT_S)
+            if isinstance(workers, WorkerConfig):
+                runner = runners.runner_of(workers, timeout)
+            else:
+                runner = _autotuned(workers, timeout, in_threads)
+            return replace(self, runner=runner)._batch_source(training)
 
         return BatchSource(
             epoch=self.epoch,
@@ -371,71 +376,60 @@ class Pipeline:
             training=training,
             seekable=True,
             workers=runners.workers_of(self.runner),
-            with_workers=by,
+            with_workers=with_workers,
         )
 
-    def _unless_it_draws(self, make: BatchBuilder, number: int, made: Iterator) -> Iterator:
-        """What threads make, once a batch that one of them makes by itself has shown that they draw from nobody's generators.
+    def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
+        """Yields the batches of threads, after one batch has shown that it does not draw from the global generators.
 
         Raises:
-            Refusal: they do, so that each run would have other batches.
+            ConfigurationError: It does, so every run would have other batches.
         """
-        if any(
-            runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))(make.draws, range(number, number + 1))
-        ):
-            who = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._foreign())
-            why = "from the generators of torch, NumPy or Python, which threads share with the training: other ones in every run"
-            raise ConfigurationError(
-                f"{who} draws {why}; give the function a parameter chance and draw from that, or say .prefetch(processes=1)"
-            )
+        thread = runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))
+        if any(thread(build.draws, range(index, index + 1))):
+            names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
+            why = "draws from the global generators of torch, NumPy or Python, which threads share with training"
+            remedy = "draw from a parameter named rng, or use .prefetch(processes=1)"
+            raise ConfigurationError(f"{names} {why}, so every run would have other batches; {remedy}")
         self.position.draws_nothing = True
-        yield from made
+        yield from batches
 
-    def _noted(self, made: Iterator) -> Iterator:
-        for batch, bad in made:
+    def _recorded(self, batches: Iterator) -> Iterator:
+        """Yields the batches, and counts the rows that were skipped for them."""
+        for batch, bad in batches:
             for fault in bad:
                 self.faults.record(fault)
             yield batch
             del batch
 
-    def _with(self, **changes) -> Pipeline:
-        """The same batches, at the same place."""
-        return replace(self, **changes)
+    def _restarted(self, **changes: Any) -> Pipeline:
+        """Returns a pipeline of other batches, at the start."""
+        reset = getattr(self.runner, "reset", None)
+        return replace(self, position=Position(), **({"runner": reset() if reset else self.runner} | changes))
 
-    def _anew(self, **changes) -> Pipeline:
-        """Other batches, from the start."""
-        runner = self.runner.reset() if hasattr(self.runner, "reset") else self.runner
-        return replace(self, place=Position(), **({"runner": runner} | changes))
-
-    def _foreign(self) -> list:
-        """What in it is of the user's own, and so may draw from the generators of the process, and may not be safe in threads."""
-        things, source = (
-            [self.collate_fn, *(each.function for each in (*self.sample_maps, *self.batch_maps))],
-            self.source,
-        )
-        while source is not None:  # a cache stands before the source and the maps that it keeps
+    def _user_code(self) -> list:
+        """The functions and sources of the user, which may draw from the global generators or not be thread-safe."""
+        things: list = [self.collate_fn, *(stage.function for stage in (*self.sample_maps, *self.batch_maps))]
+        source: Any = self.source
+        while source is not None:  # a cache wraps the source and the maps that it stores
             things += [source, *getattr(source, "functions", ())]
             source = getattr(source, "source", None)
         return [thing for thing in things if not is_builtin(thing)]
 
-    def _refuse_known(self) -> None:
-        """What is known to fail does so now, and not in the middle of a pass.
-
-        Raises:
-            Failure: more rows are known to be bad than may be left out.
-        """
+    def _check_known_bad_rows(self) -> None:
+        """Raises RunError before the epoch if more rows are known to be bad than may be skipped."""
         known = self.source.known_bad_rows()
         if len(known) > self.faults.max_rows:
             for fault in known:
                 self.faults.record(fault)
 
-    def _go_to(self, epoch: int, position: int) -> None:
+    def _seek(self, epoch: int, position: int) -> None:
         self.position.epoch, self.position.position, self.position.begun = epoch, position, False
 
-    def _order(self) -> DeterministicBatchSampler:
+    def _batch_sampler(self) -> DeterministicBatchSampler:
         if self.batch_size is None:
-            raise ConfigurationError("the pipeline does not know its batch size; end it with .batch(size)")
-        order = DeterministicBatchSampler(
+            raise ConfigurationError("the pipeline has no batch size; end it with .batch(size)")
+        sampler = DeterministicBatchSampler(
             len(self.source),
             self.batch_size,
             self.seed if self.shuffled else None,
@@ -443,20 +437,19 @@ class Pipeline:
             self.window,
             None if self.window is None else self.source.chunk_offsets(),
         )
-        smallest = order.rows - (len(order) - 1) * self.batch_size if not self.drop_last else self.batch_size
-        if len(order) and smallest < self.world:
-            raise ConfigurationError(
-                f"{self.world} ranks cannot share a batch of {smallest} rows; take larger ones, or .batch(size, drop_last=True)"
-            )
-        return order
+        smallest = self.batch_size if self.drop_last else sampler.rows - (len(sampler) - 1) * self.batch_size
+        if len(sampler) and smallest < self.num_shards:
+            why = f"a batch of {smallest} rows cannot be divided into {self.num_shards} shards"
+            raise ConfigurationError(f"{why}; use a larger batch size, or .batch(size, drop_last=True)")
+        return sampler
 
 
-def _tell(autotuner: LoaderAutotuner) -> None:
-    found = ", ".join(f"{name}={value}" for name, value in autotuner.tuned_settings.items())
-    warnings.warn(f'prefetch("auto") has found {found}', HastenWarning, stacklevel=2)
+def _report_settings(autotuner: LoaderAutotuner) -> None:
+    settings = ", ".join(f"{name}={value}" for name, value in autotuner.tuned_settings.items())
+    warnings.warn(f'prefetch("auto") has chosen {settings}', HastenWarning, stacklevel=2)
 
 
 def _autotuned(autotuner: LoaderAutotuner, timeout: float | None, in_threads: bool) -> runners.Runner:
-    from hasten.data.workers.autotuned import AutotunedRunner  # brings the caches with it
+    from hasten.data.workers.autotuned import AutotunedRunner  # imports the caches
 
     return AutotunedRunner(autotuner, timeout, in_threads)

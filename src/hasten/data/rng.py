@@ -1,9 +1,10 @@
-"""Random numbers that belong to places in a pass.
+"""Random numbers that belong to positions in an epoch: a counter-based generator.
 
-Augmentation must not depend on how rows fall into batches, workers or ranks, nor on where a run was taken up. So the numbers are not
-drawn from a stream: each is a hash of (seed, epoch, which map asks, place in the pass, how many were asked for before), made by the
-mixing function of SplitMix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195). A block of them is made at a time,
-and kept for the batches that come next: to make those of a small batch takes as long.
+Augmentation must not depend on batch size, workers, ranks or where a run was resumed. So random numbers do not come
+from a stream: each is a hash of (seed, epoch, index of the random map, position in the epoch, count of numbers drawn
+before), computed by the mixing function of SplitMix64 (Steele, Lea, Flood 2014,
+https://doi.org/10.1145/2660193.2660195). Numbers are computed and cached in blocks of positions, because a block takes
+as long as a small batch.
 """
 
 from __future__ import annotations
@@ -13,104 +14,122 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy
 import torch
 
-from hasten.core.rng import derive_seed, seeded_rng
+from hasten.utils.rng import derive_seed, seeded_rng
 
 GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
-APART = numpy.random.MT19937(0)  # stands in for NumPy's own
-BLOCK = 1 << 13  # numbers: what is done to them stays in the processor's cache, and a resumed pass makes few in vain
+NUMPY_RANDOM: Any = numpy.random  # its stubs lack set_bit_generator
+TEMPORARY_BIT_GENERATOR = numpy.random.MT19937(0)  # replaces NumPy's own inside isolated_rng
+BLOCK = 1 << 13  # numbers; a block fits into the processor's cache, and a resumed epoch computes few in excess
 
 
 class SampleRng:
-    """The random numbers of some places in one pass, given in rising order; of one place where ``places`` is a single number."""
+    """Random numbers of some positions in one epoch.
 
-    def __init__(self, places: numpy.ndarray, *key: int):
-        self._places, self._key, self._asked = places, _seed(*key), 0
+    Args:
+        positions: int64, ascending, shape (positions,); or a single position.
+        key: Integers that distinguish this generator: seed, epoch, index of the random map.
+    """
 
-    def __iter__(self):
-        """One Chance for each place, with the numbers that the place has here; their tensors lack the first dimension."""
-        for place in self._places:
-            one = object.__new__(SampleRng)
-            one._places, one._key, one._asked = place, self._key, self._asked
-            yield one
+    def __init__(self, positions: numpy.ndarray, *key: int) -> None:
+        self._positions, self._key, self._drawn = positions, _derive_seed(*key), 0
+
+    def __iter__(self) -> Iterator[SampleRng]:
+        """Yields a generator for each position: the same numbers, in tensors without the first dimension."""
+        for position in self._positions:
+            rng = object.__new__(SampleRng)
+            rng._positions, rng._key, rng._drawn = position, self._key, self._drawn
+            yield rng
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """float32 in [0, 1), of shape (places, *shape)."""
-        return self._numbers(shape, _fractions)
+        """Returns float32 in [0, 1), shape (positions, *shape)."""
+        return self._numbers(shape, _to_fractions)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """int64 in [low, high), of shape (places, *shape); the range holds at most 2**32 numbers."""
-        return self._numbers(shape, _whole, low, high)
+        """Returns int64 in [low, high), shape (positions, *shape); ``high - low`` is at most 2**32."""
+        return self._numbers(shape, _to_integers, low, high)
 
     def bernoulli(self, probability: float = 0.5) -> torch.Tensor:
-        """bool, of shape (places,); True with the given probability."""
+        """Returns bool, shape (positions,); True with the given probability."""
         return self.uniform() < probability
 
-    def _numbers(self, shape: tuple[int, ...], form: Callable, *limits: int) -> torch.Tensor:
+    def _numbers(self, shape: tuple[int, ...], convert: Callable, *limits: int) -> torch.Tensor:
         count = math.prod(shape)
-        made = _drawn if self._places.ndim else _made  # for one place, a block would be made for a single use
-        numbers = made(numpy.atleast_1d(self._places), self._key, self._asked, count, form, *limits)
-        self._asked += count
-        return torch.from_numpy(numbers.reshape((*self._places.shape, *shape)))
+        compute = _from_blocks if self._positions.ndim else _compute  # a block for a single position would be wasted
+        numbers = compute(numpy.atleast_1d(self._positions), self._key, self._drawn, count, convert, *limits)
+        self._drawn += count
+        return torch.from_numpy(numbers.reshape((*self._positions.shape, *shape)))
 
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Inside, the generators of torch, NumPy and Python start from ``seed``; outside nothing has happened.
+    """Seeds the global generators of torch, NumPy and Python with ``seed`` for the block, and restores them after it.
 
-    NumPy's is exchanged, as to save it takes longer than many a batch; the second of two normal numbers that it held back is lost.
+    NumPy's generator is replaced instead of saved, because saving takes longer than some batches. The second number of
+    a pair of normal numbers that NumPy holds back is lost.
     """
-    of_python, of_numpy = random.getstate(), numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(APART)
+    python_state, numpy_generator = random.getstate(), NUMPY_RANDOM.get_bit_generator()
+    NUMPY_RANDOM.set_bit_generator(TEMPORARY_BIT_GENERATOR)
     try:
         with seeded_rng(seed):
             yield
     finally:
-        random.setstate(of_python)
-        numpy.random.set_bit_generator(of_numpy)
+        random.setstate(python_state)
+        NUMPY_RANDOM.set_bit_generator(numpy_generator)
 
 
-_seed = lru_cache(maxsize=64)(derive_seed)
+_derive_seed = lru_cache(maxsize=64)(derive_seed)
 
 
-def _drawn(places: numpy.ndarray, *what) -> numpy.ndarray:
-    """What ``_made`` makes: from blocks, where these are larger."""
-    size = BLOCK // max(1, what[2])
-    if 2 * len(places) > size:
-        return _made(places, *what)
-    first, last = int(places[0]), int(places[-1])
+def _from_blocks(positions: numpy.ndarray, *key: Any) -> numpy.ndarray:
+    """Returns the same as ``_compute``, from cached blocks unless the positions fill half a block or more."""
+    size = BLOCK // max(1, key[2])
+    if 2 * len(positions) > size:
+        return _compute(positions, *key)
+    first, last = int(positions[0]), int(positions[-1])
     begin = first // size * size
-    if last < begin + size and last - first == len(places) - 1:
-        return _block(begin, size, *what)[first - begin : last - begin + 1].copy()
-    return numpy.concatenate([_block(each, size, *what) for each in range(begin, last + 1, size)])[places - begin]
+    if last < begin + size and last - first == len(positions) - 1:
+        return _block(begin, size, *key)[first - begin : last - begin + 1].copy()
+    return numpy.concatenate([_block(at, size, *key) for at in range(begin, last + 1, size)])[positions - begin]
 
 
 @lru_cache(maxsize=64)
-def _block(begin: int, size: int, *what) -> numpy.ndarray:
-    return _made(numpy.arange(begin, begin + size), *what)
+def _block(begin: int, size: int, *key: Any) -> numpy.ndarray:
+    return _compute(numpy.arange(begin, begin + size), *key)
 
 
-def _made(places: numpy.ndarray, key: int, asked: int, count: int, form: Callable, *limits: int) -> numpy.ndarray:
-    """``count`` numbers for each place, after ``asked`` others, shape (places, count), in a form: ``(64 random bits, *limits) -> number``."""
-    of_places = _mixed(places.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
-    return form(
-        _mixed(of_places[:, None] + numpy.arange(asked + 1, asked + 1 + count, dtype=numpy.uint64) * GOLDEN), *limits
-    )
+def _compute(
+    positions: numpy.ndarray, key: int, drawn: int, count: int, convert: Callable, *limits: int
+) -> numpy.ndarray:
+    """Returns ``count`` numbers for each position after ``drawn`` others, shape (positions, count).
+
+    Args:
+        positions: int64, shape (positions,).
+        key: Seed of the generator.
+        drawn: Count of numbers that each position has drawn before.
+        count: Numbers to return for each position.
+        convert: ``(64 random bits, *limits) -> number``.
+        limits: Passed to ``convert``.
+    """
+    bases = _mix(positions.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
+    steps = numpy.arange(drawn + 1, drawn + 1 + count, dtype=numpy.uint64)
+    return convert(_mix(bases[:, None] + steps * GOLDEN), *limits)
 
 
-def _fractions(bits: numpy.ndarray) -> numpy.ndarray:
+def _to_fractions(bits: numpy.ndarray) -> numpy.ndarray:
     return (bits >> numpy.uint64(40)).astype(numpy.float32) * numpy.float32(2**-24)
 
 
-def _whole(bits: numpy.ndarray, low: int, high: int) -> numpy.ndarray:
+def _to_integers(bits: numpy.ndarray, low: int, high: int) -> numpy.ndarray:
     return ((bits >> numpy.uint64(32)) * numpy.uint64(high - low) >> numpy.uint64(32)).astype(numpy.int64) + low
 
 
-def _mixed(x: numpy.ndarray) -> numpy.ndarray:
-    """SplitMix64's finaliser: every bit of the input touches every bit of the output."""
+def _mix(x: numpy.ndarray) -> numpy.ndarray:
+    """The finalizer of SplitMix64: every bit of the input changes every bit of the output with probability 1/2."""
     x = (x ^ (x >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     return x ^ (x >> numpy.uint64(31))

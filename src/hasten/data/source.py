@@ -1,90 +1,102 @@
-"""What a source is: rows that can be read by number, many at a time.
+"""The interface of a source: rows that are read by index, many at a time, as columns.
 
-Everything that the pipeline promises (the same batches for any number of workers or ranks, resumption at any
-batch, caches that can be trusted) follows from this one shape: a batch is a function of row numbers.
+All promises of a pipeline (the same batches for any number of workers and ranks, resume at any batch, valid caches)
+follow from it: a batch is a function of row indices.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
-from hasten.core.tree import tree_leaves, tree_map
+from hasten.utils.tree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from hasten.data.bad_rows import BadRowPolicy
 
 
 class Source(ABC):
-    """Rows that are read by number.
+    """Rows that are read by index; a row is one sample.
 
-    A row is one sample. ``read`` gives many of them at once as *columns*: a tensor, or a tuple or dict of tensors,
-    whose first dimension is the row. A column whose rows have unequal shapes, or hold text or bytes, is a list.
+    ``read`` returns *columns*: a tensor whose first dimension is the row, or a tuple or dict of columns. A column whose
+    rows have different shapes, or hold text or bytes, is a list.
     """
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Returns the number of rows."""
 
     @abstractmethod
     def read(self, rows: numpy.ndarray) -> Any:
-        """The columns of the given rows, in the order asked for. Safe to call from several threads at once.
+        """Returns the columns of the given rows, in the given order. Several threads may call this at once.
 
         Args:
             rows: int64, shape (n,), each in [0, len).
 
         Raises:
-            BadRow: a row that cannot be read.
+            BadRow: A row cannot be read.
         """
 
     @abstractmethod
     def fingerprint(self) -> dict:
-        """What the rows are made of, as plain JSON: files with their sizes and times, columns, settings. Keys the caches."""
+        """Returns JSON values that change when the rows change: files with sizes and times, columns, options.
+
+        It is the key of a cache of the rows.
+        """
 
     def chunk_offsets(self) -> numpy.ndarray:
-        """Where the runs of rows that are read best together begin, and the end: int64, shape (runs + 1,)."""
+        """Returns the first row of every chunk of rows that are read together (row group, shard), and the end.
+
+        int64, shape (chunks + 1,).
+        """
         return numpy.array([0, len(self)])
 
     def known_bad_rows(self) -> list[BadRow]:
-        """The rows of which it is known, before they are read, that they cannot be."""
+        """Returns the rows that are known to be unreadable before they are read."""
         return []
 
-    def prepare(self, runner: Callable, faults) -> None:
-        """Called before every pass, in the process that iterates: the moment to fill a cache, or to open anew what has changed.
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
+        """Called before every epoch in the process that iterates, to fill a cache or to reopen changed files.
 
         Args:
-            runner: shares the work among threads or processes.
-            faults: how many rows may be bad.
+            runner: Computes work items in threads or processes; see ``workers/runners.py``.
+            faults: The limit of bad rows, which counts those found here.
         """
         return
 
 
-class BadRow(Exception):
-    """A row that cannot be read: its number, where it is, and why. The pipeline turns it into a Failure, or skips it.
+class BadRow(Exception):  # noqa: N818  # skipping it is no error
+    """A row cannot be read. The pipeline turns it into a RunError, or skips the row.
 
     Attributes:
-        rows: all rows of those asked for of which the same is known, this one among them.
+        row: Index of the row.
+        where: File and position in it.
+        why: The reason.
+        rows: All of the requested rows that cannot be read for this reason, including ``row``.
     """
 
-    def __init__(self, row: int, where: str, why: str, rows: Iterable[int] = ()):
+    def __init__(self, row: int, where: str, why: str, rows: Iterable[int] = ()) -> None:
         super().__init__(f"row {row} ({where}): {why}")
         self.row, self.where, self.why = int(row), where, why
         self.rows = list(map(int, rows)) or [self.row]
 
-    def __reduce__(self):
-        return type(self), (self.row, self.where, self.why, self.rows)  # travels between processes
+    def __reduce__(self) -> tuple:
+        return type(self), (self.row, self.where, self.why, self.rows)  # worker processes pickle it
 
 
 def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
-    """Raises a BadRow for the first of these rows that is known to be one: {row: (where, why)}."""
+    """Raises BadRow for the first of ``rows`` that is a key of ``bad``: {row: (where, why)}."""
     for row in rows.tolist() if bad else ():
         if row in bad:
             raise BadRow(row, *bad[row])
 
 
-def unbatch(columns) -> list:
-    """The samples of a batch of columns, one by one."""
+def unbatch(columns: Any) -> list:
+    """Returns the samples of a batch of columns."""
     if isinstance(columns, Mapping):
         return [dict(zip(columns, values, strict=True)) for values in zip(*map(unbatch, columns.values()), strict=True)]
     if isinstance(columns, tuple):
@@ -92,26 +104,26 @@ def unbatch(columns) -> list:
     return list(columns)
 
 
-def length_of(columns) -> int:
-    """Returns the number of rows that the columns hold."""
+def length_of(columns: Any) -> int:
+    """Returns the number of rows of the columns."""
     return len(column_leaves(columns)[0])
 
 
-def column_leaves(columns) -> list[torch.Tensor | list]:
+def column_leaves(columns: Any) -> list[torch.Tensor | list]:
     """Returns every column, in order."""
     return tree_leaves(columns, _is_column)
 
 
-def column_spec(columns) -> str:
-    """Returns how the columns are nested and named, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
+def column_spec(columns: Any) -> str:
+    """Returns the nesting and names of the columns, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
     return str(map_columns(lambda column: 0, columns))
 
 
-def map_columns(function: Callable[[Any], Any], columns):
+def map_columns(function: Callable[[Any], Any], columns: Any) -> Any:
     """Returns ``columns`` with ``function`` applied to every column, nested in the same way."""
     return tree_map(function, columns, _is_column)
 
 
-def _is_column(node) -> bool:
-    """A list is a column (of rows that no tensor holds), not a container of columns."""
+def _is_column(node: Any) -> bool:
+    """A list is a column (of rows that no tensor can hold), not a container of columns."""
     return not isinstance(node, (tuple, Mapping))

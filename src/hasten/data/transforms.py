@@ -1,16 +1,18 @@
-"""What is done to pictures in training, a whole batch at once: ``.batch(512).map(crop(4, mirror=True)).map(normalise(mean, std))``.
+"""Augmentation of whole batches of images: ``.batch(512).map(random_crop(4, mirror=True)).map(normalize(mean, std))``.
 
-Functions for ``Pipeline.map`` after ``batch``; of a tuple they take the first part. Pictures stay in their own type until the
-last pass, which writes the floats, and all is done in memory that was used before: fresh memory would cost more than the work.
+These functions are for ``Pipeline.map`` after ``batch``. They transform the batch, or the first part of a tuple. Images
+keep their dtype until ``normalize`` writes floats, and all results are written into reused memory, because fresh memory
+would take longer than the computation.
 
-No border is laid around a picture to crop it. Pictures lie one after the other, so a crop is the same number of values from another
-beginning: one copy of a picture, shifted. What came in from its neighbours is then overwritten with zeros.
+A crop does not pad images. Images lie one after the other in memory, so a crop is the same number of values from
+another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy
 import torch
@@ -23,181 +25,185 @@ SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the begin
 
 
 def random_horizontal_flip() -> Callable:
-    """Mirrors half of the pictures, by chance, left to right: any type, shape (rows, ..., height, width)."""
-    return _flipped
+    """Flips each image left to right with probability 1/2: any dtype, shape (rows, ..., height, width)."""
+    return _random_flip
 
 
 def random_crop(padding: int, mirror: bool = False) -> Callable:
-    """Moves every picture by chance, by up to ``padding`` pixels up or down and left or right; zeros come in from the border.
+    """Shifts each image by up to ``padding`` pixels vertically and horizontally; zeros enter at the border.
 
-    The same as laying a border of zeros around it and cutting out a window of the old size: any type, shape (rows, ..., height, width).
+    Same as padding with zeros and cropping a window of the original size: any dtype, shape (rows, ..., height, width).
 
     Args:
-        mirror: does what ``flip()`` does on the way, which spares a copy.
+        padding: Pixels, at least 1.
+        mirror: Also applies ``random_horizontal_flip()``, which saves a copy.
     """
     if not isinstance(padding, int) or padding < 1:
-        raise ConfigurationError(f"crop(padding) is in pixels, at least 1, not {padding!r}")
-    return partial(_cropped, padding=padding, mirror=mirror)
+        raise ConfigurationError(f"random_crop(padding) must be an integer of at least 1, in pixels, not {padding!r}")
+    return partial(_random_crop, padding=padding, mirror=mirror)
 
 
 def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Callable:
-    """``(value - mean) / std`` as float32; whole numbers (uint8) are taken as fractions of 255 first.
+    """Returns ``(value - mean) / std`` as float32; integers (uint8) are first divided by 255.
 
     Args:
-        mean, std: one number, or one for each channel, which is the dimension after the rows.
+        mean: One number, or one for each channel (dimension 1).
+        std: The same, above 0.
     """
     means, stds = moments(mean, std)
-    return partial(_normalised, means=means, stds=stds)
+    return partial(_normalize, means=means, stds=stds)
 
 
 def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(means, deviations): one of each, or one for each channel.
+    """Returns (means, standard deviations), one or one for each channel.
 
     Raises:
-        Refusal: they are not of the same number, or a deviation is not above 0.
+        ConfigurationError: Their numbers differ, or a standard deviation is not above 0.
     """
-    means, stds = (tuple(numpy.atleast_1d(numpy.asarray(each, dtype=float)).tolist()) for each in (mean, std))
+    means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
-        raise ConfigurationError(f"normalise() wants as many means as deviations, not {len(means)} and {len(stds)}")
+        raise ConfigurationError(
+            f"normalize() requires as many values of mean as of std, not {len(means)} and {len(stds)}"
+        )
     if min(stds) <= 0:
-        raise ConfigurationError(f"normalise() divides by the deviations: they are above 0, not {min(stds):g}")
+        raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
     return means, stds
 
 
-# ---- what is done to a batch
+# ---- functions of a batch
 
 
-def _flipped(batch, rng: SampleRng):
-    pictures = _pictures(batch)
-    return _replaced(batch, _mirror(_like(pictures).copy_(pictures), rng.bernoulli()))
+def _random_flip(batch: Any, rng: SampleRng) -> Any:
+    images = _images(batch)
+    return _replaced(batch, _flip(acquire(images.shape, images.dtype).copy_(images), rng.bernoulli()))
 
 
-def _cropped(batch, rng: SampleRng, *, padding: int, mirror: bool):
-    pictures = _pictures(batch)
-    top, left, mirrored = places(rng.integers(0, choices(padding)), padding)
-    moved = _moved(pictures, (top - padding) * pictures.shape[-1] + left - padding)
-    blank(moved, inside(top, left, padding, *pictures.shape[-2:], pictures.dtype.itemsize))
-    return _replaced(batch, _mirror(moved, mirrored) if mirror else moved)
+def _random_crop(batch: Any, rng: SampleRng, *, padding: int, mirror: bool) -> Any:
+    images = _images(batch)
+    top, left, flipped = decode_choices(rng.integers(0, num_choices(padding)), padding)
+    moved = _shifted(images, (top - padding) * images.shape[-1] + left - padding)
+    height, width = images.shape[-2:]
+    zero_outside(moved, inside_masks(top, left, padding, height, width, images.dtype.itemsize))
+    return _replaced(batch, _flip(moved, flipped) if mirror else moved)
 
 
-def _normalised(batch, *, means: tuple[float, ...], stds: tuple[float, ...]):
-    return _replaced(batch, scaled(_pictures(batch), means, stds))
+def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...]) -> Any:
+    return _replaced(batch, scaled(_images(batch), means, stds))
 
 
-# ---- how
+# ---- computation
 
 
-def scaled(pictures: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
-    """What ``normalise`` makes of pictures: converted, then scaled and shifted in place."""
-    if len(means) not in (1, pictures.shape[1]):
-        raise ConfigurationError(
-            f"normalise() has {len(means)} means, and the pictures have {pictures.shape[1]} channels: {list(pictures.shape)}"
-        )
-    floats = acquire(pictures.shape, torch.float32).copy_(pictures)
+def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
+    """Returns normalized images: converts to float32, then scales and shifts in place."""
+    if len(means) not in (1, images.shape[1]):
+        why = f"normalize() has {len(means)} means, and the images have {images.shape[1]} channels"
+        raise ConfigurationError(f"{why}: shape {list(images.shape)}")
+    floats = acquire(images.shape, torch.float32).copy_(images)
     parts = floats.unbind(1) if len(means) > 1 else [floats]
-    for part, (scale, shift) in zip(parts, terms(means, stds, pictures.dtype), strict=True):
+    for part, (scale, shift) in zip(parts, terms(means, stds, images.dtype), strict=True):
         torch.add(torch.tensor(shift), part, alpha=scale, out=part)
     return floats
 
 
 def terms(means: tuple[float, ...], stds: tuple[float, ...], dtype: torch.dtype) -> list[tuple[float, float]]:
-    """(scale, shift) for values of a type, one pair for each mean."""
+    """Returns (scale, shift) for every mean, for values of ``dtype``."""
     unit = 1.0 if dtype.is_floating_point else 255.0
     return [(1 / (unit * std), -mean / std) for mean, std in zip(means, stds, strict=True)]
 
 
-def _moved(pictures: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Every picture, read from so many values further on."""
-    moved, size = _like(pictures), pictures[0].numel()
-    last = (len(pictures) - 1) * size
+def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """Returns every image read from ``shifts`` values later in memory."""
+    moved, size = acquire(images.shape, images.dtype), images[0].numel()
+    last = (len(images) - 1) * size
     begins = torch.arange(0, last + 1, size) + shifts
-    windows = pictures.contiguous().as_strided((last + 1, size), (1, 1))
+    windows = images.contiguous().as_strided((last + 1, size), (1, 1))
     torch.index_select(windows, 0, begins.clamp(0, last), out=moved.view(-1, size))
-    for row in (
-        ((begins < 0) | (begins > last)).nonzero()[:, 0].tolist()
-    ):  # at the ends of the batch, where no neighbour is
-        moved[row] = pictures[row].roll(-int(shifts[row]))
+    outside = (begins < 0) | (begins > last)  # at the ends of the batch there is no neighboring image
+    for row in outside.nonzero()[:, 0].tolist():
+        moved[row] = images[row].roll(-int(shifts[row]))
     return moved
 
 
-def choices(padding: int) -> int:
-    """How many ways there are to place a window over a picture and its border, mirrored or not."""
+def num_choices(padding: int) -> int:
+    """Returns the number of windows in a padded image, flipped or not."""
     return 2 * (2 * padding + 1) ** 2
 
 
-def places(numbers: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(top, left, whether mirrored) of choices by number; (padding, padding) is the picture where it was."""
-    corner, sides = numbers >> 1, 2 * padding + 1
-    return corner // sides, corner % sides, (numbers & 1).bool()
+def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (top, left, flipped) for indices of windows; (padding, padding) is the unmoved image."""
+    corner, sides = choices >> 1, 2 * padding + 1
+    return corner // sides, corner % sides, (choices & 1).bool()
 
 
-def inside(top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int) -> torch.Tensor:
-    """Which bytes of a plane belong to the picture in windows that begin there: all ones or zeros, shape (rows, integers of a plane)."""
-    down, across = _insides(padding, height, width, itemsize)
-    return down.index_select(0, top).bitwise_and_(across.index_select(0, left))
+def inside_masks(
+    top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int
+) -> torch.Tensor:
+    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros.
+
+    Shape (rows, integers per plane).
+    """
+    rows, columns = _axis_masks(padding, height, width, itemsize)
+    return rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
 
 
-def seams(left: torch.Tensor, padding: int) -> torch.Tensor:
-    """Which of the last bytes of a row of pixels, and of the first of the next, belong to the picture in windows of uint8 that begin there.
+def seam_masks(left: torch.Tensor, padding: int) -> torch.Tensor:
+    """Returns which bytes of a seam belong to the image for uint8 windows at ``left``: bits all ones or zeros.
 
-    All ones or zeros, in one whole number for each window: int64, shape (rows,). For a ``padding`` of half a seam at most.
+    A seam is the last bytes of a row of pixels and the first of the next, as one integer: int64, shape (rows,).
+    ``padding`` must be at most half a seam.
     """
     columns = torch.arange(-SEAM // 2, SEAM // 2)
-    before = columns + (left - padding)[:, None]  # where a window begins further on, from there
-    return ((columns < 0) == (before < 0)).to(torch.uint8).neg().view(torch.int64)[:, 0]
+    source = columns + (left - padding)[:, None]  # the column from which each byte is read
+    return ((columns < 0) == (source < 0)).to(torch.uint8).neg().view(torch.int64)[:, 0]
 
 
-def blank(pictures: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The same memory, with zeros where it does not belong to the picture."""
-    planes = pictures.view(len(pictures), -1, pictures.shape[-2] * pictures.shape[-1]).view(kept.dtype)
-    planes.bitwise_and_(kept[:, None])
-    return pictures
+def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Sets the bytes to zero, in place, that ``inside_masks`` marks with zeros."""
+    planes = images.view(len(images), -1, images.shape[-2] * images.shape[-1]).view(masks.dtype)
+    planes.bitwise_and_(masks[:, None])
+    return images
 
 
 @lru_cache(maxsize=8)
-def _insides(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each beginning of a window, which bytes of a plane are inside from top to bottom, and from left to right.
+def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally.
 
-    As the widest integers that a plane is made of, shape (2 * padding + 1, integers of a plane).
+    In the widest integers that divide a plane, shape (2 * padding + 1, integers per plane).
     """
 
-    def within(length: int) -> torch.Tensor:
-        values = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
-        return (values >= 0) & (values < length)
+    def inside(length: int) -> torch.Tensor:
+        positions = torch.arange(2 * padding + 1)[:, None] - padding + torch.arange(length)
+        return (positions >= 0) & (positions < length)
 
-    down, across = within(height)[:, :, None], within(width).repeat_interleave(itemsize, 1)[:, None]
-    planes = [each.expand(-1, height, width * itemsize).flatten(1).to(torch.uint8).neg() for each in (down, across)]
-    return tuple(plane.view(torch.int64) if plane.shape[1] % 8 == 0 else plane for plane in planes)
+    def plane(mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.expand(-1, height, width * itemsize).flatten(1).to(torch.uint8).neg()
+        return mask.view(torch.int64) if mask.shape[1] % 8 == 0 else mask
 
-
-def _mirror(pictures: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The same memory, the chosen pictures turned left to right."""
-    rows, flat = chosen.nonzero()[:, 0], pictures.view(len(pictures), -1)
-    some = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
-    turned = some.view(-1, *pictures.shape[1:]).flip(-1).view(some.shape)
-    flat.view(torch.uint8).numpy()[rows.numpy()] = turned.view(
-        torch.uint8
-    ).numpy()  # twelve times as fast as index_copy_
-    return pictures
+    return plane(inside(height)[:, :, None]), plane(inside(width).repeat_interleave(itemsize, 1)[:, None])
 
 
-def _like(pictures: torch.Tensor) -> torch.Tensor:
-    return acquire(pictures.shape, pictures.dtype)
+def _flip(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Flips the chosen images left to right, in place."""
+    rows, flat = chosen.nonzero()[:, 0], images.view(len(images), -1)
+    selected = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
+    flipped = selected.view(-1, *images.shape[1:]).flip(-1).view(selected.shape)
+    # assignment in NumPy is twelve times as fast as index_copy_
+    flat.view(torch.uint8).numpy()[rows.numpy()] = flipped.view(torch.uint8).numpy()
+    return images
 
 
-def _pictures(batch) -> torch.Tensor:
-    """The pictures of a batch."""
-    pictures = batch[0] if isinstance(batch, tuple) else batch
-    if isinstance(pictures, list):
-        raise ConfigurationError("the pictures differ in size; give them one with resize=, or a map before batch()")
-    if not isinstance(pictures, torch.Tensor):
-        raise ConfigurationError(
-            f"a batch is pictures, or a tuple that begins with them, not a {type(pictures).__name__}; name a target="
-        )
-    if pictures.ndim < 3:
-        raise ConfigurationError(f"pictures have the shape (rows, ..., height, width), not {list(pictures.shape)}")
-    return pictures
+def _images(batch: Any) -> torch.Tensor:
+    images = batch[0] if isinstance(batch, tuple) else batch
+    if isinstance(images, list):
+        raise ConfigurationError("the images differ in size; resize them with resize=, or in a map before batch()")
+    if not isinstance(images, torch.Tensor):
+        what = f"a batch must be images, or a tuple whose first part is images, not a {type(images).__name__}"
+        raise ConfigurationError(f"{what}; pass a target=")
+    if images.ndim < 3:
+        raise ConfigurationError(f"images must have the shape (rows, ..., height, width), not {list(images.shape)}")
+    return images
 
 
-def _replaced(batch, pictures: torch.Tensor):
-    return (pictures, *batch[1:]) if isinstance(batch, tuple) else pictures
+def _replaced(batch: Any, images: torch.Tensor) -> Any:
+    return (images, *batch[1:]) if isinstance(batch, tuple) else images

@@ -2,16 +2,16 @@
 
 torch converts whole numbers in one pass and scales them in another, and each pass over the floats takes as long as
 writing them. Its kernel for embedding tables of 8 bits does both at once. A row of such a table holds its values, then
-a float32 scale and a float32 shift; ``augmented`` lays the planes of images out like that. The kernel is not documented
-for this use (``embedding_bag_byte_unpack``,
+a float32 scale and a float32 shift; ``augmented_images`` lays out the planes of images like that. The kernel is not
+documented for this use (``embedding_bag_byte_unpack``,
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/quantized/cpu/qembeddingbag_unpack.cpp), so it is used
 only if it exists and returns the same bits as the two passes.
 
-Why an undocumented kernel stays: without it ``augmented`` is 1.41 times slower (1.17 to 1.69; 25 interleaved passes of
-``benchmarks/data_images_in_memory.py``'s pipeline on one core of an AMD EPYC, torch 2.13), which would lose the figure
-of 500,000 images per second in the README. For a batch of 512 images the kernel takes 194 µs and the two passes 426 µs.
-The documented ways in one pass or in blocks that stay in the cache are not faster: ``torch.addcmul`` of uint8 takes
-5,700 µs, blocks of 128 images 488 µs.
+Why an undocumented kernel stays: without it ``augmented_images`` is 1.41 times slower (1.17 to 1.69; 25 interleaved
+passes of ``benchmarks/data_images_in_memory.py``'s pipeline on one core of an AMD EPYC, torch 2.13), which would lose
+the figure of 500,000 images per second in the README. For a batch of 512 images the kernel takes 194 µs and the two
+passes 426 µs. The documented ways in one pass or in blocks that stay in the cache are not faster: ``torch.addcmul`` of
+uint8 takes 5,700 µs, blocks of 128 images 488 µs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ with suppress(ImportError):  # Windows has no such module
     import resource
 
 FOOTER_BYTES = 8  # after the values of a plane: its scale and its shift
-LARGEST_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB anew and unmaps it when it is freed
+MAX_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB anew and unmaps it when it is freed
 
 
 def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int) -> torch.Tensor:
@@ -75,8 +75,8 @@ def retain_freed_memory() -> None:
     glibc raises its threshold for mapped blocks to the size of the largest block that was freed. The second block is
     below that threshold and is written to, so that the first batches already find memory that needs no page faults.
     """
-    torch.empty(LARGEST_RETAINED_BYTES, dtype=torch.uint8)
-    torch.empty(LARGEST_RETAINED_BYTES - (1 << 20), dtype=torch.uint8).zero_()
+    torch.empty(MAX_RETAINED_BYTES, dtype=torch.uint8)
+    torch.empty(MAX_RETAINED_BYTES - (1 << 20), dtype=torch.uint8).zero_()
 
 
 def page_faults() -> int:

@@ -1,6 +1,6 @@
 """Estimates which storage format would be faster: stores some of the rows that way and reads them back.
 
-The estimate holds for *these* data on this machine; ``convert`` measures again when all rows are stored.
+The estimate is for these data on this machine; ``convert`` measures again when all rows are stored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 from statistics import fmean, median, stdev
+from typing import Any
 
 from scipy.special import stdtrit
 
@@ -23,206 +24,210 @@ from hasten.core.progress import ProgressCallback
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.cache.cache_disk import default_folder, file_lock, remove_partial
 from hasten.data.source import BadRow
-from hasten.datatools.file_sampling import some_of
-from hasten.datatools.format_detection import KINDS
+from hasten.datatools.file_sampling import sample_files
+from hasten.datatools.format_detection import FORMATS
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.shard_plan import ShardPlan, translate_write_errors
-from hasten.datatools.stage_throughput import pace, paces
-from hasten.datatools.writers import STORAGES
+from hasten.datatools.stage_throughput import repeated_stage_rates, stage_rates
+from hasten.datatools.writers import WRITERS
 
-WORTH = 1.2  # times as fast; less does not justify a conversion
-FEWEST = 64  # rows stored to try a format, at least
-TURNS, LEAST = 6, 2  # measurements of each side: at most, at least
-ERROR = 0.05  # probability of calling equal sides different: Student's t over the turns
-PATIENCE = 3  # times the planned time, after which LEAST turns suffice
-CLEAR = 1.01  # times as fast; less counts as no difference
-CHUNKS = 4  # chunks of rows stored to try a format, at most
-ADVICE = "samples are written there; make room, or name another folder with HASTEN_CACHE"
-TRIED = {
+MIN_GAIN = 1.2  # speedup; less does not justify a conversion
+MIN_ROWS = 64  # stored to try a format
+MAX_TURNS, MIN_TURNS = 6, 2  # measurements of each side
+SIGNIFICANCE = 0.05  # probability of calling equal sides different: Student's t over the turns
+OVERTIME = 3  # times the planned time, after which MIN_TURNS turns suffice
+MIN_DIFFERENCE = 1.01  # speedup; less counts as no difference
+MAX_CHUNKS = 4  # chunks of rows stored to try a format
+DISK_ADVICE = "samples are written there; free some space, or choose another folder with HASTEN_CACHE"
+CANDIDATES = {  # target formats that may be faster
     "parquet": ("feather", "rows"),
     "feather": ("feather", "rows"),
     "csv": ("parquet", "feather", "rows"),
     "tfrecord": ("feather", "rows"),
-    "images": ("shards", "rows"),
-    "shards": ("shards", "rows"),
+    "images": ("webdataset", "rows"),
+    "webdataset": ("webdataset", "rows"),
 }
 
 
 def better_storages(
-    reading: RowReader, before: Sequence[float], total: int, disk: float | None, budget: float, watch: ProgressCallback
+    reader: RowReader, before: Sequence[float], total: int, disk: float | None, budget: float, watch: ProgressCallback
 ) -> list[dict]:
-    """The formats that would be faster, the fastest first.
+    """Returns the formats that would be faster, the fastest first.
 
     Args:
-        reading: the data as they are, images of one size.
-        before: measurements of rows/s into batches.
-        total: rows of all files.
-        disk: bytes/s, if every epoch reads from the disk; None if the data stay in memory.
-        budget: seconds.
-        watch: progress.
+        reader: Reads the data as they are, images of one size.
+        before: Measurements of rows/s into batches.
+        total: Rows of all files.
+        disk: Bytes/s, if every epoch reads from the disk; None if the data stay in memory.
+        budget: Seconds.
+        watch: Progress callback.
 
     Returns:
         For each format ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one
-        core, "gain" (times as fast, from the medians), "low" and "high" (from the most distant measurements; None of a
+        core, "gain" (speedup, from the medians), "low" and "high" (from the most distant measurements; None with a
         single one), "bytes" of all rows}``.
     """
-    resize = side_of(reading.resize)
-    storages = [
-        to for to in TRIED.get(reading.kind.name, ()) if resize or (reading.kind.name, to) != ("shards", "shards")
-    ]
-    ends, found = time.perf_counter() + budget, []
-    seconds = budget / (3 * max(1, len(storages)))  # a third each for writing, for reading and in reserve
-    sample = _sample(replace(reading, fill=0), median(before), seconds)
-    with workplace() as folder:
-        for to in storages:
-            left = ends - time.perf_counter()
+    kind, resize = reader.kind.name, side_of(reader.resize)
+    candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("webdataset", "webdataset")]
+    deadline, results = time.perf_counter() + budget, []
+    seconds = budget / (3 * max(1, len(candidates)))  # a third each for writing, for reading and in reserve
+    sample = _sample(replace(reader, fill=0), median(before), seconds)
+    with temporary_folder() as folder:
+        for to in candidates:
+            left = deadline - time.perf_counter()
             if left < seconds:
                 break
             watch(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
-            with suppress(ConfigurationError, BadRow):  # a format that cannot hold the data is not advised
-                row, paced = _tried(sample, to, folder / to, seconds)
-                after = [slower_of(each, row, disk) for each in paced]
-                fill = 0 if to == "rows" and _lacks_numbers(sample) else None
-                gained = {"rows_per_second": median(after), **_gain(before, after), "bytes": round(row * total)}
-                found.append({"to": to, "resize": resize, "fill": fill, **gained})
-    return sorted((each for each in found if each["gain"] >= WORTH), key=lambda each: -each["gain"])
+            with suppress(ConfigurationError, BadRow):  # a format that cannot express the data is not advised
+                row_bytes, rates = _try_format(sample, to, folder / to, seconds)
+                after = [limit_by_disk(rate, row_bytes, disk) for rate in rates]
+                fill = 0 if to == "rows" and _has_missing_values(sample) else None
+                gain = {"rows_per_second": median(after), **_unpaired_gain(before, after)}
+                results.append({"to": to, "resize": resize, "fill": fill, **gain, "bytes": round(row_bytes * total)})
+    return sorted((result for result in results if result["gain"] >= MIN_GAIN), key=lambda result: -result["gain"])
 
 
-def estimated_gain(reading: RowReader, to: str, seconds: float) -> float | None:
-    """How many times as fast rows will be read when stored as ``to``, estimated from some of them; None if that fails.
+def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
+    """Estimates the speedup of reading rows when stored as ``to`` from some of them; None if that fails.
 
     Args:
-        seconds: for each side of the comparison, about.
+        reader: Reads the rows as they are.
+        to: Target format.
+        seconds: For each side of the comparison, about.
     """
     try:
-        with workplace() as folder:
-            reading = _some(reading, folder)
-            before = pace(_filled(reading), seconds)["batches"]
-            _, after = _tried(_sample(reading, before, seconds), to, folder / to, seconds)
+        with temporary_folder() as folder:
+            reader = _on_some_files(reader, folder)
+            before = stage_rates(_with_fill(reader), seconds)["batches"]
+            _, after = _try_format(_sample(reader, before, seconds), to, folder / to, seconds)
     except (ConfigurationError, BadRow, RunError):
         return None
     return median(after) / before
 
 
-def measured_gain(reading: RowReader, to: str, files: list[str], seconds: float) -> dict:
-    """The gain of storing rows as ``to`` in these files, as of ``gain_of``; all None if the rows make no batches.
+def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) -> dict:
+    """Measures the gain of storing rows as ``to`` in these files.
 
     Args:
-        seconds: for each side of the comparison, about.
+        reader: Reads the original rows.
+        to: Target format.
+        files: The stored rows.
+        seconds: For each side of the comparison, about.
+
+    Returns:
+        As ``gain_of``; all None if no batches can be built from the rows.
     """
-    stored = RowReader(
-        KINDS[to], files, files, resize=reading.resize if to == "shards" else None, faults=reading.faults
-    )
+    resize = reader.resize if to == "webdataset" else None
+    stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)
     try:
-        with workplace() as folder:
-            paces = _in_turns([_filled(_some(each, folder)) for each in (reading, stored)], seconds)
-    except (ConfigurationError, BadRow, RunError):  # such as missing text, which no batch can hold
+        with temporary_folder() as folder:
+            sides = [_with_fill(_on_some_files(side, folder)) for side in (reader, stored)]
+            before, after = zip(*_interleaved_rates(sides, seconds), strict=True)
+    except (ConfigurationError, BadRow, RunError):  # such as missing text, which no batch can contain
         return dict.fromkeys(("before", "after", "ratio", "low", "high", "verdict"))
-    return gain_of(*zip(*paces, strict=True))
+    return gain_of(before, after)
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
-    """The gain that paired measurements support.
+    """Returns the gain that paired measurements support.
 
     Args:
-        before: rows/s, measured in turns with ``after``.
-        after: rows/s.
+        before: Rows/s, measured in turns with ``after``.
+        after: Rows/s.
 
     Returns:
         "before" and "after": medians. "ratio", "low", "high": median, minimum and maximum of after / before over the
         pairs. "verdict": "faster" or "slower" if all pairs agree and Student's t rejects chance, else "no difference".
     """
-    ratios = [late / early for early, late in zip(before, after, strict=True)]
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
     low, high = min(ratios), max(ratios)
     logs = list(map(math.log, ratios))
-    by_chance = abs(fmean(logs)) < stdtrit(len(logs) - 1, 1 - ERROR / 2) * stdev(logs) / math.sqrt(len(logs))
-    verdict = (
-        "no difference" if by_chance else "faster" if low > CLEAR else "slower" if high < 1 / CLEAR else "no difference"
-    )
-    return {
-        "before": median(before),
-        "after": median(after),
-        "ratio": median(ratios),
-        "low": low,
-        "high": high,
-        "verdict": verdict,
-    }
+    critical_t = stdtrit(len(logs) - 1, 1 - SIGNIFICANCE / 2)
+    is_significant = abs(fmean(logs)) >= critical_t * stdev(logs) / math.sqrt(len(logs))
+    verdict = "no difference"
+    if is_significant and low > MIN_DIFFERENCE:
+        verdict = "faster"
+    elif is_significant and high < 1 / MIN_DIFFERENCE:
+        verdict = "slower"
+    medians = {"before": median(before), "after": median(after), "ratio": median(ratios)}
+    return {**medians, "low": low, "high": high, "verdict": verdict}
 
 
-def slower_of(paced: float, row: float, disk: float | None) -> float:
-    """Rows/s of a core at ``paced`` rows/s and a disk at ``disk`` bytes/s, for rows of ``row`` bytes, concurrently."""
-    return paced if disk is None else min(paced, disk / max(row, 1e-9))
+def limit_by_disk(rate: float, row_bytes: float, disk: float | None) -> float:
+    """Returns the rows/s of a core that reaches ``rate`` rows/s, limited by a disk that reaches ``disk`` bytes/s."""
+    return rate if disk is None else min(rate, disk / max(row_bytes, 1e-9))
 
 
-def side_of(resize) -> int | None:
-    """The value for ``--resize``; None for images that are left as they are."""
+def side_of(resize: int | tuple[int, int] | None) -> int | None:
+    """Returns the value for ``--resize``; None for images that keep their size."""
     return resize if isinstance(resize, int) else None
 
 
-def _gain(before: Sequence[float], after: Sequence[float]) -> dict:
-    """Gain from measurements that are not paired."""
+def _unpaired_gain(before: Sequence[float], after: Sequence[float]) -> dict:
     several = len(before) > 1 or len(after) > 1
     low, high = (min(after) / max(before), max(after) / min(before)) if several else (None, None)
     return {"gain": median(after) / median(before), "low": low, "high": high}
 
 
-def _sample(reading: RowReader, rate: float, seconds: float) -> RowReader:
+def _sample(reader: RowReader, rate: float, seconds: float) -> RowReader:
     """As many rows from the beginning as are read in ``seconds``."""
-    return replace(reading, most=max(FEWEST, min(int(rate * seconds), CHUNKS * reading.chunk)))
+    return replace(reader, max_rows=max(MIN_ROWS, min(int(rate * seconds), MAX_CHUNKS * reader.chunk)))
 
 
-def _in_turns(readings: list[RowReader], seconds: float) -> list[list[float]]:
-    """Rows/s of each reading in turns. The first turn, which also loads libraries, does not count."""
-    paces, ends = [], time.perf_counter() + PATIENCE * seconds
-    while len(paces) <= LEAST or (len(paces) <= TURNS and time.perf_counter() < ends):
-        paces.append([pace(each, seconds / TURNS)["batches"] for each in readings])
-    return paces[1:]
+def _interleaved_rates(readers: list[RowReader], seconds: float) -> list[list[float]]:
+    """Rows/s of each reader in turns. The first turn, which also loads libraries, is dropped."""
+    turns, deadline = [], time.perf_counter() + OVERTIME * seconds
+    while len(turns) <= MIN_TURNS or (len(turns) <= MAX_TURNS and time.perf_counter() < deadline):
+        turns.append([stage_rates(reader, seconds / MAX_TURNS)["batches"] for reader in readers])
+    return turns[1:]
 
 
-def _some(reading: RowReader, folder: Path) -> RowReader:
+def _on_some_files(reader: RowReader, folder: Path) -> RowReader:
     """The same rows, or some of the files of a format without an index. Bad rows are counted separately."""
-    some, _ = some_of(reading.kind, reading.files, folder)
-    where = reading.where if some == reading.files else some
-    return replace(reading, where=where, files=some, faults=BadRowPolicy(reading.faults.max_rows))
+    files, _ = sample_files(reader.kind, reader.files, folder)
+    where = reader.where if files == reader.files else files
+    return replace(reader, where=where, files=files, faults=BadRowPolicy(reader.faults.max_rows))
 
 
-def _filled(reading: RowReader) -> RowReader:
+def _with_fill(reader: RowReader) -> RowReader:
     """The same rows with missing numbers filled: which are missing does not change the speed."""
-    return replace(reading, fill=0 if reading.kind.is_table else None)
+    return replace(reader, fill=0 if reader.kind.is_table else None)
 
 
-def _lacks_numbers(sample: RowReader) -> bool:
+def _has_missing_values(sample: RowReader) -> bool:
     """Whether values are missing, which a matrix cannot express."""
     tables = sample.tables(0, sample.rows) if sample.kind.is_table else ()
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
-def _tried(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
+def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
     """(bytes of a row, measurements of rows/s) of the sample, stored as ``to``."""
-    with translate_write_errors(folder, ADVICE):
+    with translate_write_errors(folder, DISK_ADVICE):
         folder.mkdir()
         plan = ShardPlan(sample, folder, 1)
-        storage = STORAGES[to](plan)
-        plan.done.append((storage.write(0, lambda rows: None).rows, ""))
-        storage.finish()
+        writer = WRITERS[to](plan)
+        plan.done.append((writer.write(0, lambda rows: None).rows, ""))
+        writer.finish()
     files = sorted(str(file) for file in folder.iterdir())
-    of_table = {"target": sample.target, "fill": 0} if KINDS[to].is_table else {}
-    stored = RowReader(KINDS[to], files, files, **of_table, resize=sample.resize if to == "shards" else None)
-    return sum(map(os.path.getsize, files)) / sample.rows, paces(stored, seconds)["batches"]
+    table_options: dict[str, Any] = {"target": sample.target, "fill": 0} if FORMATS[to].is_table else {}
+    resize = sample.resize if to == "webdataset" else None
+    stored = RowReader(FORMATS[to], files, files, **table_options, resize=resize)
+    rates = repeated_stage_rates(stored, seconds)["batches"]
+    return sum(map(os.path.getsize, files)) / sample.rows, rates or []
 
 
 @contextmanager
-def workplace() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A temporary folder for samples; also removes those that killed processes have left."""
     base = default_folder() / "samples"
     name = f"{os.getpid()}-{token_hex(4)}"
     lock, folder = base / f"{name}.lock", base / f"{name}.making"
-    with translate_write_errors(base, ADVICE):
+    with translate_write_errors(base, DISK_ADVICE):
         base.mkdir(parents=True, exist_ok=True)
         remove_partial(base)
         lock.touch()
     with file_lock(lock, f"waiting for {lock}"):
-        with translate_write_errors(base, ADVICE):
+        with translate_write_errors(base, DISK_ADVICE):
             folder.mkdir()
         try:
             yield folder

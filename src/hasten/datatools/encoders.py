@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy
 import torch
@@ -12,56 +13,54 @@ from hasten.core.errors import ConfigurationError
 QUALITY = 90  # of JPEG files, from 0 to 100
 
 
-def jpeg(picture: torch.Tensor) -> bytes:
+def jpeg(image: torch.Tensor) -> bytes:
     """Encodes an image, uint8, shape (3, height, width), as a JPEG file."""
-    colours = numpy.ascontiguousarray(picture.permute(1, 2, 0).numpy())
+    pixels = numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())
     try:
         from simplejpeg import encode_jpeg
 
-        return encode_jpeg(colours, quality=QUALITY, colorspace="RGB", colorsubsampling="420")
+        return encode_jpeg(pixels, quality=QUALITY, colorspace="RGB", colorsubsampling="420")
     except ImportError:
         try:
             from PIL import Image
         except ImportError:
-            raise ConfigurationError(
-                "writing JPEG files needs the package pillow; pip install 'hasten[images]'"
-            ) from None
+            raise ConfigurationError("writing JPEG files requires Pillow: pip install 'hasten[images]'") from None
         file = io.BytesIO()
-        Image.fromarray(colours).save(file, "JPEG", quality=QUALITY)
+        Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
         return file.getvalue()
 
 
-def arrow_table(columns: dict):
+def arrow_table(columns: dict) -> Any:
     """Converts the columns of a batch, {name: tensor or list}, to an Arrow table.
 
     Raises:
-        Refusal: a column of values or numbers that no file format here can store.
+        ConfigurationError: A column has values or a dtype that no file format here can store.
     """
     import pyarrow as pa
 
     return pa.table({name: _arrow(name, column) for name, column in columns.items()})
 
 
-def _arrow(name: str, column):
+def _arrow(name: str, column: Any) -> Any:
     import pyarrow as pa
 
     if isinstance(column, torch.Tensor):
-        array = pa.array(_numbers(name, column).reshape(-1))
+        array = pa.array(_to_numpy(name, column).reshape(-1))
         for size in reversed(column.shape[1:]):
             array = pa.FixedSizeListArray.from_arrays(array, size)
         return array
     if column and isinstance(column[0], torch.Tensor):
-        edges = numpy.cumsum([0, *map(len, column)])
-        return pa.LargeListArray.from_arrays(pa.array(edges, pa.int64()), pa.array(_numbers(name, torch.cat(column))))
+        offsets = pa.array(numpy.cumsum([0, *map(len, column)]), pa.int64())
+        return pa.LargeListArray.from_arrays(offsets, pa.array(_to_numpy(name, torch.cat(column))))
     if not all(isinstance(value, (bytes, str)) for value in column):
-        raise ConfigurationError(f"column {name!r} holds {type(column[0]).__name__}s, which no table holds")
+        raise ConfigurationError(f"column {name!r} holds {type(column[0]).__name__}s, which a table cannot store")
     return pa.array(column, pa.large_binary() if column and isinstance(column[0], bytes) else pa.large_string())
 
 
-def _numbers(name: str, column: torch.Tensor) -> numpy.ndarray:
+def _to_numpy(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
         raise ConfigurationError(
-            f"column {name!r} holds {column.dtype}, which no file format here knows; store float32 or float16"
+            f"column {name!r} holds {column.dtype}, which no file format here supports; store float32 or float16"
         ) from None

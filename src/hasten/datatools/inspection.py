@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy
 import psutil
@@ -18,21 +19,21 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import SHARE
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.table_source import MEMORY_FRACTION
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
 from hasten.data.validation import at_least
-from hasten.datatools.advice import better_storages, side_of, slower_of, workplace
-from hasten.datatools.file_sampling import some_of
-from hasten.datatools.format_detection import classes_of, counted, kinds_at, named, openable
-from hasten.datatools.row_reader import CHUNK, RowReader, stamped
-from hasten.datatools.stage_throughput import paces, reading_pace
+from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_folder
+from hasten.datatools.file_sampling import sample_files
+from hasten.datatools.format_detection import class_names, count_by_title, flatten_columns, formats_at, select_openable
+from hasten.datatools.row_reader import CHUNK, RowReader, signature_or_reason
+from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates
 
-SIDE = 256  # pixels; larger images are measured resized to squares of this side
-LOOKED_AT = 16  # images that are examined to find out whether all have one size
-COUNTED = 10_000  # files whose sizes are added up; of more files, a sample is extrapolated
-SHARES = {"disk": 0.1, "pace": 0.2, "storages": 0.6}  # of the budget
+MAX_SIDE = 256  # pixels; larger images are measured resized to squares of this side
+PROBED_IMAGES = 16  # examined to find out whether all have one size
+MAX_COUNTED = 10_000  # files whose sizes are added up; of more files, a sample is extrapolated
+BUDGET_SHARES = {"disk": 0.1, "stages": 0.2, "storages": 0.6}
 
 
 def inspect(
@@ -46,62 +47,59 @@ def inspect(
     """Inspects stored data: what they are, how fast they are read into batches, and which format would be faster.
 
     Args:
-        path: a folder, a file or a pattern; of several formats, the one with the most files is inspected.
-        target: the column of a table to predict; the others are then one matrix, if they are numbers, as in training.
-        skip_bad: skip up to this many unreadable rows or files, as in ``convert``; None: the first one is "trouble".
-        budget: seconds to spend, about.
-        watch: progress.
+        path: A folder, a file or a pattern; of several formats, the one with the most files is inspected.
+        target: The column of a table to predict. As in training, the others are then one matrix if they are numeric.
+        max_bad_rows: Skip up to this many unreadable rows or files, as ``convert`` does; None reports the first one as
+            "trouble".
+        budget: Seconds to spend, about.
+        watch: Progress callback.
 
     Returns:
-        "kind", "title", "files", "bytes", "others" (files of other forms, by form), "rows" ("rows_exact": False where
-        they were counted in some of the files), "columns" ({name: type}), "classes" (their words in the order of their
-        numbers, or None), "target", "resize" (what pictures were resized to, to be measured), "speed" ({"disk",
-        "page_cache", "network": bytes a second; "decode", "copy", "batches": rows a second on one core}: medians, None
-        for what is not there), "ranges" ({name: [low, high]} of the readings, where there were several), "in_memory"
-        (the files fit there, so that the disk counts in the first pass alone), "limit" ("disk", "network", "decode" or
-        "copy"), "passes" ("first" where later ones take decoded rows from memory, else "every"), "storages" (what would
-        be faster here, as ``better_storages`` gives it), "max_bad_rows", "skipped_rows" ({"row", "where", "why"} of what could
-        not be read, of all that was looked at; a file has no row), "trouble" (why rows could not be measured),
-        "seconds".
+        "path", "kind", "title", "files" (number), "bytes", "others" ({format: number of files} of other formats),
+        "rows" ("rows_exact" is False if they were counted in some of the files only), "columns" ({name: type}),
+        "classes" (class names in the order of their indices, or None), "target", "resize" (side in pixels that images
+        were resized to for measuring), "speed" ({"disk", "page_cache", "network": bytes/s; "decode", "copy", "batches":
+        rows/s on one core}: medians, None for a stage that does not exist), "ranges" ({name: [low, high]} of repeated
+        measurements), "in_memory" (whether the files fit into memory, so that only the first epoch reads the disk),
+        "limit" (the slowest stage: "disk", "network", "decode" or "copy"), "passes" ("first" if later epochs find the
+        decoded rows in memory, else "every"), "storages" (faster formats, as of ``better_storages``), "max_bad_rows",
+        "skipped_rows" ({"row", "where", "why"} of what could not be read; row is None for a file), "trouble" (why
+        speeds could not be measured, or None), "seconds".
 
     Raises:
-        Refusal: nothing is there, or a file that cannot be opened.
-        Failure: more cannot be read than may be left out.
+        ConfigurationError: There is no file at the path, or a file cannot be opened.
+        RunError: More rows cannot be read than may be skipped.
     """
-    began = perf_counter()
+    start = perf_counter()
     at_least("max_bad_rows", max_bad_rows, 1, optional=True)
     watch("opening", 0.0, budget)
-    (kind, files), *others = kinds_at(path)
-    files, lost = openable(kind, files, max_bad_rows or 0)
-    faults = BadRowPolicy((max_bad_rows or 0) - len(lost))
-    size, remote = _bytes_of(files, faults), is_remote(files[0])
-    with workplace() as folder:
-        some, taken = some_of(kind, files, folder)
-        share = 1.0 if taken is None else taken / size
+    (kind, files), *others = formats_at(path)
+    files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
+    faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
+    size = _total_bytes(files, faults)
+    with temporary_folder() as folder:
+        sample, sample_bytes = sample_files(kind, files, folder)
+        fraction = 1.0 if sample_bytes is None else sample_bytes / size
+        where = str(path) if kind.name == "images" else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
-        reading = _in_one_size(
-            RowReader(kind, str(path) if kind.name == "images" else some, some, target, fill, faults=faults)
-        )
+        reader = _with_common_size(RowReader(kind, where, sample, target, fill, faults=faults))
         try:
-            if not reading.rows:
+            if not reader.rows:
                 raise ConfigurationError(f"{path} holds no rows")
-        except ConfigurationError as refused:
-            raise ConfigurationError(
-                str(refused).replace(some[0], files[0])
-            ) from None  # not the temporary file with its first lines
-        rows, memory = round(reading.rows / share), psutil.virtual_memory().available
+        except ConfigurationError as error:  # names the user's file, not the temporary one with its first lines
+            raise ConfigurationError(str(error).replace(sample[0], files[0])) from None
         result = {
             "path": str(path),
             "kind": kind.name,
             "title": kind.title,
             "files": len(files),
             "bytes": size,
-            "rows": rows,
-            "rows_exact": share == 1.0,
+            "rows": round(reader.rows / fraction),
+            "rows_exact": fraction == 1.0,
             "target": target,
-            "resize": side_of(reading.resize),
-            "in_memory": size < memory / 2 and not remote,
-            "others": counted(others),
+            "resize": side_of(reader.resize),
+            "in_memory": size < psutil.virtual_memory().available / 2 and not is_remote(files[0]),
+            "others": count_by_title(others),
             "classes": None,
             "columns": {},
             "passes": "every",
@@ -111,80 +109,84 @@ def inspect(
             "max_bad_rows": max_bad_rows,
         }
         watch("reading", 0.05, budget)
-        readings = reading_pace(files, SHARES["disk"] * budget)
+        rates = read_rates(files, BUDGET_SHARES["disk"] * budget)
         watch("decoding", 0.2, 0.8 * budget)
         try:
-            result["columns"] = {name: _type(column) for name, column in reading.like.items()}
-            readings |= paces(reading, SHARES["pace"] * budget)
-            result["classes"] = classes_of(reading.source, files)
+            result["columns"] = {name: _type_name(column) for name, column in reader.like.items()}
+            rates |= repeated_stage_rates(reader, BUDGET_SHARES["stages"] * budget)
+            result["classes"] = class_names(reader.source, files)
         except (BadRow, ConfigurationError) as error:
-            readings |= dict.fromkeys(("decode", "copy", "batches"))
-            result["trouble"] = str(error).replace(some[0], files[0])
-        speed = result["speed"] = {name: each and median(each) for name, each in readings.items()}
-        result["ranges"] = {name: [min(each), max(each)] for name, each in readings.items() if each and len(each) > 1}
-        if speed["batches"]:
-            disk = None if result["in_memory"] else speed["disk"] or speed["network"]
-            if kind.is_table and rows * CHUNK / reading.chunk < memory / SHARE:
-                result["passes"] = "first"
-            result["limit"] = _limit(speed, size / rows, {"network" if remote else "disk": disk})
-            before = [slower_of(each, size / rows, disk) for each in readings["batches"]]
-            left = began + budget - perf_counter()
-            here = None if remote else disk  # a converted copy would be on this machine
-            result["storages"] = better_storages(
-                reading, before, rows, here, min(left, SHARES["storages"] * budget), watch
-            )
-    return result | {"skipped_rows": lost + faults.listed(), "seconds": perf_counter() - began}
+            rates |= dict.fromkeys(("decode", "copy", "batches"))
+            result["trouble"] = str(error).replace(sample[0], files[0])
+        result["speed"] = {name: values and median(values) for name, values in rates.items()}
+        result["ranges"] = {
+            name: [min(values), max(values)] for name, values in rates.items() if values and len(values) > 1
+        }
+        if rates["batches"]:
+            _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
+    return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}
 
 
-def _limit(speed: dict, row: float, places: dict) -> str:
-    """The slowest stage for rows of ``row`` bytes; ``places``: bytes/s of the disk or network, if it counts."""
+def _add_advice(
+    result: dict, reader: RowReader, rates: list[float], left: float, budget: float, watch: ProgressCallback
+) -> None:
+    """Adds the slowest stage, and the formats that would be faster; ``left``: seconds of the budget."""
+    speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
+    is_local = speed["network"] is None
+    bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
+    if reader.kind.is_table and rows * CHUNK / reader.chunk < psutil.virtual_memory().available * MEMORY_FRACTION:
+        result["passes"] = "first"
+    result["limit"] = _slowest_stage(speed, row_bytes, {"disk" if is_local else "network": bandwidth})
+    before = [limit_by_disk(rate, row_bytes, bandwidth) for rate in rates]
+    disk = bandwidth if is_local else None  # a converted copy would be on this machine
+    seconds = min(left, BUDGET_SHARES["storages"] * budget)
+    result["storages"] = better_storages(reader, before, rows, disk, seconds, watch)
+
+
+def _slowest_stage(speed: dict[str, float], row_bytes: float, bandwidths: dict[str, float | None]) -> str:
+    """The slowest stage; ``bandwidths``: bytes/s of the disk or network, None if it is not read in every epoch."""
     seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
-    seconds |= {name: row / rate for name, rate in places.items() if rate}
-    return max(seconds, key=seconds.get)
+    seconds |= {name: row_bytes / bandwidth for name, bandwidth in bandwidths.items() if bandwidth}
+    return max(seconds, key=lambda name: seconds[name])
 
 
-# ---- what is looked at
+def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
+    sample = files[:: -(-len(files) // MAX_COUNTED)]
+    return round(sum(signature_or_reason(file, faults)[1] for file in sample) * len(files) / len(sample))
 
 
-def _bytes_of(files: list[str], faults: BadRowPolicy) -> int:
-    looked_at = files[:: -(-len(files) // COUNTED)]
-    return round(sum(stamped(file, faults)[1] for file in looked_at) * len(files) / len(looked_at))
-
-
-def _in_one_size(reading: RowReader) -> RowReader:
-    """Images of one size, as batches need them: their own if all have the same and it is small, else a square."""
-    if reading.kind.name not in ("images", "shards"):
-        return reading
-    rows = (
-        numpy.unique(numpy.linspace(0, reading.rows - 1, LOOKED_AT).astype(numpy.int64))
-        if reading.rows
-        else numpy.arange(0)
-    )
-    sizes = {tuple(picture.shape[1:]) for picture in _pictures(reading, rows)}
+def _with_common_size(reader: RowReader) -> RowReader:
+    """Images of one size, as batches require: their own if it is common to all and small, else a square."""
+    if reader.kind.name not in ("images", "webdataset") or not reader.rows:
+        return reader
+    rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
+    sizes = {tuple(image.shape[1:]) for image in _images(reader, rows)}
     if not sizes:
-        return reading
+        return reader
     size = sizes.pop()
-    return replace(reading, resize=size if not sizes and max(size) <= SIDE else SIDE)
+    return replace(reader, resize=size if not sizes and max(size) <= MAX_SIDE else MAX_SIDE)
 
 
-def _pictures(reading: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
+def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
+    """The images of some rows; empty if there are none, or if a row cannot be read, which is reported later."""
     try:
-        there = reading.read(reading.source, rows) if len(rows) else None
+        columns = reader.read(reader.source, rows)
     except BadRow:
-        there = None  # reported when it is measured
-    columns = {} if there is None else named(there, reading.kind)
-    of_pictures = [
-        column for name, column in columns.items() if name == "pictures" or name.rpartition(".")[2] in PICTURES
-    ]
-    return of_pictures[0] if of_pictures else []
+        columns = None
+    for name, column in ({} if columns is None else flatten_columns(columns, reader.kind)).items():
+        if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES:
+            return column
+    return []
 
 
-def _type(column) -> str:
+def _type_name(column: Any) -> str:
     """``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
     if isinstance(column, torch.Tensor):
-        kind = str(column.dtype).removeprefix("torch.")
-        return f"{kind} {tuple(column.shape[1:])}" if column.ndim > 1 else kind
-    first = column[0] if column else None
+        dtype = str(column.dtype).removeprefix("torch.")
+        return f"{dtype} {tuple(column.shape[1:])}" if column.ndim > 1 else dtype
+    first: Any = column[0] if column else None
     if isinstance(first, torch.Tensor):
         return f"lists of {first.dtype}".replace("torch.", "")
-    return {str: "text", bytes: "bytes"}.get(type(first), f"lists of {type(first).__name__}")
+    if isinstance(first, (str, bytes)):
+        return "text" if isinstance(first, str) else "bytes"
+    return f"lists of {type(first).__name__}"

@@ -1,7 +1,7 @@
-"""Reads the rows to convert, in their order, in the form that the target format needs.
+"""Reads the rows to convert, in order, in the form that the target format requires.
 
-``columns`` gives batches of columns, ``tables`` Arrow tables, which keep every type and missing values, and ``samples``
-the files of a tar archive: a key, and bytes for each file ending.
+``columns`` yields batches of columns, ``tables`` Arrow tables, which preserve all types and missing values, and
+``samples`` the files of a tar archive: a key, and bytes for each file ending.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.decoding import PIXELS, decoded, pictures_of, size_of
+from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.table_layout import Layout
-from hasten.data.formats.webdataset import PICTURES
+from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, Source, length_of
 from hasten.datatools.encoders import arrow_table, jpeg
-from hasten.datatools.format_detection import StorageFormat, named, opened
+from hasten.datatools.format_detection import StorageFormat, flatten_columns, open_pipeline
 
 CHUNK = 16_000_000  # bytes of rows in memory at a time
-PROBED = 4  # rows read to estimate the size of a row
-LEAST = (1, 1)  # pixels: decoding to this size verifies all of an image at the least cost
+PROBED_ROWS = 4  # read to estimate the size of a row
+MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at the least cost
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class RowReader:
     """Rows of files of one format.
 
     Attributes:
-        kind: the format.
-        where: the folder, or the files.
-        files: the files.
-        target: of a table, as in ``parquet``.
-        fill: of a table, as in ``parquet``.
-        resize: the side of images in pixels, or (height, width), or None to leave them as they are.
-        most: read only this many rows from the beginning; None for all.
-        faults: how many unreadable rows may be skipped, and which were.
+        kind: Their format.
+        where: The folder, or the files.
+        files: The files.
+        target: Of a table, as in ``parquet``.
+        fill: Of a table, as in ``parquet``.
+        resize: The side of images in pixels, or (height, width); None keeps their size.
+        max_rows: Read only this many rows from the beginning; None for all.
+        faults: How many unreadable rows may be skipped, and which were.
     """
 
     kind: StorageFormat
@@ -52,49 +53,52 @@ class RowReader:
     target: str | None = None
     fill: float | None = None
     resize: int | tuple[int, int] | None = None
-    most: int | None = None
+    max_rows: int | None = None
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def fingerprint(self) -> dict:
-        """What the rows are made of, JSON-serializable."""
-        return {"files": self.stamps(), "target": self.target, "fill": self.fill, "resize": self.resize}
+        """What the rows depend on, JSON-serializable."""
+        return {"files": self.signatures(), "target": self.target, "fill": self.fill, "resize": self.resize}
 
-    def stamps(self) -> list[list]:
-        """The stamp of each file; of a missing one that may be skipped, the reason."""
-        return [stamped(file, self.faults) for file in self.files]
+    def signatures(self) -> list[list]:
+        """The signature of each file; of a missing file that may be skipped, the reason."""
+        return [signature_or_reason(file, self.faults) for file in self.files]
 
-    def opened(self) -> Source:
-        """A new source, which has read nothing yet.
+    def open(self) -> Any:
+        """Returns a new source, which has read nothing yet.
 
         Raises:
-            Refusal: a file cannot be opened or is damaged; ``openable`` has removed those that may be skipped.
+            ConfigurationError: A file cannot be opened or is damaged; ``select_openable`` has removed the files that
+                may be skipped.
         """
-        source = opened(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
-        for why in getattr(source, "lost", {}).values():
-            raise ConfigurationError(why)
+        source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
+        for reason in getattr(source, "lost", {}).values():
+            raise ConfigurationError(reason)
         return source
 
     @cached_property
-    def source(self) -> Source:
-        return self.opened()
+    def source(self) -> Any:
+        """The source; its class, and so its attributes, depend on the format."""
+        return self.open()
 
     @cached_property
     def rows(self) -> int:
         if self.kind.is_table:
-            there = sum(rows for manifest in self._manifests.values() for rows in manifest.runs)
+            rows = sum(rows for manifest in self._manifests.values() for rows in manifest.chunks)
         else:
-            there = len(self.source)
-        return there if self.most is None else min(there, self.most)
+            rows = len(self.source)
+        return rows if self.max_rows is None else min(rows, self.max_rows)
 
     @cached_property
-    def first(self):
+    def first(self) -> Any:
         """The columns of the first readable rows, as the source returns them.
 
         Raises:
-            Failure: no row can be read.
+            RunError: No row can be read.
         """
-        for begin in range(0, self.rows, PROBED):
-            if (columns := self.read(self.source, numpy.arange(begin, min(begin + PROBED, self.rows)))) is not None:
+        for begin in range(0, self.rows, PROBED_ROWS):
+            columns = self.read(self.source, numpy.arange(begin, min(begin + PROBED_ROWS, self.rows)))
+            if columns is not None:
                 return columns
         raise RunError("no row can be read; there is nothing to store")
 
@@ -106,102 +110,103 @@ class RowReader:
     @cached_property
     def chunk(self) -> int:
         """Number of rows read at a time."""
-        return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_size, self.like.values()))))
+        return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
     def probe(self, first: int, last: int) -> dict:
-        """The columns of the rows from ``first`` to ``last``, by name; empty if none can be read."""
+        """Returns the columns of the rows from ``first`` to ``last``, by name; empty if none can be read."""
         columns = self.read(self.source, numpy.arange(first, last))
         return {} if columns is None else self._named(columns)
 
     def columns(self, first: int, last: int) -> Iterator[dict]:
-        """The columns of the rows from ``first`` to ``last``, ``chunk`` rows at a time."""
+        """Yields the columns of the rows from ``first`` to ``last``, ``chunk`` rows at a time."""
         for begin in range(first, last, self.chunk):
-            if columns := self.probe(begin, min(begin + self.chunk, last)):
+            columns = self.probe(begin, min(begin + self.chunk, last))
+            if columns:
                 yield columns
 
-    def read(self, source: Source, rows: numpy.ndarray):
-        """The columns of some rows, without the skipped ones; None if none can be read.
+    def read(self, source: Source, rows: numpy.ndarray) -> Any:
+        """Returns the columns of some rows, without the skipped ones; None if none can be read.
 
         Raises:
-            BadRow: a row cannot be read, and none may be skipped. Failure: more cannot be read than may be skipped.
+            BadRow: A row cannot be read, and none may be skipped.
+            RunError: More rows cannot be read than may be skipped.
         """
         if not self.faults.max_rows:
             return source.read(rows)
-        columns, _, bad = self.faults.readable(source, rows)
-        for fault in bad:
-            self.faults.record(fault)
+        columns, _, bad_rows = self.faults.readable(source, rows)
+        for bad_row in bad_rows:
+            self.faults.record(bad_row)
         return columns
 
-    def _left_out(self, fault: BadRow) -> None:
-        """Records a row that is skipped; raises it if none may be."""
+    def _skip(self, bad_row: BadRow) -> None:
+        """Records a row that is skipped; raises it if none may be skipped."""
         if not self.faults.max_rows:
-            raise fault
-        self.faults.record(fault)
+            raise bad_row
+        self.faults.record(bad_row)
 
-    def _named(self, columns) -> dict:
-        found = named(columns, self.kind, self.target)
-        return (
-            found
-            if self.kind.name not in ("images", "shards")
-            else {name: _in_one(column) for name, column in found.items()}
-        )
+    def _named(self, columns: Any) -> dict[str, Any]:
+        flat = flatten_columns(columns, self.kind, self.target)
+        if self.kind.name in ("images", "webdataset"):
+            return {name: _stack_images(column) for name, column in flat.items()}
+        return flat
 
     # ---- as Arrow tables
 
     def tables(self, first: int, last: int) -> Iterator:
-        """The rows from ``first`` to ``last`` as Arrow tables of one schema."""
+        """Yields the rows from ``first`` to ``last`` as Arrow tables of one schema."""
         if not self.kind.is_table:
             yield from map(arrow_table, self.columns(first, last))
             return
         import pyarrow as pa
 
-        at, schema = 0, pa.schema(list(self._layout.types.items()))
+        run_begin, schema = 0, pa.schema(list(self._layout.types.items()))
         for file, manifest in self._manifests.items():
-            for number, rows in enumerate(manifest.runs):
-                low, high = max(first, at), min(last, at + rows)
-                if low < high and (run := self._readable_run(file, number, at, range(low, high))) is not None:
-                    for begin in range(0, len(run), step := max(1, CHUNK * len(run) // max(1, run.nbytes))):
+            for index, num_rows in enumerate(manifest.chunks):
+                rows = range(max(first, run_begin), min(last, run_begin + num_rows))
+                run = self._readable_run(file, index, run_begin, rows) if rows else None
+                if run is not None:
+                    step = max(1, CHUNK * len(run) // max(1, run.nbytes))
+                    for begin in range(0, len(run), step):
                         yield run.slice(begin, step).cast(schema)
-                at += rows
+                run_begin += num_rows
 
-    def _readable_run(self, file: str, number: int, first: int, rows: range):
+    def _readable_run(self, file: str, index: int, first: int, rows: range) -> Any:
         """Some rows of a run that begins at row ``first``; None if it cannot be read and may be skipped."""
         try:
-            return self._run(file, number, first).slice(rows.start - first, len(rows))
-        except BadRow as fault:
+            return self._run(file, index, first).slice(rows.start - first, len(rows))
+        except BadRow as bad_row:
             for row in rows:
-                self._left_out(BadRow(row, fault.where, fault.why))
+                self._skip(BadRow(row, bad_row.where, bad_row.why))
             return None
 
     @cached_property
     def _run(self) -> Callable:
-        """``_decoded``, which keeps the last run: a part may end in the middle of one."""
-        return lru_cache(maxsize=1)(self._decoded)
+        """``_decode``, which caches the last run: a part may end in the middle of one."""
+        return lru_cache(maxsize=1)(self._decode)
 
-    def _decoded(self, file: str, number: int, first: int):
+    def _decode(self, file: str, index: int, first: int) -> Any:
         """Decodes a run, which begins at row ``first``, to an Arrow table."""
         import pyarrow as pa
 
-        if number in (bad := self._manifests[file].bad):
-            raise BadRow(first, file, bad[number])
+        bad = self._manifests[file].bad
+        if index in bad:
+            raise BadRow(first, file, bad[index])
         try:
-            run = self._form.run(file, number, self._layout.names)
-            check(run, self._manifests[file].runs[number])
+            run = self._form.chunk(file, index, self._layout.names)
+            check(run, self._manifests[file].chunks[index])
         except ConfigurationError:
             raise
-        except MemoryError as error:
-            if not asks_too_much(error):
+        except (MemoryError, OSError, ValueError, LookupError, pa.ArrowException) as error:
+            if isinstance(error, MemoryError) and not asks_too_much(error):
                 raise
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
-        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
                 raise RunError(f"cannot read {file}: {format_error(error)}") from None
-            raise BadRow(first, f"{file}, {self._form.run_name} {number}", format_error(error)) from None
+            raise BadRow(first, f"{file}, {self._form.chunk_name} {index}", format_error(error)) from None
         run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
         return run.select(self._layout.names)
 
     @cached_property
-    def _form(self):
+    def _form(self) -> Any:
         return {"parquet": Parquet, "feather": Feather}[self.kind.name]() if self.kind.name != "csv" else Csv()
 
     @cached_property
@@ -216,102 +221,104 @@ class RowReader:
     # ---- as files in a tar
 
     def samples(self, first: int, last: int) -> Iterator[list[tuple[str, dict[str, bytes]]]]:
-        """The rows from ``first`` to ``last`` as (key, {ending: bytes}); only resized images are encoded anew."""
-        parts = self._parts_of_pictures if self.kind.name == "images" else self._parts_of_shards
-        for begin in range(first, last, step := self._samples_at_a_time):
-            rows = numpy.arange(begin, min(begin + step, last))
-            made = (part and self._stored(row, *part) for row, part in zip(rows.tolist(), parts(rows), strict=True))
-            yield [sample for sample in made if sample is not None]
+        """Yields the rows from ``first`` to ``last`` as (key, {ending: bytes}); only resized images are re-encoded."""
+        read = self._read_images if self.kind.name == "images" else self._read_shards
+        for begin in range(first, last, self._sample_chunk):
+            rows = numpy.arange(begin, min(begin + self._sample_chunk, last))
+            samples = (
+                files and self._encode(row, *files) for row, files in zip(rows.tolist(), read(rows), strict=True)
+            )
+            yield [sample for sample in samples if sample is not None]
 
     @cached_property
-    def _samples_at_a_time(self) -> int:
+    def _sample_chunk(self) -> int:
         """Number of samples read at a time; of images that are not resized, only the files' bytes are in memory."""
         if self.resize is not None:
             return self.chunk
-        return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.stamps())))
+        return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.signatures())))
 
-    def _parts_of_pictures(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
+    def _read_images(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
         """(key, location, {ending: bytes}) of each row; None of a row that cannot be read and may be skipped."""
         for row in rows.tolist():
             path = self.source.files.path(row)
             try:
                 files = {"png" if path.lower().endswith(".png") else "jpg": content_of(path)}
-            except ConfigurationError as refused:
-                self._left_out(BadRow(row, path, str(refused)))
+            except ConfigurationError as error:
+                self._skip(BadRow(row, path, str(error)))
                 yield None
                 continue
             if self.source.labels is not None:
                 files["cls"] = str(self.source.labels[row].item()).encode()
             yield f"{row:09}", path, files
 
-    def _parts_of_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
-        numbers = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
-        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-            places = {name: self.source.places[name][row] for name in self.source.columns}
-            there = {name: place for name, place in places.items() if place[0] >= 0}
-            contents = read_ranges(
-                self.source.stamps, numpy.full(len(there), number), *numpy.array([*there.values()]).T
-            )
+    def _read_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+        shards = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
+        for row, shard in zip(rows.tolist(), shards.tolist(), strict=True):
+            ranges = {name: self.source.positions[name][row] for name in self.source.columns}
+            ranges = {name: span for name, span in ranges.items() if span[0] >= 0}  # the members that the sample has
+            begins, ends = numpy.array([*ranges.values()]).T
+            contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield key, f"{self.source.stamps[number][0]}, {key}", dict(zip(there, map(bytes, contents), strict=True))
+            yield (
+                key,
+                f"{self.source.signatures[shard][0]}, {key}",
+                dict(zip(ranges, map(bytes, contents), strict=True)),
+            )
 
-    def _stored(self, row: int, key: str, place: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
+    def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
-        made = {}
+        encoded = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
-            if last in PICTURES:
-                where = place if self.kind.name == "images" else f"{place}.{ending}"
+            if last in IMAGE_TYPES:
+                location = where if self.kind.name == "images" else f"{where}.{ending}"
                 try:
                     if self.resize is None:
-                        _prove(row, where, content)
+                        _check_decodable(row, location, content)
                     else:
-                        (picture,) = pictures_of([row], [where], iter([content]), size_of(self.resize), PIXELS)
-                        ending, content = f"{stem}.jpg".lstrip("."), jpeg(picture)
-                except BadRow as fault:
-                    self._left_out(fault)
+                        (image,) = decode_images([row], [location], iter([content]), size_of(self.resize), PIXELS)
+                        ending, content = f"{stem}.jpg".lstrip("."), jpeg(image)
+                except BadRow as bad_row:
+                    self._skip(bad_row)
                     return None
-            made[ending] = content
-        return key, made
+            encoded[ending] = content
+        return key, encoded
 
 
-def _prove(row: int, where: str, content: bytes) -> None:
+def _check_decodable(row: int, where: str, content: bytes) -> None:
     """Checks that an image that is stored unchanged can be decoded.
 
     Raises:
-        BadRow: it cannot.
+        BadRow: It cannot.
     """
     try:
-        decoded(content, PIXELS, LEAST)
+        decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:
         raise BadRow(row, where, str(error)) from None
 
 
-def stamped(file: str, faults: BadRowPolicy) -> list:
-    """The stamp of a file; of a missing one that may be skipped, ``[path, 0, reason]``."""
+def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
+    """Returns the signature of a file; of a missing file that may be skipped, ``[path, 0, reason]``."""
     try:
         return file_signature(file)
-    except ConfigurationError as refused:
+    except ConfigurationError as error:
         if not faults.max_rows:
             raise
-        return [file, 0, str(refused)]
+        return [file, 0, str(error)]
 
 
-def _in_one(column):
+def _stack_images(column: Any) -> Any:
     """Stacks images of one size to one tensor; images of several sizes stay a list."""
-    if (
-        isinstance(column, list)
-        and column
-        and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in column)
-    ):
-        return torch.stack(column) if len({each.shape for each in column}) == 1 else column
-    return column
+    if not isinstance(column, list) or not column:
+        return column
+    are_images = all(isinstance(image, torch.Tensor) and image.ndim == 3 for image in column)
+    return torch.stack(column) if are_images and len({image.shape for image in column}) == 1 else column
 
 
-def _size(column) -> int:
-    if isinstance(column, torch.Tensor):
-        return column.nbytes
-    return sum(
-        _size(value) if isinstance(value, torch.Tensor) else len(value) if isinstance(value, (bytes, str)) else 64
-        for value in column
-    )
+def _num_bytes(value: Any) -> int:
+    """The bytes of a column or of a value in it, about."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    return sum(map(_num_bytes, value)) if isinstance(value, list) else 64

@@ -1,7 +1,7 @@
-"""A conversion in parts: which rows each part has, and what a storage format must implement.
+"""A conversion in parts: which rows each part has, and the interface of the writers of storage formats.
 
-Each part is written to a temporary name (``.part``) and read back. Parts get their final names only when all are
-written, so a file with a final name is complete, and no reader takes half of the data for all of it.
+Each part is written under a temporary name (``.part``) and read back. Parts get their final names when all are written:
+a file with a final name is complete, and no reader mistakes a part of the data for all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hasten.datatools.row_reader import RowReader
 from hasten.engine.error_messages import translate_disk_errors
 
 PART = ".part"
-Tell = Callable[[int], None]  # called with the number of rows written since the last call
+ReportRows = Callable[[int], None]  # called with the number of rows written since the last call
 
 
 @dataclass
@@ -26,42 +26,45 @@ class ShardPlan:
     """Rows that are written into a folder in several parts.
 
     Attributes:
-        reading: the rows.
-        folder: where they are written.
-        parts: the number of parts.
-        done: (number of rows, content hash) of each part that is written. Bad rows are not in it.
+        reader: Reads the rows.
+        folder: Where they are written.
+        parts: Number of parts.
+        done: (number of rows, content hash) of each part that is written; skipped rows are not counted.
     """
 
-    reading: RowReader
+    reader: RowReader
     folder: Path
     parts: int
     done: list[tuple[int, str]] = field(default_factory=list)
 
-    def range(self, number: int) -> tuple[int, int]:
-        """(first row, end) of a part; the end is exclusive."""
-        rows = self.reading.rows
-        return rows * number // self.parts, rows * (number + 1) // self.parts
+    def range(self, part: int) -> tuple[int, int]:
+        """Returns (first row, end) of a part; the end is exclusive."""
+        rows = self.reader.rows
+        return rows * part // self.parts, rows * (part + 1) // self.parts
 
-    def rows_before(self, number: int) -> int:
-        """Number of rows written in the parts before this one."""
-        return sum(rows for rows, _ in self.done[:number])
+    def rows_before(self, part: int) -> int:
+        """Returns the number of rows written in the parts before this one."""
+        return sum(rows for rows, _ in self.done[:part])
 
 
-class Storage(Protocol):
-    """A storage format: writes the parts of a plan. Hashes are of the content, not of the files."""
+class Writer(Protocol):
+    """Writes the parts of a plan in one storage format. Hashes are of the content, not of the files."""
 
-    def write(self, number: int, tell: Tell) -> ContentHash:
-        """Writes a part under its temporary name; returns the hash of what should be in it."""
+    def write(self, part: int, report: ReportRows) -> ContentHash:
+        """Writes a part under its temporary name; returns the hash of what it should contain."""
+        ...
 
-    def read_back(self, number: int) -> ContentHash:
+    def read_back(self, part: int) -> ContentHash:
         """Reads the part that was written last; returns its hash."""
+        ...
 
     def finish(self) -> dict:
-        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader must know."""
+        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader requires."""
+        ...
 
 
 def fsync(file: IO) -> None:
-    """Writes a file's content through to the disk, so that it survives a power failure."""
+    """Flushes a file to the disk, so that its content survives a power failure."""
     file.flush()
     os.fsync(file.fileno())
 

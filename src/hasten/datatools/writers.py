@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy
 
@@ -15,83 +16,84 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.formats.table_files import Feather, Parquet
 from hasten.data.formats.tar_headers import members
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.formats.tfrecord import AT_ONCE, Records, frame_records
+from hasten.data.formats.tfrecord import MAX_SKIPPED, Records, frame_records
 from hasten.data.io.paths import mapped_bytes
 from hasten.data.source import unbatch
 from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.npy_writer import NpyWriter
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import PART, ShardPlan, Storage, Tell, fsync
+from hasten.datatools.shard_plan import PART, ReportRows, ShardPlan, Writer, fsync
 
 
 @dataclass
-class Files:
-    """A storage format with one file for each part; formats differ in two functions.
+class FilePerPart:
+    """Writer of one file for each part; formats differ in two functions.
 
     Attributes:
-        plan: what is written, and where.
-        suffix: of the files.
-        write_file: ``(path, reading, first row, end row, tell) -> content hash``.
+        plan: What is written, and where.
+        suffix: Ending of the file names.
+        write_file: ``(path, reader, first row, end row, report) -> content hash``.
         read_file: ``(path) -> content hash``.
     """
 
     plan: ShardPlan
     suffix: str
-    write_file: Callable[[Path, RowReader, int, int, Tell], ContentHash]
+    write_file: Callable[[Path, RowReader, int, int, ReportRows], ContentHash]
     read_file: Callable[[Path], ContentHash]
 
-    def write(self, number: int, tell: Tell) -> ContentHash:
-        path = self._path(number, PART)
+    def write(self, part: int, report: ReportRows) -> ContentHash:
+        path = self._path(part, PART)
         try:
-            return self.write_file(path, self.plan.reading, *self.plan.range(number), tell)
+            return self.write_file(path, self.plan.reader, *self.plan.range(part), report)
         except BaseException:
             path.unlink(missing_ok=True)  # an incomplete part is useless, and the disk may be full
             raise
 
-    def read_back(self, number: int) -> ContentHash:
-        return self.read_file(self._path(number, PART))
+    def read_back(self, part: int) -> ContentHash:
+        return self.read_file(self._path(part, PART))
 
     def finish(self) -> dict:
-        paths = [self._path(number) for number in range(self.plan.parts)]
-        for number, path in enumerate(paths):
-            if (unnamed := self._path(number, PART)).exists():
-                os.replace(unnamed, path)
+        paths = [self._path(part) for part in range(self.plan.parts)]
+        for part, path in enumerate(paths):
+            temporary = self._path(part, PART)
+            if temporary.exists():
+                os.replace(temporary, path)
         return {"files": [path.name for path in paths]}
 
-    def _path(self, number: int, ending: str = "") -> Path:
-        return self.plan.folder / f"{number:05}-of-{self.plan.parts:05}{self.suffix}{ending}"
+    def _path(self, part: int, ending: str = "") -> Path:
+        return self.plan.folder / f"{part:05}-of-{self.plan.parts:05}{self.suffix}{ending}"
 
 
 # ---- tables
 
 
-def write_feather(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
     """Writes a Feather file without compression, so that readers can map it into memory."""
     import pyarrow as pa
 
-    return _write_tables(path, reading.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), tell)
+    return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
-def write_parquet(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
     """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
     from pyarrow.parquet import ParquetWriter
 
-    def writer(file, schema):
+    def new_writer(file: IO, schema: Any) -> ParquetWriter:
         text = [name for name, kind in zip(schema.names, schema.types, strict=True) if str(kind) == "large_string"]
         return ParquetWriter(file, schema, compression="none", use_dictionary=text)
 
-    return _write_tables(path, map(_as_parquet_holds_it, reading.tables(first, last)), writer, tell)
+    return _write_tables(path, map(_cast_for_parquet, reader.tables(first, last)), new_writer, report)
 
 
-def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> ContentHash:
+def _write_tables(path: Path, tables: Iterator, new_writer: Callable, report: ReportRows) -> ContentHash:
     digest, writer = ContentHash(), None
     with open(path, "wb") as file:
         try:
             for table in tables:
-                writer = writer or new(file, table.schema)
+                writer = writer or new_writer(file, table.schema)
                 writer.write_table(table)  # one row group or record batch each
                 digest.add_table(table)
-                tell(len(table))
+                report(len(table))
         finally:
             if writer is not None:
                 writer.close()
@@ -99,11 +101,11 @@ def _write_tables(path: Path, tables: Iterator, new: Callable, tell: Tell) -> Co
     return digest
 
 
-def _as_parquet_holds_it(table):
-    """Casts times in seconds to milliseconds, and 64-bit dates to 32-bit ones: Parquet has no others."""
+def _cast_for_parquet(table: Any) -> Any:
+    """Casts times in seconds to milliseconds, and 64-bit dates to 32-bit ones: Parquet supports no others."""
     import pyarrow as pa
 
-    def held(kind):
+    def cast(kind: Any) -> Any:
         if pa.types.is_timestamp(kind) and kind.unit == "s":
             return pa.timestamp("ms", kind.tz)
         return {pa.time32("s"): pa.time32("ms"), pa.date64(): pa.date32()}.get(kind, kind)
@@ -111,44 +113,46 @@ def _as_parquet_holds_it(table):
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
             raise ConfigurationError(
-                f"column {name!r} is of type {kind}, which Parquet has not; store the table as feather"
+                f"column {name!r} is of type {kind}, which Parquet does not support; store the table as feather"
             )
-    schema = pa.schema([(name, held(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
+    schema = pa.schema([(name, cast(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 
 
-def _reads_tables(form) -> Callable[[Path], ContentHash]:
+def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
     def read(path: Path) -> ContentHash:
         import pyarrow as pa
 
         digest, manifest = ContentHash(), form().manifest(str(path))
-        for number in range(len(manifest.runs)):
-            run = form().run(str(path), number, manifest.schema.names)
+        for index in range(len(manifest.chunks)):
+            run = form().chunk(str(path), index, manifest.schema.names)
             digest.add_table(pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run)
         return digest
 
     return read
 
 
-# ---- records
+# ---- TFRecord
 
 
-def write_records(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
+    """Writes a TFRecord file of ``tf.train.Example`` messages."""
     digest = ContentHash()
     with open(path, "wb") as file:
-        for columns in reading.columns(first, last):
+        for columns in reader.columns(first, last):
             messages = [encode_example(row) for row in unbatch(columns)]
             file.write(frame_records(messages))
             digest.add({"messages": messages}, len(messages))
-            tell(len(messages))
+            report(len(messages))
         fsync(file)
     return digest
 
 
-def read_records(path: Path) -> ContentHash:
+def read_tfrecord(path: Path) -> ContentHash:
+    """Returns the content hash of the messages in a TFRecord file."""
     digest, records = ContentHash(), Records([str(path)])
-    for begin in range(0, len(records), AT_ONCE):
-        rows = numpy.arange(begin, min(begin + AT_ONCE, len(records)))
+    for begin in range(0, len(records), MAX_SKIPPED):
+        rows = numpy.arange(begin, min(begin + MAX_SKIPPED, len(records)))
         data, begins, ends = records.data_of(rows)
         messages = [data[first:last].tobytes() for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
         digest.add({"messages": messages}, len(messages))
@@ -158,11 +162,12 @@ def read_records(path: Path) -> ContentHash:
 # ---- tars
 
 
-def write_tar(path: Path, reading: RowReader, first: int, last: int, tell: Tell) -> ContentHash:
+def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
+    """Writes a tar file in WebDataset's layout."""
     digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for samples in reading.samples(first, last):
+            for samples in reader.samples(first, last):
                 for key, files in samples:
                     for ending, content in files.items():
                         member = tarfile.TarInfo(f"{key}.{ending}")
@@ -170,26 +175,27 @@ def write_tar(path: Path, reading: RowReader, first: int, last: int, tell: Tell)
                         tar.addfile(member, io.BytesIO(content))
                         digest.add({"names": [member.name], "files": [content]}, 0)
                 digest.rows += len(samples)
-                tell(len(samples))
+                report(len(samples))
         fsync(file)
     return digest
 
 
 def read_tar(path: Path) -> ContentHash:
-    digest, content, before = ContentHash(), mapped_bytes(str(path)), None
+    """Returns the content hash of the members of a tar file."""
+    digest, content, previous_key = ContentHash(), mapped_bytes(str(path)), None
     for name, begin, end in members(content):
         digest.add({"names": [name], "files": [content[begin:end]]}, 0)
         folder, slash, file = name.rpartition("/")
         key = f"{folder}{slash}{file.partition('.')[0]}"
-        digest.rows += key != before
-        before = key
+        digest.rows += key != previous_key
+        previous_key = key
     return digest
 
 
-STORAGES: dict[str, Callable[[ShardPlan], Storage]] = {
-    "parquet": lambda plan: Files(plan, ".parquet", write_parquet, _reads_tables(Parquet)),
-    "feather": lambda plan: Files(plan, ".feather", write_feather, _reads_tables(Feather)),
-    "tfrecord": lambda plan: Files(plan, ".tfrecord", write_records, read_records),
-    "shards": lambda plan: Files(plan, ".tar", write_tar, read_tar),
+WRITERS: dict[str, Callable[[ShardPlan], Writer]] = {
+    "parquet": lambda plan: FilePerPart(plan, ".parquet", write_parquet, _table_reader(Parquet)),
+    "feather": lambda plan: FilePerPart(plan, ".feather", write_feather, _table_reader(Feather)),
+    "tfrecord": lambda plan: FilePerPart(plan, ".tfrecord", write_tfrecord, read_tfrecord),
+    "webdataset": lambda plan: FilePerPart(plan, ".tar", write_tar, read_tar),
     "rows": NpyWriter,
 }

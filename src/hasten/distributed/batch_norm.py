@@ -1,12 +1,13 @@
-"""Batch normalisation over the whole batch where every process has a part of it, on any device that the processes can talk from.
+"""Batch normalization over the global batch, on any device that supports all-gather; torch.nn.SyncBatchNorm needs GPUs.
 
-torch.nn.SyncBatchNorm does this for GPUs alone. Each rank tells the others the mean and the variance of its part, from which all compute
-those of the whole (Chan et al. 1983); on the way back the ranks add up what their parts of the loss say about the mean and the variance.
+The ranks gather mean and variance of their shards and combine them (Chan et al. 1983). In the backward pass they sum the
+gradients with respect to the mean and the variance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,35 +18,36 @@ from hasten.core.run_context import TrainProgress
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """How a batch is shared out now; all layers of a model ask the same, and so do their copies."""
+    """Whether the current batch is sharded; shared by all layers of a model and by their copies."""
 
     progress: TrainProgress
-    world: int
+    world_size: int
 
-    def __deepcopy__(self, memo) -> SyncGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         return self
 
     @property
-    def shared_out(self) -> bool:
-        """A batch of fewer samples than ranks is read whole by all of them."""
-        return self.progress.global_batch_size >= self.world
+    def is_sharded(self) -> bool:
+        """False for a batch of fewer samples than ranks: all ranks read it completely."""
+        return self.progress.global_batch_size >= self.world_size
 
 
 class DistributedBatchNorm(BatchNorm):
-    """Made of another batch normalisation by ``over_all``."""
+    """A batch normalization layer that ``convert_sync_batchnorm`` has converted."""
 
-    parts: SyncGroup
+    group: SyncGroup
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not (self.training and self.parts.shared_out):
+        if not (self.training and self.group.is_sharded):
             return super().forward(inputs)
         outputs, mean, variance, count = _Normalize.apply(inputs, self.weight, self.bias, self.eps)
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(mean, variance * (count / (count - 1)))
+            self._update_running_stats(mean, variance * (count / (count - 1)))
         return outputs
 
     @torch.no_grad()
-    def _follow(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
         momentum = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -56,27 +58,28 @@ class DistributedBatchNorm(BatchNorm):
     def _check_input_dim(self, inputs: torch.Tensor) -> None:
         if inputs.dim() < 2:
             raise ValueError(
-                f"batch normalisation wants samples and channels, not a tensor of {inputs.dim()} dimensions"
+                f"batch normalization expects at least 2 dimensions (samples, channels), got {inputs.dim()}"
             )
 
 
-def convert_sync_batchnorm(norm: BatchNorm, parts: SyncGroup) -> None:
-    """Makes a layer normalise over the parts of all ranks; its weights, its statistics and its place in the model stay."""
-    norm.__class__, norm.parts = DistributedBatchNorm, parts
+def convert_sync_batchnorm(norm: BatchNorm, group: SyncGroup) -> None:
+    """Converts a layer in place to normalize over the shards of all ranks; its weights and statistics stay."""
+    norm.__class__ = DistributedBatchNorm
+    norm.group = group  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of the new class
 
 
 class _Normalize(torch.autograd.Function):
-    """(outputs, mean, variance and count of the whole batch), of inputs whose channels are their second dimension."""
+    """(outputs, mean, variance and count of the global batch), of inputs of shape (samples, channels, ...)."""
 
     @staticmethod
-    def forward(ctx, inputs, weight, bias, eps):
+    def forward(ctx: Any, inputs: torch.Tensor, weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         variance, mean = torch.var_mean(wide, axes, correction=0)
-        own = torch.cat([mean, variance, mean.new_tensor([inputs.numel() / inputs.shape[1]])])
-        everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybodys, own)
-        means, variances, counts = torch.stack(everybodys).split([len(mean), len(mean), 1], dim=1)
+        local = torch.cat([mean, variance, mean.new_tensor([inputs.numel() / inputs.shape[1]])])
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+        means, variances, counts = torch.stack(gathered).split([len(mean), len(mean), 1], dim=1)
         count = counts.sum()
         mean = (counts * means).sum(0) / count
         variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
@@ -89,26 +92,25 @@ class _Normalize(torch.autograd.Function):
         return outputs.to(inputs.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx, gradient, *_):
+    def backward(ctx: Any, grad_outputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         normal, scale, weight, count = ctx.saved_tensors
-        wide = gradient.to(normal.dtype)
-        axes = [axis for axis in range(gradient.dim()) if axis != 1]
-        of_bias, of_weight = wide.sum(axes), (wide * normal).sum(axes)
-        everybodys = torch.cat([of_bias, of_weight])
-        dist.all_reduce(everybodys)
-        of_mean, of_spread = (everybodys / count).chunk(2)
+        wide = grad_outputs.to(normal.dtype)
+        axes = [axis for axis in range(grad_outputs.dim()) if axis != 1]
+        grad_bias, grad_weight = wide.sum(axes), (wide * normal).sum(axes)
+        summed = torch.cat([grad_bias, grad_weight])
+        dist.all_reduce(summed)
+        mean_grad, mean_grad_normal = (_channel_view(part, grad_outputs) for part in (summed / count).chunk(2))
         slope = scale if weight is None else scale * weight
-        of_inputs = _channel_view(slope, gradient) * (
-            wide - _channel_view(of_mean, gradient) - normal * _channel_view(of_spread, gradient)
+        grad_inputs = _channel_view(slope, grad_outputs) * (wide - mean_grad - normal * mean_grad_normal)
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            grad_inputs.to(grad_outputs.dtype),
+            grad_weight.to(weight.dtype) if needs_weight else None,
+            grad_bias.to(weight.dtype) if needs_bias else None,
+            None,
         )
-        _, weight_learns, bias_learns, _ = ctx.needs_input_grad
-        of_weight, of_bias = (
-            sums.to(weight.dtype) if learns else None
-            for sums, learns in ((of_weight, weight_learns), (of_bias, bias_learns))
-        )
-        return of_inputs.to(gradient.dtype), of_weight, of_bias, None
 
 
 def _channel_view(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One value a channel, laid along the second dimension."""
+    """One value per channel, shaped to broadcast along the second dimension of ``like``."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,4 +1,4 @@
-"""What a rank has to know of a tensor before it can receive it: its type and shape, as numbers in a tensor of one length."""
+"""dtype and shape of a tensor as a tensor of fixed length, which a rank receives before it can receive the tensor."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ import torch
 
 from hasten.core.errors import RunError
 
-TYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-)  # that can be handed on
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 MAX_DIMS = 8
-HEADER = MAX_DIMS + 2  # its length
+HEADER = MAX_DIMS + 2  # elements of a header: index of the dtype, number of dimensions, shape padded with zeros
 
 
 def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in TYPES or tensor.ndim > MAX_DIMS:
+    """The header of a tensor: int64, shape (HEADER,), on its device. ``RunError`` for a dtype that is not in DTYPES."""
+    if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMS:
+        kind = f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions"
         raise RunError(
-            f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions cannot be handed on to another process"
+            f"{kind} cannot be sent to another rank; supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions"
         )
-    told = [TYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    return torch.tensor(told + [0] * (HEADER - len(told)), device=tensor.device)
+    values = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return torch.tensor(values + [0] * (HEADER - len(values)), device=tensor.device)
 
 
-def empty_from_meta(header: torch.Tensor, device) -> torch.Tensor:
-    """Memory for the tensor that a header tells of."""
-    shape, kind = decode_meta(header)
-    return torch.empty(shape, dtype=kind, device=device)
+def empty_from_meta(header: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialized tensor with the shape and dtype of a header."""
+    shape, dtype = decode_meta(header)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def decode_meta(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    """The shape and type that a header tells of."""
-    kind, dimensions, *shape = header.tolist()
-    return torch.Size(shape[:dimensions]), TYPES[kind]
+    """(shape, dtype) of a header."""
+    dtype, dims, *shape = header.tolist()
+    return torch.Size(shape[:dims]), DTYPES[dtype]

@@ -16,8 +16,8 @@ from time import thread_time
 import torch
 
 from hasten._torch_compat import in_place_version
-from hasten.core.batch import map_tensors
 from hasten.core.errors import HastenWarning, format_error
+from hasten.utils.batch import map_tensors
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may store their values elsewhere
 

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from hasten.core.batch import batch_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 from hasten.core.run_context import ParallelContext, RunContext
 from hasten.distributed.dtensor_state import distribute_like, gather_full_state, local_shards, merge_shards, to_local
 from hasten.engine.error_messages import translate_disk_errors
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import GO_ON, atomic_write
+from hasten.utils.batch import batch_tensors
+from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 
 SHARED_OUT = ("model", "optimizer", "checkpoint_state")  # what of a state ranks may have parts of
 OF_RANK = "-of-rank-"  # in the name of a file that holds another rank's part
@@ -354,7 +354,7 @@ def _for_parameters_of(optimizer, saved: dict) -> dict:
 
 
 def _keep_types(optimizer, saved: dict) -> None:
-    """torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
+    """Torch casts an optimizer's state to the type of its parameter when loading; a wider state stays as wide as it was."""
     for parameter, number in _numbered(optimizer, saved):
         for name, value in saved["state"].get(number, {}).items():
             now = optimizer.state[parameter].get(name)

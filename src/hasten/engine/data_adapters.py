@@ -19,11 +19,11 @@ from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.rng import derive_seed, preserve_rng_state
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
 from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
+from hasten.utils.rng import derive_seed, preserve_rng_state
 
 
 def load_data(task: Task) -> Task:
@@ -66,7 +66,7 @@ def training(
             raise ConfigurationError(
                 "skip_bad is for one process: several would count their bad rows apart; leave it out, or mend the data"
             )
-        return _batches(task.train_data.shard(ranks.rank, ranks.world_size), task, batch_size, seed, training=True)
+        return _batches(task.train_data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
     return shard_batches(_batches(task.train_data, task, batch_size, seed, training=True), ranks, notes, stages)
 
 

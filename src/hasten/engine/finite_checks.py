@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hasten.core.batch import batch_tensors
 from hasten.core.data import BatchSource
 from hasten.core.errors import RunError
-from hasten.core.rng import preserve_rng_state
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.registry import remedies
+from hasten.utils.batch import batch_tensors
+from hasten.utils.rng import preserve_rng_state
 
 
 def _calmer() -> str:

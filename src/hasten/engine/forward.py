@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.core import batch as batches
 from hasten.core.errors import RunError
 from hasten.core.run_context import TrainProgress
 from hasten.core.types import Batch, ForwardFn, LossFn
+from hasten.utils import batch as batches
 
 
 def forward_of(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:

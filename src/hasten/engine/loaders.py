@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.core.rng import derive_seed, preserve_rng_state, seeded_rng
 from hasten.distributed.batch_sharding import IndexShard
+from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
 
 def from_spec(samples: LoaderSpec) -> BatchSource:

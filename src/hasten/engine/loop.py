@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import batch_size, map_tensors
 from hasten.core.errors import RunError
-from hasten.core.rng import preserve_rng_state
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator
 from hasten.engine.plan import Program
+from hasten.utils.batch import batch_size, map_tensors
+from hasten.utils.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hasten.core.batch import TARGET_NAMES
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.task import Task
+from hasten.utils.batch import TARGET_NAMES
 
 
 @dataclass(frozen=True)

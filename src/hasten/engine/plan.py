@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from hasten.core import batch as batches
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.core.task import Task, optimizer_and_schedule, takes_steps
 from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
@@ -29,6 +27,8 @@ from hasten.engine.composition import applicable_methods
 from hasten.engine.forward import accumulate_gradients, forward_of, own_loss, refuse_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.resources import available_cpus, free_memory
+from hasten.utils import batch as batches
+from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
-from hasten.core.rng import preserve_rng_state, set_seeds
 from hasten.core.task import Task
 from hasten.engine.registry import import_file, line_in
+from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
 FEW = 8  # functions of a file that a line names

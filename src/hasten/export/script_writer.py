@@ -310,13 +310,13 @@ from types import SimpleNamespace
 
 import torch
 
-from hasten.core.batch import map_tensors, split
+from hasten.utils.batch import map_tensors, split
 from hasten.core.data import Batches, Samples
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule
 from hasten.engine.forward import accumulate_gradients, call_model, own_loss
 from hasten.engine.loop import _measured, finished, rest_of_pass
-from hasten.core.rng import derived, set_seeds, undisturbed
+from hasten.utils.rng import derived, set_seeds, undisturbed
 from hasten.engine import sources
 from hasten.engine.data_adapters import from_samples, in_sequence, opened, rewrapped, shuffled, training
 """

@@ -1,10 +1,10 @@
-"""How fast the ranks of a job talk: latency and bandwidth of each collective, by size.
+"""Latency and bandwidth of each collective between the ranks of a job, by message size (``hasten bench-comm``).
 
-Times are those of the slowest rank, over several rounds in which the collectives and their sizes take turns. From them two numbers
-follow for each collective, the latency and the bandwidth of the usual model, seconds = latency + bytes / bandwidth (Hockney 1994), fitted to the relative
-error, so that small messages count as much as large ones. The bandwidth is the rate at which a rank's own bytes are dealt with; on the
-wire an all-reduce by ring moves 2 (n - 1) / n of them (Patarasuk and Yuan 2009).
-Gloo's own all-reduce is a ring, NCCL chooses; beside it stands a reduction to rank 0 with a broadcast from there, both along trees.
+A time is that of the slowest rank, over several rounds that interleave the collectives and their sizes. Two numbers
+summarize each collective: latency and bandwidth of the alpha-beta model, seconds = latency + bytes / bandwidth (Hockney
+1994), fitted to the relative error, so that small messages count as much as large ones. The bandwidth refers to the
+bytes that each rank contributes; a ring all-reduce moves 2 (n - 1) / n of them over the wire (Patarasuk and Yuan 2009).
+Gloo's all-reduce is a ring, NCCL chooses; the all-reduce by tree is a reduction to rank 0 and a broadcast from there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,19 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.devices import pick_device
 from hasten.engine.train import device_of
 
-SIZES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)  # bytes that each rank gives
+SIZES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)  # bytes that each rank contributes
 ROUNDS = 5
-SECONDS = 0.05  # of a reading, at least
-TOO_LONG = 0.5  # seconds of a call, after which no larger one is tried
-MOST = 1000  # calls of one
+MIN_SAMPLE_S = 0.05  # a timed sample repeats the call until it takes about this long
+MAX_CALL_S = 0.5  # after a call that takes longer, no larger size is tried
+MAX_CALLS = 1000  # per sample
+
+Call: TypeAlias = Callable[[], object]
+
+# torch 2.13 deprecates the older names
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def bench_comm(
@@ -37,92 +46,104 @@ def bench_comm(
     sizes: tuple[int, ...] = SIZES,
     watch: ProgressCallback = no_progress,
     timeout: float = DEFAULT_TIMEOUT_S,
-) -> dict:
-    """Measures the collectives among the ranks of the job that this process is in.
+) -> dict[str, Any]:
+    """Measures the collectives among the ranks of the job that this process belongs to. All ranks must call it.
+
+    Args:
+        device: "cpu" or "cuda"; by default a GPU if there is one.
+        sizes: bytes that each rank contributes.
+        watch: receives the progress.
+        timeout: seconds to wait for a silent rank.
 
     Returns:
-        processes, nodes, backend, collectives: name -> {"latency": seconds, "bandwidth": bytes/s, "sizes": [{"bytes", "seconds": {"median",
-        "low", "high"}}]}, where low and high are the fastest and the slowest of the rounds. On a slow network the largest sizes are left out.
+        processes, nodes, backend, device, and collectives: name -> {"latency": seconds, "bandwidth": bytes/s, "sizes":
+        [{"bytes", "seconds": {"median", "low", "high"}}]}; low and high are the fastest and the slowest round. Sizes
+        that would take long on a slow network are missing.
 
     Raises:
-        Refusal: this process is alone.
+        ConfigurationError: there is only one process.
     """
     device = pick_device(device)
     with init_process_group(device, timeout) as ranks:
         if ranks.is_single_process:
-            raise ConfigurationError("one process has nobody to talk to; say --processes 2, or more")
-        device_of(ranks, device)  # or one without a GPU of its own is refused
-        return _measured(ranks, measure_link(ranks), sizes, watch)
+            raise ConfigurationError("bench-comm needs 2 processes or more; pass --processes N with N >= 2")
+        device_of(ranks, device)  # refuses a rank without a GPU of its own
+        return _measure(ranks, communication_device(ranks), sizes, watch)
 
 
-def measure_link(ranks: ProcessGroupInfo) -> torch.device:
-    """Where tensors have to be to be sent."""
+def communication_device(ranks: ProcessGroupInfo) -> torch.device:
+    """The device on which a tensor must be to be sent by the default backend."""
     return torch.device("cuda", ranks.local_rank) if dist.get_backend() != "gloo" else torch.device("cpu")
 
 
-def _measured(ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: ProgressCallback) -> dict:
-    calls, repeats = {}, {}
+def _measure(
+    ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: ProgressCallback
+) -> dict[str, Any]:
+    calls: dict[tuple[str, int], tuple[Call, int]] = {}  # (collective, size) -> (call, repeats)
     for name, make in COLLECTIVES.items():
         for size in sizes:
             call = make(size, ranks, device)
             call()
-            once = seconds_of(call, 1, ranks, device)
-            calls[name, size], repeats[name, size] = call, min(MOST, max(1, round(SECONDS / once)))
-            if once > TOO_LONG:
+            seconds = seconds_per_call(call, 1, ranks, device)
+            calls[name, size] = call, min(MAX_CALLS, max(1, round(MIN_SAMPLE_S / seconds)))
+            if seconds > MAX_CALL_S:
                 break
-    taken: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    for number in range(ROUNDS):
-        watch("talking", number / ROUNDS, None)
-        for key, call in calls.items():
-            taken[key].append(seconds_of(call, repeats[key], ranks, device))
-    found = {}
-    for name in COLLECTIVES:
-        rows = [(size, seconds) for (of, size), seconds in taken.items() if of == name]
-        latency, bandwidth = fit_alpha_beta([(size, median(seconds)) for size, seconds in rows])
-        readings = [
-            {"bytes": size, "seconds": {"median": median(s), "low": min(s), "high": max(s)}} for size, s in rows
-        ]
-        found[name] = {"latency": latency, "bandwidth": bandwidth, "sizes": readings}
-    nodes = ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for index in range(ROUNDS):
+        watch("communicating", index / ROUNDS, None)
+        for key, (call, repeats) in calls.items():
+            times[key].append(seconds_per_call(call, repeats, ranks, device))
     return {
         "processes": ranks.world_size,
-        "nodes": nodes,
+        "nodes": ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
         "backend": dist.get_backend(),
         "device": str(device),
-        "collectives": found,
+        "collectives": {
+            name: _summary({size: samples for (other, size), samples in times.items() if other == name})
+            for name in COLLECTIVES
+        },
     }
 
 
+def _summary(times: dict[int, list[float]]) -> dict[str, Any]:
+    """Latency, bandwidth and times of one collective, from the seconds of each round by size."""
+    latency, bandwidth = fit_alpha_beta([(size, median(samples)) for size, samples in times.items()])
+    rows = [
+        {"bytes": size, "seconds": {"median": median(samples), "low": min(samples), "high": max(samples)}}
+        for size, samples in times.items()
+    ]
+    return {"latency": latency, "bandwidth": bandwidth, "sizes": rows}
+
+
 def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(latency in seconds, bandwidth in bytes/s) by least squares of the relative error."""
+    """(latency in seconds, bandwidth in bytes/s) of (bytes, seconds) points: least squares of the relative error."""
     sizes = torch.tensor([size for size, _ in points], dtype=torch.float64)
-    seconds = torch.tensor([taken for _, taken in points], dtype=torch.float64)
+    seconds = torch.tensor([seconds for _, seconds in points], dtype=torch.float64)
     columns = torch.stack([1 / seconds, sizes / seconds], dim=1)
-    latency, a_byte = (
-        torch.linalg.lstsq(columns, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
-    )
-    return max(latency, 0.0), 1 / max(a_byte, 1e-15)
+    ones = torch.ones(len(points), 1, dtype=torch.float64)
+    latency, seconds_per_byte = torch.linalg.lstsq(columns, ones).solution.flatten().tolist()
+    return max(latency, 0.0), 1 / max(seconds_per_byte, 1e-15)
 
 
 def neighbor_latency(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
-    """Seconds that so many bytes take from each rank to the next one, and from the last to the first: one pair after the other."""
-    given = _given(size, ranks, device)
+    """Seconds that ``size`` bytes take from each rank to the next one (from the last to rank 0), one pair at a time."""
+    tensor = _tensor(size, ranks, device)
 
-    def call(sender: int) -> None:
+    def send(sender: int) -> None:
         receiver = (sender + 1) % ranks.world_size
         if ranks.rank == sender:
-            dist.send(given, receiver)
+            dist.send(tensor, receiver)
         elif ranks.rank == receiver:
-            dist.recv(given, sender)
+            dist.recv(tensor, sender)
 
-    pairs = range(ranks.world_size)
-    rounds = [[seconds_of(partial(call, sender), 1, ranks, device) for sender in pairs] for _ in range(ROUNDS)]
+    senders = range(ranks.world_size)
+    rounds = [[seconds_per_call(partial(send, rank), 1, ranks, device) for rank in senders] for _ in range(ROUNDS)]
     return [median(times) for times in zip(*rounds, strict=True)]
 
 
-def seconds_of(call: Callable[[], None], repeats: int, ranks: ProcessGroupInfo, device: torch.device) -> float:
-    """Of one call, on the slowest rank."""
-    ranks.any(False)  # all begin together
+def seconds_per_call(call: Call, repeats: int, ranks: ProcessGroupInfo, device: torch.device) -> float:
+    """Seconds of one call on the slowest rank, averaged over ``repeats`` calls."""
+    ranks.any(False)  # all ranks begin together
     began = perf_counter()
     for _ in range(repeats):
         call()
@@ -131,42 +152,37 @@ def seconds_of(call: Callable[[], None], repeats: int, ranks: ProcessGroupInfo, 
     return ranks.all_reduce_max([(perf_counter() - began) / repeats])[0]
 
 
-def _given(size: int, ranks: ProcessGroupInfo, device: torch.device) -> torch.Tensor:
-    """So many bytes of float32, rounded up to a whole number of parts."""
+def _tensor(size: int, ranks: ProcessGroupInfo, device: torch.device) -> torch.Tensor:
+    """``size`` bytes of float32 ones, rounded up to a multiple of the world size."""
     return torch.ones(-(-size // (4 * ranks.world_size)) * ranks.world_size, device=device)
 
 
-def _all_reduce(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
-    given = _given(size, ranks, device)
-    return lambda: dist.all_reduce(given, dist.ReduceOp.MAX)
+def _all_reduce(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+    tensor = _tensor(size, ranks, device)
+    return lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
 
-def _reduce_and_broadcast(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
-    given = _given(size, ranks, device)
-
-    def call() -> None:
-        dist.reduce(given, 0, dist.ReduceOp.MAX)
-        dist.broadcast(given, 0)
-
-    return call
+def _reduce_and_broadcast(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+    tensor = _tensor(size, ranks, device)
+    return lambda: (dist.reduce(tensor, 0, dist.ReduceOp.MAX), dist.broadcast(tensor, 0))
 
 
-def _reduce_scatter(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
-    given = _given(size, ranks, device)
-    part = torch.empty(len(given) // ranks.world_size, device=device)
-    return lambda: dist.reduce_scatter_tensor(part, given, dist.ReduceOp.MAX)
+def _reduce_scatter(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+    tensor = _tensor(size, ranks, device)
+    shard = torch.empty(len(tensor) // ranks.world_size, device=device)
+    return lambda: reduce_scatter_single(shard, tensor, dist.ReduceOp.MAX)
 
 
-def _all_gather(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
-    whole = _given(size, ranks, device)
-    part = torch.ones(len(whole) // ranks.world_size, device=device)
-    return lambda: dist.all_gather_into_tensor(whole, part)
+def _all_gather(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+    tensor = _tensor(size, ranks, device)
+    shard = torch.ones(len(tensor) // ranks.world_size, device=device)
+    return lambda: all_gather_single(tensor, shard)
 
 
-def _all_to_all(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Callable[[], None]:
-    given = _given(size, ranks, device)
-    came = torch.empty_like(given)
-    return lambda: dist.all_to_all_single(came, given)
+def _all_to_all(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+    tensor = _tensor(size, ranks, device)
+    received = torch.empty_like(tensor)
+    return lambda: dist.all_to_all_single(received, tensor)
 
 
 COLLECTIVES = {

@@ -1,7 +1,8 @@
-"""Starts the ranks of a job on this machine with torchrun's own agent, and says in one line what became of them.
+"""Starts the ranks of a job on this node with torchrun's agent, and reports in one line how the job ended.
 
-The agent (https://docs.pytorch.org/docs/stable/elastic/agent.html) finds the other machines, tells each process who it is, and ends all of
-them when one fails. Each rank runs the same command. Where ranks or machines are lost without a word, all go on from the newest checkpoint.
+The agent (https://docs.pytorch.org/docs/stable/elastic/agent.html) finds the other nodes, sets the environment of each
+rank, and ends all ranks when one fails. Each rank runs the same command. If ranks or nodes are lost, all resume from
+the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -35,8 +38,8 @@ from hasten.engine.data_adapters import check_process_count
 from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
 from hasten.launch.elastic import (
-    CAME,
     ENDED,
+    JOINED,
     ElasticAgent,
     check_same_launch_options,
     describe_lost_rank,
@@ -44,263 +47,285 @@ from hasten.launch.elastic import (
     is_mutual_timeout,
     leave_rendezvous,
 )
-from hasten.launch.rank_results import GOES_ON, PARENT, job_directory, read_results
-from hasten.launch.rendezvous import HERE, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
+from hasten.launch.rank_results import PARENT, RESUME_DIR, job_directory, read_results
+from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 
-MEETING = 900  # seconds that the machines have to find each other, and a machine that was lost to come back
-OF_A_RANK = 200_000_000  # bytes of a process that has imported torch
-ANSWER = 30  # seconds that a store has to say that it is one
-LET_GO = 2  # more, on the way out: a thread that comes back from torch while Python ends would abort the process
-LAST_CALL = 10  # seconds that fewer machines than could come wait for more
-NOT_ALIKE = "they do not do the same, as where the data decide which layers a batch goes through"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which torch's agent heeds
-LOST = (RendezvousConnectionError, dist.DistError)  # whoever has the store is gone
+RENDEZVOUS_TIMEOUT_S = 900  # for the nodes to find each other, and for a lost node to come back
+RANK_MEMORY_BYTES = 200_000_000  # of a process that has imported torch
+STORE_ANSWER_S = 30  # for a store to answer as one
+THREAD_EXIT_S = 2  # a thread that returns from torch while Python ends would abort the process
+LAST_CALL_S = 10  # in which fewer nodes than MAX wait for more
+MISMATCH = "they did not call the same collectives, e.g. because the data decide which layers a batch passes"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # handled by torch's agent
+STORE_LOST = (RendezvousConnectionError, dist.DistError)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What ``launch`` was asked for: its arguments, the job directory and the address of this node."""
+
+    argv: list[str]
+    nproc_per_node: int
+    nnodes: tuple[int, int]
+    rdzv_endpoint: str | None
+    max_restarts: int
+    directory: str
+    address: str
+
+    @property
+    def shared_options(self) -> dict[str, str]:
+        """Options that must be the same on all nodes."""
+        return {
+            "--nnodes": ":".join(map(str, self.nnodes)),
+            "--nproc-per-node": str(self.nproc_per_node),
+            "--max-restarts": str(self.max_restarts),
+        }
 
 
 def launch(
-    words: list[str], processes: int, nodes: tuple[int, int] = (1, 1), rendezvous: str | None = None, restarts: int = 0
+    argv: list[str],
+    nproc_per_node: int,
+    nnodes: tuple[int, int] = (1, 1),
+    rdzv_endpoint: str | None = None,
+    max_restarts: int = 0,
 ) -> int:
-    """Runs ``hasten WORDS`` in so many processes on this machine, and on as many of each other node; the exit code of the command.
+    """Runs ``hasten ARGV`` in ``nproc_per_node`` processes on this node. Each other node must call it alike.
 
     Args:
-        nodes: the fewest machines that train, and the most.
-        rendezvous: HOST:PORT where the machines meet; one of them is HOST. None: there is one machine only.
-        restarts: so many times all ranks are started again, to go on, when one was lost without a word.
+        argv: arguments of the command.
+        nproc_per_node: ranks on each node.
+        nnodes: minimum and maximum number of nodes that train together.
+        rdzv_endpoint: HOST:PORT where the nodes meet; HOST is one of them. None for a single node.
+        max_restarts: how often all ranks may be restarted after one was lost.
+
+    Returns:
+        The exit code of the command.
 
     Raises:
-        Refusal, Failure: what the first rank that failed had to say, and which it was.
+        ConfigurationError, RunError: the error of the first rank that failed, with its rank.
     """
-    _refuse_what_does_not_fit(processes)
-    _silence_the_agent()
-    address = HERE if rendezvous is None else local_address(rendezvous)
-    with job_directory() as folder, _environment(processes, address), _ended_by_signals(folder):
-        timeout = TIMEOUT_S
-        shape = {
-            "--nnodes": ":".join(map(str, nodes)),
-            "--processes": str(processes),
-            "--max-restarts": str(restarts),
-        }  # as given, however many are left
-        while True:
-            hosts = rendezvous is None or hosts_rendezvous(rendezvous, timeout)
-            try:
-                result = _elastic(words, processes, nodes, rendezvous, restarts, address, hosts, folder, shape)
-                break
-            except LOST:
-                if restarts == 0:
-                    how = "its machine, where all meet, is gone, and no restart is left; start the same command on all again, with --resume"
-                    raise RunError(f"{rendezvous} does not answer any more: {how}") from None
-            restarts, timeout = restarts - 1, MEETING
-            warnings.warn(
-                f"{rendezvous} does not answer any more; waiting for the same command there, to go on together",
-                HastenWarning,
-                stacklevel=2,
-            )
+    _check_memory(nproc_per_node)
+    _silence_torch_agent()
+    address = LOOPBACK if rdzv_endpoint is None else local_address(rdzv_endpoint)
+    with job_directory() as directory, _rank_environment(nproc_per_node, address), _signals_as_errors(directory):
+        job = _Job(argv, nproc_per_node, nnodes, rdzv_endpoint, max_restarts, directory, address)
+        result = _run_with_new_stores(job)
         if result is None:
-            warnings.warn(
-                "the job is over; it had all the machines that it takes, and did without this one",
-                HastenWarning,
-                stacklevel=2,
-            )
+            warnings.warn("the job is over; it had enough nodes without this one", HastenWarning, stacklevel=2)
             return 0
         if result.state in ENDED:
-            raise _verdict(folder, exit_codes(result), here_alone=nodes[1] == 1)
-        return max((ending.code for ending in read_results(folder).values()), default=0)
+            raise _job_error(directory, exit_codes(result), is_single_node=nnodes[1] == 1)
+        return max((result.code for result in read_results(directory).values()), default=0)
 
 
-def preflight_check(task: str, processes: int, methods: Iterable[Method], machines: int = 1) -> None:
-    """Where more processes than cores begin one after the other, what they would find at last is found before any begins.
+def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
+    """Checks a request before ranks are started, which takes long if there are more processes than CPUs.
 
     Raises:
-        Refusal: there is no such task, or a batch of it has fewer samples; the machine has no memory for so many.
+        ConfigurationError: there is no such task, its batch has fewer samples than there are ranks, or the host memory
+            is too small for so many processes.
     """
-    _refuse_what_does_not_fit(processes)
-    named = TaskRef.of(task)
+    _check_memory(processes)
+    ref = TaskRef.of(task)
     if processes <= available_cpus():
         return
     try:
-        loaded = named.load()
-    except (ConfigurationError, RunError):  # it may ask which rank it is in, and only a rank has an answer
+        loaded = ref.load()
+    except (ConfigurationError, RunError):  # the task may read its rank, which is set only in a rank
         return
-    check_process_count(loaded, processes * machines, methods)
+    check_process_count(loaded, processes * nnodes, methods)
     warn_oversubscribed(processes)
 
 
-def _refuse_what_does_not_fit(processes: int) -> None:
-    """So many that the machine would be lost before any of them could say that a batch has fewer samples."""
-    if processes * OF_A_RANK > (free := free_memory()):
+def _check_memory(processes: int) -> None:
+    """Refuses so many processes that the machine would run out of memory before they can report an error."""
+    needed, free = processes * RANK_MEMORY_BYTES, free_memory()
+    if needed > free:
         raise ConfigurationError(
-            f"{processes} processes take {processes * OF_A_RANK / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
-            f"take {free // OF_A_RANK} or fewer"
+            f"{processes} processes take {needed / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
+            f"take {free // RANK_MEMORY_BYTES} or fewer"
         )
 
 
-def _elastic(
-    words,
-    processes: int,
-    nodes: tuple[int, int],
-    rendezvous,
-    restarts: int,
-    address: str,
-    hosts: bool,
-    folder: str,
-    shape: dict,
-) -> RunResult | None:
-    """How the ranks of this machine ended at last; None where it was not needed. ``shape``: what all machines have to be given alike."""
+def _run_with_new_stores(job: _Job) -> RunResult | None:
+    """Runs the ranks of this node. If the node that hosts the store is lost, waits for it while restarts are left."""
+    timeout, restarts = TIMEOUT_S, job.max_restarts
+    while True:
+        hosts = job.rdzv_endpoint is None or hosts_rendezvous(job.rdzv_endpoint, timeout)
+        try:
+            return _run_agent(job, restarts, hosts)
+        except STORE_LOST:
+            lost = f"{job.rdzv_endpoint} does not answer any more"
+            if restarts == 0:
+                advice = "restart the same command on all nodes with --resume"
+                raise RunError(
+                    f"{lost}: the node that hosts the rendezvous is lost, no restart is left; {advice}"
+                ) from None
+        restarts, timeout = restarts - 1, RENDEZVOUS_TIMEOUT_S
+        warnings.warn(f"{lost}; waiting for the same command on that node", HastenWarning, stacklevel=3)
+
+
+def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
+    """Runs the ranks of this node until the job is over; None if the job did not need this node.
+
+    Args:
+        job: what to run.
+        restarts: how many are left.
+        hosts: whether this node hosts the store.
+    """
     parameters = RendezvousParameters(
         "c10d",
-        rendezvous or f"{HERE}:0",
+        job.rdzv_endpoint or f"{LOOPBACK}:0",
         "hasten",
-        *nodes,
-        address,
+        *job.nnodes,
+        job.address,
         is_host=hosts,
-        join_timeout=MEETING,
-        last_call_timeout=LAST_CALL,
+        join_timeout=RENDEZVOUS_TIMEOUT_S,
+        last_call_timeout=LAST_CALL_S,
     )
-    backend, store = _backend(parameters)
-    check_same_launch_options(store, shape)
+    backend, store = _create_backend(parameters)
+    check_same_launch_options(store, job.shared_options)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten",
-        processes,
+        job.nproc_per_node,
         handler,
         entrypoint=sys.executable,
-        args=("-m", "hasten", *words),
+        args=("-m", "hasten", *job.argv),
         max_restarts=restarts,
         monitor_interval=0.1,
     )
-    agent = ElasticAgent(
-        spec, DefaultLogsSpecs(log_dir=folder, redirects=dict.fromkeys(range(1, processes), Std.ALL)), folder, store
-    )
-    store.add(CAME, 1)
-    ends_the_job, there = True, True
+    redirects = dict.fromkeys(range(1, job.nproc_per_node), Std.ALL)  # rank 0 keeps the terminal
+    agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=job.directory, redirects=redirects), job.directory, store)
+    store.add(JOINED, 1)
+    ends_job = has_store = True
     try:
-        return agent.run()
-    except LOST:
-        there = False
+        return cast("RunResult | None", agent.run())
+    except STORE_LOST:
+        has_store = False
         raise
     except SignalException as error:
-        ends_the_job = (
-            error.sigval == signal.SIGINT
-        )  # who asks otherwise takes this machine away, and the others may go on
+        ends_job = error.sigval == signal.SIGINT  # other signals remove this node, and the others may continue
         raise
     except RendezvousClosedError:
-        raise _verdict(folder, {}, "the job has ended on another machine") from None
+        raise _job_error(job.directory, {}, "the job has ended on another node") from None
     except RendezvousTimeoutError:
         raise RunError(
-            f"fewer than {nodes[0]} machines have come to {rendezvous} for {MEETING} s; start the same command on all"
+            f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s; "
+            "start the same command on all nodes"
         ) from None
     finally:
-        ends_the_job &= hosts or agent.get_worker_group().group_world_size is not None  # not who has only waited
-        if there and ends_the_job:
-            handler.shutdown()
-        if there:
-            leave_rendezvous(store, stays=hosts and ends_the_job)
+        has_met = agent.get_worker_group().group_world_size is not None
+        ends_job &= hosts or has_met  # a node that has only waited does not end the job
+        if has_store:
+            if ends_job:
+                handler.shutdown()
+            leave_rendezvous(store, waits=hosts and ends_job)
 
 
-def _backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
-    """The rendezvous backend and its store.
+def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
+    """Creates the rendezvous backend and its store.
 
-    Connected in a thread: the client of ``dist.TCPStore`` heeds no timeout while a server accepts and stays silent (seen on
-    torch 2.13; test_elastic: a port that another program has).
+    In a thread, because the client of ``dist.TCPStore`` ignores its timeout while a server accepts connections and does
+    not answer (torch 2.13; tests/launch/test_elastic.py).
 
     Raises:
-        Refusal: it is somebody else.
+        ConfigurationError: another program listens at the endpoint.
     """
-    made: Future = Future()
+    created: Future[tuple[RendezvousBackend, dist.Store]] = Future()
 
-    def make() -> None:
+    def create() -> None:
         try:
-            made.set_result(create_backend(parameters))
+            created.set_result(create_backend(parameters))
         except Exception as error:
-            made.set_exception(error)
+            created.set_exception(error)
 
-    thread = threading.Thread(target=make, daemon=True)
+    thread = threading.Thread(target=create, daemon=True)
     thread.start()
     try:
-        return made.result(ANSWER)
+        return created.result(STORE_ANSWER_S)
     except (RendezvousConnectionError, TimeoutError):
-        advice = "choose another port, the same on all machines"
         raise ConfigurationError(
-            f"the machines cannot meet at {parameters.endpoint}: another program has that port; {advice}"
+            f"the nodes cannot meet at {parameters.endpoint}: another program has that port; "
+            "choose another port, the same on all nodes"
         ) from None
     finally:
-        thread.join(LET_GO)
+        thread.join(THREAD_EXIT_S)
 
 
-def _verdict(
-    folder: str, codes: dict[int, int], otherwise: str = "the ranks ended without a word", here_alone: bool = False
+def _job_error(
+    directory: str,
+    codes: dict[int, int],
+    default: str = "the ranks ended without an error message",
+    is_single_node: bool = False,
 ) -> Exception:
-    """What the rank has to say that failed first, by its own fault; of one that could not speak, how it ended."""
-    endings = read_results(folder)
-    failed = [(rank, ending) for rank, ending in endings.items() if ending.line]
-    by_itself = any(not ending.aftermath for _, ending in failed)
-    if not by_itself and (lost := describe_lost_rank(endings, codes)):
+    """The root cause: the error of the first rank that failed by itself, or how a rank ended that reported nothing."""
+    results = read_results(directory)
+    failed = [(rank, result, result.message) for rank, result in results.items() if result.message]
+    has_root_cause = any(not result.is_peer_failure for _, result, _ in failed)
+    if not has_root_cause and (lost := describe_lost_rank(results, codes)):
         return RunError(f"{lost}; the other ranks were ended")
-    if not by_itself and here_alone and is_mutual_timeout(endings, codes):
-        waited = max(ending.waited for ending in endings.values())
-        return RunError(f"the ranks have waited for each other for {waited:g} s: {NOT_ALIKE}")
+    if not has_root_cause and is_single_node and is_mutual_timeout(results, codes):
+        waited = max(result.waited for result in results.values())
+        return RunError(f"the ranks have waited {waited:g} s for each other: {MISMATCH}")
     if not failed:
-        return RunError(otherwise)
-    rank, first = min(failed, key=lambda each: (each[1].aftermath, each[1].when) if by_itself else each[0])
-    if not by_itself:  # they were all asked to end
-        return RunError(first.line)
-    if first.code == 2:  # most often what all were asked for
-        alone = [ending.line for _, ending in failed].count(first.line) == 1
-        return ConfigurationError(f"{first.line} (rank {rank})" if rank and alone else first.line)
-    return RunError(f"rank {rank}: {first.line}")
+        return RunError(default)
+    if not has_root_cause:  # all ranks were asked to end
+        return RunError(min(failed)[2])
+    rank, first, message = min(failed, key=lambda item: (item[1].is_peer_failure, item[1].timestamp))
+    if first.code == 2:  # most often a request that all ranks refuse
+        is_unique = [other for *_, other in failed].count(message) == 1
+        return ConfigurationError(f"{message} (rank {rank})" if rank and is_unique else message)
+    return RunError(f"rank {rank}: {message}")
 
 
-def _silence_the_agent() -> None:
-    """What there is to tell is told by us, in one line."""
+def _silence_torch_agent() -> None:
+    """Disables torch's log messages: ``launch`` reports each event in one line."""
     for name in [*logging.Logger.manager.loggerDict]:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager
-def _ended_by_signals(folder: str) -> Iterator[None]:
-    """Inside, a signal raises the exception of torch's agent, and becomes one line.
+def _signals_as_errors(directory: str) -> Iterator[None]:
+    """Inside, a signal raises the exception of torch's agent, which is reported in one line.
 
-    torch installs its handlers when it starts the ranks. A launcher that still waits for other nodes would be killed
-    without a line (test_agents: a machine too many), and SIGHUP would end what ``nohup`` protects.
+    torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
+    for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
 
     Raises:
-        Failure: there was one.
+        RunError: a signal has arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def told(number: int, frame) -> NoReturn:
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise SignalException("", signal.Signals(number))
 
-    heeded = [
-        each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN
-    ]  # ``nohup`` stays what it is
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in heeded)
-    before = {each: signal.signal(each, told) for each in heeded}
+    handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in handled)
+    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     except SignalException as error:
-        raise _verdict(folder, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
+        raise _job_error(directory, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _environment(processes: int, address: str) -> Iterator[None]:
-    """What the ranks find in their environment; ours is as before when they are gone."""
+def _rank_environment(processes: int, address: str) -> Iterator[None]:
+    """Sets the environment that the ranks inherit, and restores that of this process at the end."""
     before = dict(os.environ)
-    os.environ.pop(GOES_ON, None)
+    os.environ.pop(RESUME_DIR, None)
     os.environ[PARENT] = str(os.getpid())
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # torch keeps the address of a store even after its machine was lost
-    )
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store whose node was lost
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, available_cpus() // processes))
     if interface := interface_of(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # a machine's own name may lead elsewhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # the host name may resolve to another interface
     try:
         yield
     finally:

@@ -1,16 +1,16 @@
-"""How each rank of a job ended, in torchrun's error file. Imports the standard library only.
+"""The result of each rank of a job, in torchrun's error files. Imports the standard library only.
 
-torchrun names a file for each rank and each attempt (``TORCHELASTIC_ERROR_FILE``), in which a failed rank leaves JSON:
+torchrun names one file per rank and attempt (``TORCHELASTIC_ERROR_FILE``), in which a failed rank leaves JSON:
 ``{"message": {"message": ..., "extraInfo": {"timestamp": ...}}}`` (torch.distributed.elastic.multiprocessing.errors).
-``record`` would write it only for an exception that leaves ``main()``, with nothing but its text; here ``extraInfo`` holds
-the fields of ``Ending`` as well, and a rank that succeeds writes one, too:
+``record`` would write it only for an exception that leaves ``main()``, with nothing but its text. Here every rank
+writes one, and ``extraInfo`` also holds the fields of ``RankResult``:
 
-- ``aftermath`` names the root cause: the first rank that failed by its own fault is reported, not those that failed after it.
-- ``stopped`` and ``waited`` decide whether the ranks are started again (tests/launch/test_elastic.py, test_patience.py).
-- ``code`` is a result that is a "no" (exit code 1 of the command), which torchrun would take for a crash.
+- ``is_peer_failure`` separates the root cause, which is reported, from the ranks that failed because of it.
+- ``stopped`` and ``waited`` decide whether the ranks are restarted (tests/launch/test_elastic.py, test_timeout.py).
+- ``code`` may be 1 for a negative result (a missed target), which torchrun would take for a crash.
 
-The folder of the files is this module's own, because torchrun never removes its log folder: a launcher that was killed
-leaves nothing behind that the next one does not remove (tests/launch/test_endings.py).
+This module creates the directory of the files itself: torchrun never removes its log directory, while the directory of
+a launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
 """
 
 from __future__ import annotations
@@ -28,147 +28,156 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ERROR_FILES = "*/attempt_*/*/error.json"  # in the folder of a job, as torch's DefaultLogsSpecs lays it out
-PREFIX = "hasten-job-"  # of the folders of jobs
-NEW = 60.0  # seconds; a folder that has just been made may not be locked yet
-LAST_MOMENT = 60.0  # seconds that a rank which is done gives the others to be done, too
-SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+ERROR_FILES = "*/attempt_*/*/error.json"  # in the job directory, as torch's DefaultLogsSpecs lays it out
+PREFIX = "hasten-job-"  # of the names of job directories
+MIN_STALE_AGE_S = 60.0  # a younger job directory may not be locked yet
+PEER_RESULT_TIMEOUT_S = 60.0  # how long a finished rank waits for the results of the others
+PR_SET_PDEATHSIG = 1  # prctl(2)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
-GOES_ON = "HASTEN_GOES_ON"  # the folder of the run to resume after a restart; a rank that joins late gets it, too
-PARENT = "HASTEN_PARENT"  # the process number of the launcher; says that hasten, not torchrun, has started this rank
-_goes_on = os.environ.pop(GOES_ON, None)
-_parent = int(os.environ.pop(PARENT, 0))  # removed: a program that the task starts is no rank
+RESUME_DIR = (
+    "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also for ranks of a node that joins late
+)
+PARENT = "HASTEN_PARENT"  # process ID of the launcher; set if hasten, not torchrun, has started this rank
+_resume_dir = os.environ.pop(RESUME_DIR, None)
+_parent = int(os.environ.pop(PARENT, 0))  # removed, because a program that the task starts is not a rank
 _error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What came of one rank.
+    """How one rank ended.
 
     Attributes:
-        code: its exit code as a command.
-        line: what it had to say, where something went wrong.
-        aftermath: it failed because another did.
-        stopped: it was asked to end, and has saved.
-        waited: seconds, in vain, for another that said nothing.
-        when: seconds since the epoch.
+        code: exit code of the command.
+        message: one-line error message; None after a success.
+        is_peer_failure: the rank failed only because another rank did.
+        stopped: the rank was asked to end, and has saved a checkpoint.
+        waited: seconds that it waited in vain for a silent rank; 0 if it did not.
+        timestamp: seconds since the epoch.
     """
 
     code: int
-    line: str | None = None
-    aftermath: bool = False
+    message: str | None = None
+    is_peer_failure: bool = False
     stopped: bool = False
     waited: float = 0.0
-    when: float = 0.0
+    timestamp: float = 0.0
 
 
 def is_managed_rank() -> bool:
-    """Whether this process is one of a job that ``start`` has started."""
+    """Whether ``launch`` has started this process as a rank."""
     return _error_file is not None
 
 
 def in_job() -> bool:
-    """Whether this process is one of several, whoever started them."""
+    """Whether this process is one of several ranks, started by hasten or by torchrun."""
     return is_managed_rank() or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def is_main_process() -> bool:
-    """Whether this process has the word: it is alone, or rank 0, whoever started it."""
+    """Whether this process prints the answer: a single process, or rank 0."""
     return not in_job() or os.environ.get("RANK", "0") == "0"
 
 
 def die_with_parent() -> None:
-    """Asks the system for SIGTERM when whoever started this rank is gone: nobody would be left to tell, or to end it."""
+    """Asks the kernel for SIGTERM at the end of the launcher. Exits with code 1 if it has already ended."""
     with suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != _parent:  # it was gone before we could ask
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != _parent:
         os._exit(1)
 
 
-def write_result(ending: RankResult) -> None:
-    """Writes how this rank has ended into its error file."""
-    write_ending(Path(_error_file), int(os.environ["RANK"]), ending)
+def write_result(result: RankResult) -> None:
+    """Writes the result of this rank into its error file."""
+    write_result_for(_this_error_file(), int(os.environ["RANK"]), result)
 
 
-def write_ending(error_file: Path, rank: int, ending: RankResult) -> None:
-    """Writes an error file of torchrun, all at once: the agent and other ranks may read it at any time."""
-    extra = {**vars(ending), "when": time.time(), "rank": rank}
+def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
+    """Writes an error file of torchrun atomically: the agent and other ranks may read it at any time."""
+    fields = {**vars(result), "timestamp": time.time(), "rank": rank}
+    content = {"message": result.message or "", "extraInfo": {"timestamp": fields["timestamp"], "result": fields}}
     unfinished = error_file.with_suffix(".unfinished")
-    message = {"message": ending.line or "", "extraInfo": {"timestamp": extra["when"], "ending": extra}}
-    unfinished.write_text(json.dumps({"message": message}))
+    unfinished.write_text(json.dumps({"message": content}))
     unfinished.rename(error_file)
 
 
 def peer_error() -> str | None:
-    """What another rank of this machine has to say that could not go on, as soon as all of them have ended, or none of them well."""
-    job = _job_folder()
-    others, until = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + LAST_MOMENT
-    while time.monotonic() < until:
-        endings = read_results(job)
-        if lines := [ending.line for ending in endings.values() if ending.line]:
-            return lines[0]
-        if len(endings) >= others:
+    """Waits until a rank of this node has failed, and returns its message; None once all other ranks have succeeded.
+
+    Also None if some of them have not ended after ``PEER_RESULT_TIMEOUT_S``.
+    """
+    num_peers, deadline = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + PEER_RESULT_TIMEOUT_S
+    while time.monotonic() < deadline:
+        results = read_results(_job_directory())
+        if messages := [result.message for result in results.values() if result.message]:
+            return messages[0]
+        if len(results) >= num_peers:
             break
         time.sleep(0.01)
     return None
 
 
 def note_run(out: str) -> None:
-    """That this rank is about to train into a folder, for those who may have to go on with it."""
-    Path(_job_folder(), "run").write_text(str(out))
+    """Records the run directory of this rank, for ranks that resume the run after a restart."""
+    (_job_directory() / "run").write_text(str(out))
+
+
+def run_directory(job: str) -> str | None:
+    """The run directory that a rank of the job recorded with ``note_run``; None if there is none."""
+    path = Path(job, "run")
+    return path.read_text() if path.exists() else None
 
 
 def resume_directory() -> str | None:
-    """The folder of the run, where the ranks of this job were started before and some were lost."""
-    return _goes_on
+    """The run directory to resume, if the ranks of this job were restarted after some were lost."""
+    return _resume_dir
 
 
 @contextmanager
 def job_directory() -> Iterator[str]:
-    """A folder for what ranks leave, which we have as long as we live. Those of jobs that were killed are taken away."""
+    """Creates a temporary directory, locked as long as this process lives, and removes those of killed launchers."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > NEW and _is_nobodys(path):
+            if time.time() - path.stat().st_mtime > MIN_STALE_AGE_S and not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-        held = os.open(folder, os.O_RDONLY)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX)  # gone with the process, however it ends
-            yield folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released with the process, however it ends
+            yield directory
         finally:
-            os.close(held)
+            os.close(descriptor)
 
 
-def _is_nobodys(path: Path) -> bool:
-    held = os.open(path, os.O_RDONLY)
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     finally:
-        os.close(held)
-    return True
+        os.close(descriptor)
+    return False
 
 
-def run_directory(folder: str) -> str | None:
-    """What ``note_run`` has noted."""
-    path = Path(folder, "run")
-    return path.read_text() if path.exists() else None
-
-
-def forget(folder: str) -> None:
-    """Removes the error files, before the ranks are started again: torch does so only where the attempt has the same number."""
-    for path in Path(folder).glob(ERROR_FILES):
+def remove_results(job: str) -> None:
+    """Removes the error files before a restart: torch does so only if the attempt has the same number."""
+    for path in Path(job).glob(ERROR_FILES):
         path.unlink()
 
 
-def read_results(folder: str) -> dict[int, RankResult]:
-    """How the ranks of this machine have ended, by rank; those that are missing still run, or ended without a word."""
-    texts = [path.read_text() for path in Path(folder).glob(ERROR_FILES)]
-    found = [json.loads(text)["message"]["extraInfo"]["ending"] for text in texts]
-    return {ending.pop("rank"): RankResult(**ending) for ending in found}
+def read_results(job: str | Path) -> dict[int, RankResult]:
+    """Results of the ranks of this node, by rank. Missing ranks are still running or ended without writing one."""
+    texts = [path.read_text() for path in Path(job).glob(ERROR_FILES)]
+    results = [json.loads(text)["message"]["extraInfo"]["result"] for text in texts]
+    return {fields.pop("rank"): RankResult(**fields) for fields in results}
 
 
-def _job_folder() -> Path:
-    """Of a rank: FOLDER/RUN/attempt_N/LOCAL_RANK/error.json is its error file."""
-    return Path(_error_file).parents[3]
+def _job_directory() -> Path:
+    """DIRECTORY of this rank's error file, DIRECTORY/RUN/attempt_N/LOCAL_RANK/error.json."""
+    return _this_error_file().parents[3]
+
+
+def _this_error_file() -> Path:
+    assert _error_file is not None, "only a rank that hasten has started has an error file"
+    return Path(_error_file)

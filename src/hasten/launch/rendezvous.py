@@ -1,7 +1,8 @@
-"""Where the machines of a job meet, and by which of its addresses this one is reached from there.
+"""The rendezvous endpoint of a job: which node hosts its store, and by which address this node is reached from there.
 
-torchrun decides which node has the store by its host name and address, and fails at once where the store does not answer.
-Here a node is waited for that starts later, or comes back after it was lost (tests/launch: test_agents, test_elastic).
+torchrun chooses the node that hosts the store by host name and address, and fails at once if the store does not answer.
+Here a node waits for a host that starts later, or that was lost and comes back (tests/launch: test_agents,
+test_elastic).
 """
 
 from __future__ import annotations
@@ -14,69 +15,66 @@ import psutil
 
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 
-HERE = "127.0.0.1"
-TIMEOUT_S = 60.0  # seconds until somebody has to answer there
-TOLD_EVERY = 10.0  # seconds
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 60.0  # how long to wait for the host at the first meeting
+REPORT_EVERY_S = 10.0
 
 
-def local_address(place: str) -> str:
-    """The address by which whoever is at HOST:PORT reaches this machine.
+def local_address(endpoint: str) -> str:
+    """The address of this node that the node at HOST:PORT can reach.
 
     Raises:
-        Refusal: no machine is called so, or no way leads there.
+        ConfigurationError: the host name is unknown, or no route leads there.
     """
-    host, port = split_host_port(place)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sent_nothing:
-            sent_nothing.connect((host, port))
-            return sent_nothing.getsockname()[0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
+            probe.connect(split_host_port(endpoint))
+            return probe.getsockname()[0]
     except OSError as error:
-        raise ConfigurationError(
-            f"the machines cannot meet at {place}: {error.strerror}; name a machine of the job by an address that all of them reach"
-        ) from None
+        advice = "give --rdzv-endpoint an address of one of the nodes that all of them can reach"
+        raise ConfigurationError(f"the nodes cannot meet at {endpoint}: {error.strerror}; {advice}") from None
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has the address."""
-    known = psutil.net_if_addrs().items()
-    return next((name for name, all_of_it in known if any(each.address == address for each in all_of_it)), None)
+    """Name of the network interface with this address; None if this node has none."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(a.address == address for a in addresses)), None)
 
 
-def hosts_rendezvous(place: str, timeout: float = TIMEOUT_S) -> bool:
-    """Whether this process is to answer at HOST:PORT. Where another machine is, somebody is waited for to answer there.
+def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
+    """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
 
     Raises:
-        Failure: nobody does.
+        RunError: the store has not answered for ``timeout`` seconds.
     """
-    host, port = split_host_port(place)
-    begun = told = time.monotonic()
+    host, port = split_host_port(endpoint)
+    began = reported = time.monotonic()
     while True:
         try:
-            socket.create_connection((host, port), timeout=TOLD_EVERY).close()
+            socket.create_connection((host, port), timeout=REPORT_EVERY_S).close()
             return False
         except OSError:
             now = time.monotonic()
-        if _is_here(host):
+        if _is_this_node(host):
             return True
-        if now - begun > timeout:
-            raise RunError(
-                f"nobody has answered at {place} for {timeout:.0f} s; start the same command on {host}, or mend the way there"
-            )
-        if now - told > TOLD_EVERY:
-            warnings.warn(f"waiting for {place} since {now - begun:.0f} s", ProgressWarning, stacklevel=2)
-            told = now
+        if now - began > timeout:
+            advice = f"start the same command on {host}, and check that this node can reach it"
+            raise RunError(f"no answer from {endpoint} for {timeout:.0f} s; {advice}")
+        if now - reported > REPORT_EVERY_S:
+            warnings.warn(f"waiting for {endpoint} since {now - began:.0f} s", ProgressWarning, stacklevel=2)
+            reported = now
         time.sleep(0.2)
 
 
-def _is_here(host: str) -> bool:
-    """Whether an address of this machine is called so; a name may be gone with its machine."""
+def _is_this_node(host: str) -> bool:
+    """Whether the host name is one of this node. A name may not resolve while its node is lost."""
     try:
         return interface_of(socket.gethostbyname(host)) is not None
     except OSError:
         return False
 
 
-def split_host_port(place: str) -> tuple[str, int]:
-    """HOST and PORT."""
-    host, _, port = place.rpartition(":")
+def split_host_port(endpoint: str) -> tuple[str, int]:
+    """(HOST, PORT) of "HOST:PORT"."""
+    host, _, port = endpoint.rpartition(":")
     return host, int(port)

@@ -1,1 +1,1 @@
-"""Loading: finds out how many workers a training needs, and copies batches to a GPU ahead of the step."""
+"""Loading of batches: how many workers a training needs, probes of samples, and copies to a GPU ahead of the step."""

@@ -1,13 +1,14 @@
-"""Finds out, while a run goes on, who should compute its batches: how many threads or processes, how far ahead.
+"""Finds, while a run trains, the workers that should compute its batches: threads or processes, how many, how far ahead.
 
-A batch is a function of its number, so between any two batches one crew can hand over to another, and nothing but the time changes.
-The climber watches real batches and real steps: how long a step waits for its batch, and how long both take together. As soon as no
-step waits it settles. As long as one does, it tries the neighbours of the crew (more of them, the other kind, further ahead, fewer)
-within the cores and the memory that it may use, and keeps one if the whole goes clearly faster. Once it has settled, the bare iterator
-is handed over, which costs nothing; it looks again at the start of the next pass, and climbs on if the waiting is back.
+A batch is a function of its index, so other workers can take over between any two batches, and only the time changes.
+The autotuner measures real batches and real steps: how long a step waits for its batch, and how long both take
+together. It converges as soon as steps do not wait. While they wait it tries the neighbors of the current configuration
+(more workers, the other kind, more prefetched batches, fewer workers) within the cores and the memory that it may use,
+and keeps a neighbor that is clearly faster. Once converged it hands over the bare iterator, which costs nothing. It
+measures again at the start of the next epoch, and searches again if the waiting has come back.
 
-Source: the hill climbing within budgets of tf.data's AUTOTUNE (Murray et al. 2021, https://arxiv.org/abs/2101.12127). That one makes
-the input as fast as it can be; this one measures the step as well, and stops when it is fast enough.
+Source: the hill climbing within budgets of tf.data's AUTOTUNE (Murray et al. 2021, https://arxiv.org/abs/2101.12127).
+AUTOTUNE makes the input as fast as possible; this autotuner measures the step, too, and stops at fast enough.
 """
 
 from __future__ import annotations
@@ -22,78 +23,73 @@ from typing import Any
 from hasten.core.data import WorkerConfig
 from hasten.loading.loader_stats import LoaderProfiler, LoaderStats, gpu_is_busy, record_cuda_event
 
-WAIT_TOLERANCE = 0.01  # of the time: who waits no more than that does not wait
-MIN_SPEEDUP = 1.03  # times faster, in every look, or it stays as it was
-CONFIRMATIONS = 2  # at a crew, before it is kept
-RETRY_WAIT_FRACTION = 0.1  # of the time: who waits so much and has found nobody better climbs once more, in the next pass: it may have been the machine
-DEFAULT_PREFETCH, MAX_PREFETCH = 2, 16  # batches that may wait: at first, and at most
-FREE_MEMORY_FRACTION = 0.25  # of the memory, where nobody says how much may be taken
+WAIT_TOLERANCE = 0.01  # fraction of the time; steps that wait no longer than that do not wait
+MIN_SPEEDUP = 1.03  # that each of CONFIRMATIONS measurements must show
+CONFIRMATIONS = 2
+RETRY_WAIT_FRACTION = 0.1  # steps that wait longer after a fruitless search: search once more, another load may be gone
+DEFAULT_PREFETCH, MAX_PREFETCH = 2, 16  # finished batches that may wait
+FREE_MEMORY_FRACTION = 0.25  # of the free memory, if no budget is given
 
-OpenIterator = Callable[[WorkerConfig, int], Iterator]
+OpenIterator = Callable[[WorkerConfig, int], Iterator[Any]]
 _END = object()
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a climber may choose among.
+    """What an autotuner may choose among.
 
     Attributes:
-        kinds: "threads", "processes": what a crew may be of, the kind to be tried first at the front.
-        cores: as many workers at most.
-        room: ``() -> bytes`` that batches on their way may take.
+        kinds: The kinds of workers, "threads" or "processes", the one to try first at the front.
+        cores: Maximum number of workers.
+        memory_budget: ``() -> bytes`` that batches in flight may take.
     """
 
     kinds: tuple[str, ...]
     cores: int
     memory_budget: Callable[[], float]
 
-    def neighbors(self, workers: WorkerConfig, seen: LoaderStats) -> list[WorkerConfig]:
-        """The crews to be tried next in its place, the most promising first."""
+    def neighbors(self, workers: WorkerConfig, stats: LoaderStats) -> list[WorkerConfig]:
+        """The configurations to try next, the most promising first; ``stats`` were measured with ``workers``."""
         count, prefetch = workers.num_workers, workers.prefetch or DEFAULT_PREFETCH
-        own = ("threads" if workers.threads else "processes",) if count else ()
-        kinds = [*own, *(kind for kind in self.kinds if kind not in own)]
-        work = seen.seconds_per_batch * count if count else seen.wait_s  # of one worker, for one batch
-        wanted = (
-            math.ceil(min(work / seen.step_s, self.cores)) if seen.step_s else self.cores
-        )  # with as many, no step would wait
-        sizes = dict.fromkeys((max(count + 1, wanted), (count + max(count + 1, wanted) + 1) // 2, count + 1))
-        larger = [
-            _worker_config(kind, size, prefetch) for size in sizes for kind in kinds if size <= max(1, self.cores)
+        current = ["threads" if workers.threads else "processes"] if count else []
+        kinds = current + [kind for kind in self.kinds if kind not in current]
+        work = stats.seconds_per_batch * count if count else stats.wait_s  # of one worker, for one batch
+        enough = (
+            math.ceil(min(work / stats.step_s, self.cores)) if stats.step_s else self.cores
+        )  # so that no step waits
+        most = max(count + 1, enough)
+        sizes = [
+            size for size in dict.fromkeys((most, (count + most + 1) // 2, count + 1)) if size <= max(1, self.cores)
         ]
-        others = [_worker_config(kind, count, prefetch) for kind in kinds[1:]] if count else []
-        short_of_workers = seen.wait_s > seen.step_s  # then batches come too slowly, not too unevenly
-        further = (
-            [replace(workers, prefetch=2 * prefetch)]
-            if count and not short_of_workers and 2 * prefetch <= MAX_PREFETCH
-            else []
-        )
-        fewer = [_worker_config(own[0], count // 2, prefetch) if count > 1 else WorkerConfig()] if count else []
+        found = [_worker_config(kind, size, prefetch) for size in sizes for kind in kinds]
+        if count:
+            found += [_worker_config(kind, count, prefetch) for kind in kinds[1:]]
+            comes_unevenly = stats.wait_s <= stats.step_s  # if it came too slowly, prefetching would not help
+            if comes_unevenly and 2 * prefetch <= MAX_PREFETCH:
+                found.append(replace(workers, prefetch=2 * prefetch))
+            found.append(_worker_config(kinds[0], count // 2, prefetch) if count > 1 else WorkerConfig())
         memory_budget = self.memory_budget()
-        return [
-            other
-            for other in (*larger, *others, *further, *fewer)
-            if _bytes_in_flight(other, seen.size) <= memory_budget
-        ]
+        return [other for other in found if _bytes_in_flight(other, stats.size) <= memory_budget]
 
 
 class LoaderAutotuner:
-    """Watches passes over some batches, and finds the crew that computes them.
+    """Measures the batches of several epochs, and finds the workers that compute them.
 
     Args:
-        crew: to begin with.
-        cores: workers that there may be at most.
-        room: ``() -> bytes`` that batches on their way, and samples that are kept, may take.
-        cache: where the samples are kept: "memory" or "disk"; "no": nowhere; None: in either, once that turns out to be faster. It is up
-            to whoever makes the batches whether they can be, and where they fit.
-        passes: how many there will be, where that is known.
-        told: called with itself when it has settled, and again when it settles at something else.
-        of: the kind of data that it was made for, kept for whoever made it.
+        workers: The workers to start with.
+        cores: Maximum number of workers.
+        memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
+        cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner of
+            the batches decides whether they can be cached, and where they fit.
+        epochs: Number of epochs, if known.
+        on_converged: Called with the autotuner when it converges, and again when it converges to something else.
+        data_type: The type of data that it was made for, stored for its owner.
 
     Attributes:
-        crew: the best so far.
-        waits: the share of its time that a step waited for its batch when this settled; None as long as it has not.
-        waited_first: the same, of the crew that it began with.
-        pace: seconds a batch, its step included, when it settled.
+        workers: The best configuration so far.
+        wait_fraction: Fraction of the time that a step waited for its batch at convergence; None until then.
+        initial_wait_fraction: The same for the configuration it started with.
+        seconds_per_batch: Seconds per batch, its step included, at convergence.
     """
 
     def __init__(
@@ -103,24 +99,21 @@ class LoaderAutotuner:
         cores: int,
         memory_budget: Callable[[], float],
         cache: str | None = None,
-        passes: float | None = None,
-        told: Callable[[LoaderAutotuner], Any] | None = None,
-        of: type | None = None,
-    ):
-        self.workers, self.cores, self.memory_budget, self.cache, self.passes = (
-            workers or WorkerConfig(),
-            cores,
-            memory_budget,
-            cache,
-            passes,
-        )
-        self.on_converged, self.of = told, of
-        self.wait_fraction = self.initial_wait_fraction = self.seconds_per_batch = None
-        self._without: tuple | None = None  # how it was without a cache that is being tried
-        self._once_more, self._said = True, None
+        epochs: float | None = None,
+        on_converged: Callable[[LoaderAutotuner], Any] | None = None,
+        data_type: type | None = None,
+    ) -> None:
+        self.workers, self.cores, self.memory_budget = workers or WorkerConfig(), cores, memory_budget
+        self.cache, self.epochs, self.on_converged, self.data_type = cache, epochs, on_converged, data_type
+        self.wait_fraction: float | None = None
+        self.initial_wait_fraction: float | None = None
+        self.seconds_per_batch: float | None = None
+        self._uncached: tuple[WorkerConfig, float | None, float] | None = None  # before the cache that is being tried
+        self._may_retry = True
+        self._reported: dict[str, Any] | None = None
         self._search: Generator[WorkerConfig, LoaderStats | None, LoaderStats | None] | None = None
-        self._watched: WorkerConfig | None = None  # the crew to be looked at now; None: nobody looks
-        self._watch: LoaderProfiler | None = None
+        self._measured: WorkerConfig | None = None  # the configuration to measure now; None: nothing is measured
+        self._profiler = LoaderProfiler(self.workers)
         self._busy = False
 
     @property
@@ -128,179 +121,179 @@ class LoaderAutotuner:
         return self.wait_fraction is not None
 
     @property
-    def tuned_settings(self) -> dict:
-        """What it found, as settings for the next run."""
-        kind = "threads" if self.workers.threads else "processes"
-        workers = {kind: self.workers.num_workers} | (
-            {"prefetch": self.workers.prefetch} if self.workers.num_workers else {}
-        )
-        return workers | ({} if self.cache is None else {"cache": self.cache})
+    def tuned_settings(self) -> dict[str, Any]:
+        """What it found, as options for the next run."""
+        settings: dict[str, Any] = {"threads" if self.workers.threads else "processes": self.workers.num_workers}
+        if self.workers.num_workers:
+            settings["prefetch"] = self.workers.prefetch
+        return settings if self.cache is None else settings | {"cache": self.cache}
 
-    def iterate(self, enter: OpenIterator, choices: SearchSpace) -> Iterator:
-        """The batches of a pass.
+    def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
+        """The batches of an epoch.
 
         Args:
-            enter: ``(crew, done) -> iterator``: the batches after the first ``done`` of these, as that crew computes them.
+            open_iterator: ``(workers, done) -> iterator`` over the batches of the epoch without the first ``done``, as
+                these workers compute them.
+            space: What it may choose among.
         """
-        if self._busy:  # two passes at a time: who waits for whom?
-            yield from enter(WorkerConfig(), 0)
+        if self._busy:  # of two epochs at a time, only the first is measured
+            yield from open_iterator(WorkerConfig(), 0)
             return
-        self._busy, done, workers, inner, queued = True, 0, None, None, None
+        self._busy, done = True, 0
+        workers: WorkerConfig | None = None  # that compute the batches of ``batches``
+        batches: Iterator[Any] | None = None
+        cuda_event = None
         try:
-            self._start_epoch(choices)
-            while self._watched is not None:
-                if workers != self._watched:
-                    _close(inner)
-                    workers, inner, queued = self._watched, None, None
-                    self._watch = (
-                        self._watch if self._watch and self._watch.workers == workers else LoaderProfiler(workers)
-                    )
-                    self._watch.on_enter()
-                asked = perf_counter()
+            self._start_epoch(space)
+            while self._measured is not None:
+                if workers != self._measured:
+                    _close(batches)
+                    workers, batches, cuda_event = self._measured, None, None
+                    if self._profiler.workers != workers:
+                        self._profiler = LoaderProfiler(workers)
+                    self._profiler.on_enter()
+                requested = perf_counter()
                 try:
-                    inner = iter(enter(workers, done)) if inner is None else inner
-                    batch = next(inner, _END)
+                    batches = iter(open_iterator(workers, done)) if batches is None else batches
+                    batch = next(batches, _END)
                 except Exception:
                     if workers == self.workers:
                         raise
-                    self._report(None)  # if it is not this crew's fault, the one before it will tell
+                    self._report(None)  # if other workers raise it, too, it is raised then
                     continue
                 if batch is _END:
                     return
-                given, done = perf_counter(), done + 1
-                self._watch.on_batch(0.0 if gpu_is_busy(queued) else given - asked, batch)
+                received, done = perf_counter(), done + 1
+                self._profiler.on_batch(0.0 if gpu_is_busy(cuda_event) else received - requested, batch)
                 yield batch
-                del batch  # or its memory could not be used again for the next one
-                queued = record_cuda_event()
-                if self._watch.on_step(perf_counter() - given):
-                    self._report(self._watch.stats())
-            if workers != self.workers:
-                _close(inner)
-                inner = iter(enter(self.workers, done))
-            yield from inner
+                del batch  # or its memory could not be used for the next one
+                cuda_event = record_cuda_event()
+                if self._profiler.on_step(perf_counter() - received):
+                    self._report(self._profiler.stats())
+            if batches is None or workers != self.workers:
+                _close(batches)
+                batches = iter(open_iterator(self.workers, done))
+            yield from batches
         finally:
-            _close(inner)
+            _close(batches)
             self._busy = False
 
     def search(
-        self, choices: SearchSpace, seen: LoaderStats | None = None
-    ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats]:
-        """Yields the crew to look at next, and is sent what was seen, None where it failed; at the end ``self.crew`` is the best.
+        self, space: SearchSpace, stats: LoaderStats | None = None
+    ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
+        """Yields the configuration to measure next and receives its stats, None if it failed.
+
+        At the end ``self.workers`` is the best configuration.
 
         Args:
-            seen: a look at the present crew.
+            space: What it may choose among.
+            stats: A measurement of the current configuration.
 
         Returns:
-            The last look at the best.
+            The last measurement of the best configuration.
         """
-        looks, had, tried = [seen or (yield self.workers)], {self.workers}, set()
-        self.initial_wait_fraction = (
-            looks[0].wait_fraction if self.initial_wait_fraction is None else self.initial_wait_fraction
-        )
-        while looks[-1].wait_fraction > WAIT_TOLERANCE:
-            for other in choices.neighbors(self.workers, looks[-1]):
-                if other in had | tried:
+        measured = [stats or (yield from self._measure_current())]
+        accepted, rejected = {self.workers}, set[WorkerConfig]()
+        if self.initial_wait_fraction is None:
+            self.initial_wait_fraction = measured[0].wait_fraction
+        while measured[-1].wait_fraction > WAIT_TOLERANCE:
+            for candidate in space.neighbors(self.workers, measured[-1]):
+                if candidate in accepted | rejected:
                     continue
-                tried.add(other)
-                found = []
-                while len(found) < CONFIRMATIONS and _is_faster(look := (yield other), looks):
-                    found.append(look)
+                rejected.add(candidate)
+                found: list[LoaderStats] = []
+                while len(found) < CONFIRMATIONS and _is_faster(new := (yield candidate), measured):
+                    found.append(new)
                 if len(found) == CONFIRMATIONS:
-                    self.workers, looks, self._once_more = other, found, False
-                    had.add(other)
-                    tried.clear()  # who was no better than the one before may be better than this one
+                    self.workers, measured, self._may_retry = candidate, found, False
+                    accepted.add(candidate)
+                    rejected.clear()  # what was no better than the previous configuration may be better than this one
                     break
-                if found:  # better once, and then not: the machine may be another by now
-                    looks = [looks[-1], (yield self.workers)]
-                    if looks[-1].wait_fraction <= WAIT_TOLERANCE:
+                if found:  # faster once, and then not: the load of the machine may have changed
+                    measured = [measured[-1], (yield from self._measure_current())]
+                    if measured[-1].wait_fraction <= WAIT_TOLERANCE:
                         break
             else:
                 break
-        return looks[-1]
+        return measured[-1]
 
     def try_cache(self, where: str) -> None:
-        """From the next pass on the samples are kept: climbs anew, from nobody, and gives it up if that is not clearly faster."""
-        self._without = self.workers, self.wait_fraction, self.seconds_per_batch
+        """Caches samples from the next epoch on: searches anew, without workers; undone unless it is clearly faster."""
+        assert self.seconds_per_batch is not None, "a cache is tried after convergence"
+        self._uncached = self.workers, self.wait_fraction, self.seconds_per_batch
         self.workers, self.cache = WorkerConfig(), where
         self._reset()
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {
-            "_search": None,
-            "_watched": None,
-            "_watch": None,
-            "_busy": False,
-        }  # another process looks for itself
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process measures anew."""
+        return self.__dict__ | {"_search": None, "_measured": None, "_busy": False}
 
-    def state_dict(self) -> dict:
-        workers = {
-            "threads": self.workers.threads,
-            "processes": self.workers.processes,
-            "prefetch": self.workers.prefetch,
-        }
-        return {
-            **workers,
-            "wait_fraction": self.wait_fraction,
-            "seconds_per_batch": self.seconds_per_batch,
-            "cache": self.cache,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        workers = {name: getattr(self.workers, name) for name in ("threads", "processes", "prefetch")}
+        return workers | {name: getattr(self, name) for name in ("wait_fraction", "seconds_per_batch", "cache")}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._reset()
-        self.workers = WorkerConfig(
-            min(state["threads"], self.cores), min(state["processes"], self.cores), state["prefetch"]
-        )
-        self.wait_fraction, self.seconds_per_batch, self.cache = (
-            state["wait_fraction"],
-            state["seconds_per_batch"],
-            state["cache"],
-        )
+        threads, processes = (min(state[kind], self.cores) for kind in ("threads", "processes"))
+        self.workers = WorkerConfig(threads, processes, state["prefetch"])
+        for name in ("wait_fraction", "seconds_per_batch", "cache"):
+            setattr(self, name, state[name])
 
     def _reset(self) -> None:
-        self.wait_fraction = self._search = self._watched = self._watch = None
+        self.wait_fraction = self._search = self._measured = None
 
-    def _start_epoch(self, choices: SearchSpace) -> None:
-        """A pass begins: a search goes on, or starts; what it settled at is doubted."""
-        if self._search is None:
-            in_vain = self.converged and self.wait_fraction > RETRY_WAIT_FRACTION and self._once_more
-            self._once_more = self._once_more and not in_vain
-            self._search, self._watch = (
-                (self._recheck if self.converged and not in_vain else self.search)(choices),
-                None,
-            )
-            self._watched = next(self._search)
+    def _start_epoch(self, space: SearchSpace) -> None:
+        """Continues the search of the last epoch, or starts one; a converged configuration is measured again."""
+        if self._search is not None:
+            return
+        search = self.search if self.wait_fraction is None else self._recheck
+        if self.wait_fraction is not None and self.wait_fraction > RETRY_WAIT_FRACTION and self._may_retry:
+            search, self._may_retry = self.search, False
+        self._search, self._profiler = search(space), LoaderProfiler(self.workers)
+        self._measured = next(self._search)
 
-    def _recheck(self, choices: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
-        """Searches again, if the steps wait far more than they did when this settled."""
+    def _measure_current(self) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats]:
+        stats = yield self.workers
+        assert stats is not None, "an error of the current workers ends the epoch"
+        return stats
+
+    def _recheck(self, space: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
+        """Searches again if steps wait far longer than at convergence."""
+        assert self.wait_fraction is not None
+        tolerated, stats = WAIT_TOLERANCE + 2 * self.wait_fraction, None
         for _ in range(CONFIRMATIONS):
-            seen = yield self.workers
-            if seen.wait_fraction <= WAIT_TOLERANCE + 2 * self.wait_fraction:
+            stats = yield from self._measure_current()
+            if stats.wait_fraction <= tolerated:
                 return None
-        return (yield from self.search(choices, seen))
+        return (yield from self.search(space, stats))
 
-    def _report(self, look: LoaderStats | None) -> None:
-        looked_at = self._watched
+    def _report(self, stats: LoaderStats | None) -> None:
+        """Sends a measurement to the search, None for a failure."""
+        assert self._search is not None
+        measured = self._measured
         try:
-            self._watched = self._search.send(look)
-            self._watch = LoaderProfiler(looked_at) if self._watched == looked_at else None
+            self._measured = self._search.send(stats)
         except StopIteration as end:
-            self._search = self._watched = self._watch = None
+            self._search = self._measured = None
             if end.value is not None:
                 self._converge(end.value)
+        else:
+            if self._measured == measured:
+                self._profiler = LoaderProfiler(self._measured)
 
-    def _converge(self, look: LoaderStats) -> None:
-        self.wait_fraction, self.seconds_per_batch = look.wait_fraction, look.seconds_per_batch
-        if self._without is not None and self.seconds_per_batch * MIN_SPEEDUP >= self._without[-1]:
-            self.workers, self.wait_fraction, self.seconds_per_batch = self._without
+    def _converge(self, stats: LoaderStats) -> None:
+        self.wait_fraction, self.seconds_per_batch = stats.wait_fraction, stats.seconds_per_batch
+        if self._uncached is not None and self.seconds_per_batch * MIN_SPEEDUP >= self._uncached[-1]:
+            self.workers, self.wait_fraction, self.seconds_per_batch = self._uncached
             self.cache = "no"
-        self._without = None
-        if self.on_converged is not None and self._said != self.tuned_settings:
-            self._said = self.tuned_settings
+        self._uncached = None
+        if self.on_converged is not None and self._reported != self.tuned_settings:
+            self._reported = self.tuned_settings
             self.on_converged(self)
 
 
 def default_memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> Callable[[], float]:
-    """As ``Climber(room=)``: the bytes that somebody allows, or a part of what is free."""
+    """``() -> bytes``: a fixed budget, or by default a fraction of the free memory. Picklable, unlike a closure."""
     return partial(_memory_budget, gigabytes, free_memory)
 
 
@@ -308,29 +301,26 @@ def _memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> f
     return FREE_MEMORY_FRACTION * free_memory() if gigabytes is None else gigabytes * 1e9
 
 
-def _is_faster(look: LoaderStats | None, than: list[LoaderStats]) -> bool:
-    """Whether it is clearly faster, or needs no more time and no longer waits."""
-    if look is None:
+def _is_faster(new: LoaderStats | None, measured: list[LoaderStats]) -> bool:
+    """Whether a configuration is clearly faster, or takes no longer and steps no longer wait."""
+    if new is None:
         return False
-    least = min(each.seconds_per_batch for each in than)
-    return look.seconds_per_batch * MIN_SPEEDUP < least or (
-        look.wait_fraction <= WAIT_TOLERANCE and look.seconds_per_batch <= least
-    )
+    best = min(stats.seconds_per_batch for stats in measured)
+    no_longer_waits = new.wait_fraction <= WAIT_TOLERANCE and new.seconds_per_batch <= best
+    return new.seconds_per_batch * MIN_SPEEDUP < best or no_longer_waits
 
 
 def _worker_config(kind: str, count: int, prefetch: int) -> WorkerConfig:
     return WorkerConfig(**{kind: count}, prefetch=prefetch)
 
 
-def _bytes_in_flight(workers: WorkerConfig, size: int) -> int:
-    """That its batches take on their way; a process has them in shared memory as well."""
-    return (
-        (workers.num_workers + workers.prefetch + 1) * size * (2 if workers.processes else 1)
-        if workers.num_workers
-        else 0
-    )
+def _bytes_in_flight(workers: WorkerConfig, batch_bytes: int) -> int:
+    """Bytes of the batches that wait or are being computed; a process holds them in shared memory as well."""
+    if not workers.num_workers:
+        return 0
+    return (workers.num_workers + workers.prefetch + 1) * batch_bytes * (2 if workers.processes else 1)
 
 
-def _close(iterator: Iterator | None) -> None:
+def _close(iterator: Any) -> None:
     if hasattr(iterator, "close"):
         iterator.close()

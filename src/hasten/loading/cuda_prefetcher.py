@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: from page-locked memory, one ahead, while the step before goes on."""
+"""Copies batches to a GPU from page-locked memory, one batch ahead, while the current step runs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import batch_tensors, map_tensors
+from hasten.core.types import Batch
+from hasten.utils.batch import batch_tensors, map_tensors
 
 
-def prefetch_to_cuda(inner: Iterator, device: torch.device) -> Iterator:
-    """The batches of ``inner``, on the device. While one is used, the next is on its way."""
-    side = torch.cuda.Stream(device)
+def prefetch_to_cuda(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches, on the device. While one is used, the next one is copied."""
+    side_stream = torch.cuda.Stream(device)
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
 
-    def fetch():
-        with torch.cuda.stream(side):
-            for batch in inner:
-                return map_tensors(copied, batch), side.record_event()
+    def fetch() -> tuple[Batch, torch.cuda.Event] | None:
+        with torch.cuda.stream(side_stream):
+            for batch in batches:
+                return map_tensors(copy, batch), side_stream.record_event()
         return None
 
-    coming = fetch()
-    while coming is not None:
-        (batch, arrived), coming = coming, fetch()
-        current = torch.cuda.current_stream(device)
-        current.wait_event(arrived)
+    upcoming = fetch()
+    while upcoming is not None:
+        (batch, copied), upcoming = upcoming, fetch()
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(copied)
         for tensor in batch_tensors(batch):
-            tensor.record_stream(current)  # its memory was taken on the side stream: not to be used again too early
+            tensor.record_stream(stream)  # allocated on the side stream: its memory must not be reused too early
         yield batch

@@ -1,4 +1,4 @@
-"""What can be seen of batches and steps while a run goes on: who waits for whom, and how long both take together."""
+"""Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from statistics import fmean, median
 
 import torch
 
-from hasten.core.batch import batch_tensors
 from hasten.core.data import WorkerConfig
+from hasten.core.types import Batch
+from hasten.utils.batch import batch_tensors
 
-MIN_BATCHES, MIN_SECONDS = 4, 0.3  # of a look
-BATCHES_PER_WORKER = 2  # batches of each worker in a look: they come in bursts
-WARMUP_BATCHES = 1  # batches that say little, beside the first of each worker, where a crew or a pass begins
+MIN_BATCHES, MIN_SECONDS = 4, 0.3  # of a measurement
+BATCHES_PER_WORKER = 2  # in a measurement: batches of one worker arrive in bursts
+WARMUP_BATCHES = 1  # batches without meaning after a change of workers or epoch, besides the first of each worker
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """What was seen of a crew over some batches in a row.
+    """A measurement of several consecutive batches of one worker configuration.
 
     Attributes:
-        waited: seconds that a step waited for its batch, on average.
-        step: seconds between getting a batch and asking for the next, the median: an evaluation in between is nobody's fault.
-        size: bytes of the largest batch.
+        wait_s: Mean seconds that a step waited for its batch.
+        step_s: Median seconds between receiving a batch and requesting the next; an evaluation does not move the median.
+        size: Bytes of the largest batch.
     """
 
     wait_s: float
@@ -31,56 +32,59 @@ class LoaderStats:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Seconds a batch, its step included."""
+        """Seconds per batch, its step included."""
         return self.wait_s + self.step_s
 
     @property
     def wait_fraction(self) -> float:
-        """Of the time that is spent waiting."""
+        """Fraction of the time that steps wait."""
         return self.wait_s / self.seconds_per_batch if self.seconds_per_batch else 0.0
 
 
 class LoaderProfiler:
-    """Notes batches and steps of a crew until there are enough for a look, in several passes where they are short."""
+    """Records batches and steps until there are enough for ``LoaderStats``, over several epochs if these are short."""
 
-    def __init__(self, workers: WorkerConfig):
-        self.workers, self.least = workers, max(MIN_BATCHES, BATCHES_PER_WORKER * workers.num_workers)
-        self.wait_fraction, self.steps, self.size = [], [], 0
-        self.seconds = self.waited = 0.0
-        self.skip, self.before = 0, None
+    def __init__(self, workers: WorkerConfig) -> None:
+        self.workers = workers
+        self._min_batches = max(MIN_BATCHES, BATCHES_PER_WORKER * workers.num_workers)
+        self._waits: list[float] = []
+        self._steps: list[float] = []
+        self._size, self._seconds, self._wait = 0, 0.0, 0.0
+        self._skip, self._steps_before = 0, -1
 
     def on_enter(self) -> None:
-        """The crew begins, or a pass does. Its first batches are left out, unless the pass before had no others."""
-        self.skip = 0 if self.before == len(self.steps) else WARMUP_BATCHES + self.workers.num_workers
-        self.before = len(self.steps)
+        """The workers or an epoch start. Skips the first batches, unless the previous epoch had no others."""
+        recorded_none = self._steps_before == len(self._steps)
+        self._skip = 0 if recorded_none else WARMUP_BATCHES + self.workers.num_workers
+        self._steps_before = len(self._steps)
 
-    def on_batch(self, waited: float, batch) -> None:
-        self.waited = waited
-        self.size = max(self.size, sum(tensor.nbytes for tensor in batch_tensors(batch)))
+    def on_batch(self, wait_s: float, batch: Batch) -> None:
+        self._wait = wait_s
+        self._size = max(self._size, sum(tensor.nbytes for tensor in batch_tensors(batch)))
 
     def on_step(self, seconds: float) -> bool:
-        """Whether it is enough."""
-        if self.skip:
-            self.skip -= 1
+        """Records a step; whether there are enough."""
+        if self._skip:
+            self._skip -= 1
             return False
-        self.wait_fraction.append(self.waited)
-        self.steps.append(seconds)
-        self.seconds += self.waited + seconds
-        return len(self.steps) >= self.least and self.seconds >= MIN_SECONDS
+        self._waits.append(self._wait)
+        self._steps.append(seconds)
+        self._seconds += self._wait + seconds
+        return len(self._steps) >= self._min_batches and self._seconds >= MIN_SECONDS
 
     def stats(self) -> LoaderStats:
-        return LoaderStats(fmean(self.wait_fraction), median(self.steps), self.size)
+        return LoaderStats(fmean(self._waits), median(self._steps), self._size)
 
 
 def record_cuda_event() -> torch.cuda.Event | None:
-    """Behind everything that the GPU was given to do so far; None where there is no GPU in use."""
+    """An event after all work that the GPU was given so far; None if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
-    mark = torch.cuda.Event()
-    mark.record(torch.cuda.default_stream())
-    return mark
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream())
+    return event
 
 
-def gpu_is_busy(mark: torch.cuda.Event | None) -> bool:
-    """Whether the GPU is: then it has not waited for the batch that has just come, whatever the host did."""
-    return mark is not None and not mark.query()
+def gpu_is_busy(event: torch.cuda.Event | None) -> bool:
+    """Whether the GPU has not reached the event: then it did not wait for the batch, even if the host did."""
+    return event is not None and not event.query()

@@ -1,16 +1,13 @@
-"""Only the inputs of each repeated block are kept; the rest is computed again when the backward pass needs it.
+"""Activation checkpointing: blocks recomputed in the backward pass instead of stored."""
 
-About a third more arithmetic for a fraction of the memory, which makes room for a larger batch or model.
-Random numbers (dropout) repeat themselves in the second computation, and batch normalisation counts the
-batch only once.
-"""
-
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # without annotations
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -20,13 +17,19 @@ from hasten.core.run_context import RunContext
 
 @dataclass(frozen=True)
 class ActivationCheckpointing(Method):
+    """Stores only the inputs of each repeated block and recomputes the rest in the backward pass.
+
+    This costs about a third more arithmetic and saves most of the activation memory, which allows a larger batch or
+    model. The recomputation draws the same random numbers (dropout), and batch normalization counts each batch once.
+    """
+
     card = Card(
-        summary="activations inside repeated blocks computed again instead of kept, to save memory",
+        summary="recompute the activations of repeated blocks in the backward pass, to save memory",
         exactness=Exactness.BIT_EXACT,
         source="Chen et al. 2016, arXiv 1604.06174; torch.utils.checkpoint",
-        gain_when="memory limits the batch; by itself it costs one more forward pass",
+        gain_when="memory limits the batch size; by itself it costs one more forward pass",
         applies_to={"repeated_blocks"},
-        requires={"python_between_kernels"},  # it keeps and restores the random state of every block
+        requires={"python_between_kernels"},  # it saves and restores the random state of every block
         order=WrapOrder.EARLY,
         remedy_for={"out_of_memory": {}},
     )
@@ -34,41 +37,42 @@ class ActivationCheckpointing(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         blocks = repeated_blocks(model)
         if not blocks:
-            run.report_no_effect(self, "the model has no sequence of like blocks")
+            run.report_no_effect(self, "the model has no sequence of blocks of one type")
         for block in blocks:
-            block.forward = partial(_recomputed, block.forward)  # a partial of a bound method survives deepcopy
+            block.forward = partial(_checkpointed, block.forward)  # a partial of a bound method survives deepcopy
         return model
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost composite modules that stand beside another of their class in a ModuleList or Sequential."""
+    """The outermost composite modules that share a ModuleList or Sequential with another module of their class."""
+    repeated: list[torch.nn.Module] = []
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
-        kinds = [type(child) for child in model]
-        like = [child for child in model if kinds.count(type(child)) > 1 and any(True for _ in child.children())]
-    else:
-        like = []
-    inside = [block for child in model.children() if child not in like for block in repeated_blocks(child)]
-    return like + inside
+        classes = [type(child) for child in model]
+        repeated = [child for child in model if classes.count(type(child)) > 1 and any(True for _ in child.children())]
+    return repeated + [block for child in model.children() if child not in repeated for block in repeated_blocks(child)]
 
 
-def _recomputed(forward, *inputs, **named):
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*inputs, **named)
-    norms = [part for part in forward.__self__.modules() if isinstance(part, BatchNorm) and part.track_running_stats]
-    if norms and torch.compiler.is_compiling():  # which takes no contexts, and chooses itself what to compute again
-        return forward(*inputs, **named)
-    contexts = {"context_fn": lambda: (nullcontext(), _not_counting(norms))} if norms else {}
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **contexts, **named)
+        return forward(*args, **kwargs)
+    modules: Iterator[torch.nn.Module] = forward.__self__.modules()  # pyright: ignore[reportFunctionMemberAccess]
+    norms = [module for module in modules if isinstance(module, BatchNorm) and module.track_running_stats]
+    if norms and torch.compiler.is_compiling():  # it supports no context_fn, and chooses itself what to recompute
+        return forward(*args, **kwargs)
+    if norms:
+        kwargs["context_fn"] = lambda: (nullcontext(), _frozen_statistics(norms))
+    output: Any = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+    return output
 
 
 @contextmanager
-def _not_counting(norms: list[BatchNorm]):
-    """The running statistics have seen this batch in the first computation; the second leaves them alone."""
+def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
+    """Leaves the running statistics as they are: the first computation has counted this batch already."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, momentum, counted in before:
-            norm.momentum, norm.num_batches_tracked = momentum, counted
+        for norm, momentum, num_batches_tracked in before:
+            norm.momentum, norm.num_batches_tracked = momentum, num_batches_tracked

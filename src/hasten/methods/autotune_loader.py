@@ -1,4 +1,4 @@
-"""Finds out, while the training runs, by how many threads or processes its batches are computed, and how far ahead."""
+"""Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, WorkerConfig
+from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
@@ -20,36 +21,30 @@ from hasten.loading.autotuner import (
     SearchSpace,
     default_memory_budget,
 )
+from hasten.loading.probe import is_deterministic
 
 
 @dataclass(frozen=True)
 class AutotuneLoader(Method):
-    """Climbs on what real steps wait for real batches, and settles as soon as none waits, or nothing helps within the budgets.
+    """Searches by hill climbing until no step waits for data, or nothing within the budgets helps.
 
-    What it found is told, stands in result.json under "tuned_settings", and in the recipe of the run's folder as ``threads``, ``processes``,
-    ``ahead`` and ``cache``: a run with that recipe starts there, and climbs only if its steps wait. The batches are the same whoever computes
-    them; a model that draws from NumPy's or Python's generators is another matter, for samples that are read in its own process.
+    The result is reported as a warning, in result.json under "tuned_settings", and in the recipe of the run directory
+    as ``threads``, ``processes``, ``prefetch`` and ``cache``: a run with that recipe starts there, and searches only if
+    its steps wait. The batches do not depend on the workers, except where samples that are read in the training process
+    make the model draw other numbers from NumPy's or Python's random generators.
 
-    ``threads`` and ``cache`` are for pipelines of hasten.data. Their samples are kept by themselves where that is tried and clearly
-    faster: in memory where they fit there, else on the disk, in a quarter of what is free where caches lie; a Notice says where, and
-    there they stay. ``cores`` and ``gigabytes``, of memory, are the budgets: unless said, the processors that may be used, and a quarter
-    of the memory that is free. A cache that ``cache=disk`` asks for may take half of the free disk. Validation data of the same kind are
-    read by as many of their own as were found, unless the task names workers for them; these come on top of both
-    budgets, while those of training stand still once they are ahead.
+    ``threads`` and ``cache`` need a hasten.data pipeline. The search caches its samples where a trial shows that this
+    is clearly faster: in memory if they fit into the budget, else on disk, in a quarter of the free space (half of it
+    if ``cache=disk`` was given). Validation data of the same type get workers of their own, as many as were found,
+    unless the task configures them; these exceed the budgets, but the training workers are idle once they have
+    prefetched.
     """
-
-    threads: int | None = option(None, at_least=0, at_most=256)
-    processes: int | None = option(None, at_least=0, at_most=256)
-    prefetch: int | None = option(None, at_least=0, at_most=1024)  # batches
-    cache: str | None = option(None, one_of=("no", "memory", "disk"))
-    cores: int | None = option(None, at_least=1, at_most=256)  # workers at most
-    gigabytes: float | None = option(None, above=0)  # of batches on their way and of samples that are kept in memory
 
     card = Card(
         summary="find the number of loader workers while training, until no step waits",
         exactness=Exactness.BIT_EXACT,
-        source="https://arxiv.org/abs/2101.12127",  # Murray et al. 2021: tf.data, its AUTOTUNE
-        gain_when="steps wait for data and cores are idle; a run has to last longer than the search, which takes seconds",
+        source="https://arxiv.org/abs/2101.12127",  # Murray et al. 2021: tf.data and its AUTOTUNE
+        gain_when="steps wait for data and cores are idle; the run has to outlast the search, which takes seconds",
         accelerates={"input"},
         applies_to={"workers"},
         order=WrapOrder.EARLY,
@@ -57,146 +52,170 @@ class AutotuneLoader(Method):
         high_setup_cost=True,
     )
 
-    def __post_init__(self):
+    threads: int | None = option(None, at_least=0, at_most=256)  # number to start with
+    processes: int | None = option(None, at_least=0, at_most=256)  # number to start with
+    prefetch: int | None = option(None, at_least=0, at_most=1024)  # finished batches that may wait, to start with
+    cache: str | None = option(None, one_of=("no", "memory", "disk"))  # None: where it turns out to be faster
+    cores: int | None = option(None, at_least=1, at_most=256)  # maximum number of workers; None: available CPUs
+    gigabytes: float | None = option(None, above=0)  # budget for batches and cached samples; None: 1/4 of free memory
+
+    def __post_init__(self) -> None:
+        workers = self.threads or self.processes or 0
         if self.threads and self.processes:
-            raise ValueError("threads or processes, not both")
-        if (self.cores or 0) > 0 and (self.threads or self.processes or 0) > self.cores:
-            raise ValueError(f"{self.threads or self.processes} workers are more than cores={self.cores}")
+            raise ValueError(f"threads={self.threads} and processes={self.processes} exclude each other; choose one")
+        if self.cores is not None and 0 < self.cores < workers:
+            raise ValueError(f"{workers} workers are more than cores={self.cores}")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if not batches.training:
-            return self._validation(batches, run)
-        if why_not := self._obstacle(batches):
-            run.report_no_effect(self, why_not)
+            return self._validation_data(batches, run)
+        if obstacle := self._obstacle(batches):
+            run.report_no_effect(self, obstacle)
             return batches
         autotuner = run.checkpoint_state[self.name] = LoaderAutotuner(
-            self._start(present(batches)),
+            self._initial_workers(_current_workers(batches)),
             cores=self.cores or run.services.available_cpus(),
             memory_budget=default_memory_budget(self.gigabytes, run.services.free_memory),
             cache=self.cache,
-            passes=run.plan.epochs,
-            told=self._telling(run.tuned_settings, by_index=batches.spec is not None),
-            of=kind(batches),
+            epochs=run.plan.epochs,
+            on_converged=self._report(run.tuned_settings, is_pipeline=batches.spec is None),
+            data_type=_data_type(batches),
         )
-        return batches.with_workers(autotuner) if batches.spec is None else climbed(pinned(batches, run), autotuner)
+        if batches.with_workers is not None and batches.spec is None:
+            return batches.with_workers(autotuner)
+        return _autotuned(_pin_for_gpu(batches, run), autotuner)
 
-    def _validation(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        """Read by the crew that the climber is at when an evaluation begins, where it is one for these."""
-        autotuner = run.checkpoint_state.get(self.name)
-        if (
-            autotuner is None
-            or autotuner.of != kind(batches)
-            or present(batches).num_workers
-            or draws_by_worker(batches)
-        ):
+    def _validation_data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        """Read by the workers that are the best ones when an evaluation begins, if they were found for such data."""
+        autotuner: LoaderAutotuner | None = run.checkpoint_state.get(self.name)
+        if autotuner is None or autotuner.data_type != _data_type(batches):
             return batches
-        by = batches.with_workers if batches.spec is None else hiring(pinned(batches, run))
+        if _current_workers(batches).num_workers or _depends_on_workers(batches):
+            return batches
+        with_workers = batches.with_workers or _worker_switch(_pin_for_gpu(batches, run))
 
-        def epoch(number: int, start: int = 0) -> Iterator:
+        def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
             try:
-                found = by(autotuner.workers)
-            except ConfigurationError:  # of threads: something in these is the user's own
-                found = batches
-            return found.epoch(number, start)
+                source = with_workers(autotuner.workers)
+            except ConfigurationError:  # a part of this pipeline is the user's and cannot run in threads
+                source = batches
+            return source.epoch(epoch, start)
 
-        return replace(batches, epoch=epoch, samples=None, by=None)
+        return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
     def _obstacle(self, batches: BatchSource) -> str | None:
+        """The reason why workers have no effect on these batches; None if they have."""
         if batches.spec is None:
-            return None if batches.with_workers else "nobody else can compute these batches"
+            return None if batches.with_workers else "no other thread or process can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
             raise ConfigurationError(
-                f"{self.name}: threads and cache are for pipelines of hasten.data; say processes, or add cache_dataset"
+                f"{self.name}: threads and cache require a hasten.data pipeline; pass processes, or add cache_dataset"
             )
-        if draws_by_worker(batches):
-            return "the samples are random, and this DataLoader's workers draw from streams of their own; give Task(train_data=) its dataset"
+        if _depends_on_workers(batches):
+            return (
+                "the samples are random, and each worker of this DataLoader draws from a stream of its own; "
+                "pass its dataset as Task(train_data=)"
+            )
         return None
 
-    def _start(self, now: WorkerConfig) -> WorkerConfig:
-        """The crew that the settings name, or the present one."""
-        said = self.threads is not None or self.processes is not None
-        workers = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH) if said else now
-        most = self.cores or workers.num_workers
-        prefetch = workers.prefetch if self.prefetch is None else self.prefetch
-        return WorkerConfig(min(workers.threads, most), min(workers.processes, most), prefetch)
+    def _initial_workers(self, current: WorkerConfig) -> WorkerConfig:
+        """The workers that the options name, else the current ones."""
+        if self.threads is not None or self.processes is not None:
+            current = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH)
+        most = self.cores or current.num_workers
+        prefetch = current.prefetch if self.prefetch is None else self.prefetch
+        return WorkerConfig(min(current.threads, most), min(current.processes, most), prefetch)
 
-    def _telling(self, chosen: dict[str, dict], by_index: bool) -> Callable[[LoaderAutotuner], None]:
-        """What is done when it has settled. It must not hold the run, which holds it: workers would outlive it."""
-        unsaid = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
-        hint = "; in_memory_batches or cache_dataset would keep the samples in memory" if by_index else ""
+    def _report(
+        self, tuned_settings: dict[str, dict[str, Any]], is_pipeline: bool
+    ) -> Callable[[LoaderAutotuner], None]:
+        """The callback for convergence. It holds no reference to the run: as a cycle, that would keep workers alive."""
+        defaults = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
 
         def on_converged(autotuner: LoaderAutotuner) -> None:
-            chosen[self.name] = unsaid | autotuner.tuned_settings
-            before = (
-                f", {autotuner.initial_wait_fraction:.0%} at first"
-                if autotuner.initial_wait_fraction is not None
-                else ""
-            )
-            kept = f", samples kept ({autotuner.cache})" if autotuner.cache in ("memory", "disk") else ""
-            waits = f"a step waits for data {autotuner.wait_fraction:.1%} of its time{before}"
-            text = f"{self.name} has settled at {autotuner.workers}{kept}: {waits}{hint if autotuner.wait_fraction > WAIT_TOLERANCE else ''}"
-            warnings.warn(text, HastenWarning, stacklevel=2)
+            tuned_settings[self.name] = defaults | autotuner.tuned_settings
+            waits, initially = autotuner.wait_fraction or 0.0, autotuner.initial_wait_fraction
+            message = f"{self.name} converged at {autotuner.workers}"
+            if autotuner.cache in ("memory", "disk"):
+                message += f", samples cached ({autotuner.cache})"
+            message += f": a step waits for data {waits:.1%} of its time"
+            if initially is not None:
+                message += f", {initially:.0%} at first"
+            if waits > WAIT_TOLERANCE and not is_pipeline:
+                message += "; in_memory_batches or cache_dataset would keep the samples in memory"
+            warnings.warn(message, HastenWarning, stacklevel=2)
 
         return on_converged
 
 
-def climbed(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
-    """Batches of samples that are read by index, by the worker processes that the climber finds.
+def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
+    """Batches of samples that are read by index, by the worker processes that the autotuner chooses.
 
-    What a ready DataLoader draws for the order of a pass is drawn once a pass, as by hand; its samples must not be random.
+    The order that a task's DataLoader draws is drawn once an epoch, as without hasten; its samples must not be random.
     """
-    samples, drawn = batches.spec, {}
-    by = hiring(batches if samples.loader is None else batches.with_spec(order=lambda epoch: drawn["order"]))
-    choices = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), shared_memory()))
+    spec = _spec(batches)
+    drawn: list[list[int]] = []  # the order of the current epoch
 
-    def epoch(number: int, start: int = 0) -> Iterator:
-        if samples.loader is not None:
-            drawn["order"] = list(samples.batch_sampler(number))
-        return autotuner.iterate(lambda workers, done: by(workers).epoch(number, start + done), choices)
+    def drawn_order(epoch: int) -> list[list[int]]:
+        return drawn
 
-    return replace(batches, epoch=epoch, samples=None, by=None)
+    with_workers = _worker_switch(batches if spec.loader is None else batches.with_spec(batch_sampler=drawn_order))
+    space = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), _free_shared_memory()))
+
+    def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
+        if spec.loader is not None:
+            drawn[:] = spec.batch_sampler(epoch)
+        return autotuner.iterate(lambda workers, done: with_workers(workers).epoch(epoch, start + done), space)
+
+    return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
 
-def hiring(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
-    """``crew -> batches``: the same, read by that crew's processes, which stay until another crew is asked for."""
-    hired = {}
+def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
+    """``workers -> batches``: the same batches, read by those processes, which live until others are asked for."""
+    current: dict[WorkerConfig, BatchSource] = {}
 
-    def by(workers: WorkerConfig) -> BatchSource:
-        if workers not in hired:
-            hired.clear()  # ends its workers before others begin
-            hired[workers] = batches.with_spec(
-                workers=workers.processes, prefetch=workers.prefetch_factor, persistent=workers.processes > 0
+    def with_workers(workers: WorkerConfig) -> BatchSource:
+        if workers not in current:
+            current.clear()  # ends the old workers before new ones start
+            current[workers] = batches.with_spec(
+                num_workers=workers.processes,
+                prefetch_factor=workers.prefetch_factor,
+                persistent_workers=workers.processes > 0,
             )
-        return hired[workers]
+        return current[workers]
 
-    return by
+    return with_workers
 
 
-def kind(batches: BatchSource) -> type | None:
-    """What tells whether a crew that was found for some batches is for others, too; None where nobody else can compute them."""
+def _spec(batches: BatchSource) -> LoaderSpec:
+    assert batches.spec is not None
+    return batches.spec
+
+
+def _data_type(batches: BatchSource) -> type[Any] | None:
+    """Workers that suit some batches suit others of the same type; None if only the training process computes them."""
     if batches.spec is None:
         return BatchSource if batches.with_workers else None
-    return type(batches.spec.dataset)
+    return batches.spec.dataset.__class__
 
 
-def present(batches: BatchSource) -> WorkerConfig:
-    """Who computes them as it is."""
-    return batches.workers if batches.spec is None else batches.spec.workers_config
+def _current_workers(batches: BatchSource) -> WorkerConfig:
+    return batches.workers if batches.spec is None else batches.spec.workers
 
 
-def pinned(batches: BatchSource, run: RunContext) -> BatchSource:
-    return batches.with_spec(pin=True) if run.device.type == "cuda" else batches
+def _pin_for_gpu(batches: BatchSource, run: RunContext) -> BatchSource:
+    return batches.with_spec(pin_memory=True) if run.device.type == "cuda" else batches
 
 
-def draws_by_worker(batches: BatchSource) -> bool:
-    """Whether samples depend on who reads them: the random ones of a ready DataLoader."""
-    return batches.spec is not None and batches.spec.loader is not None and not batches.spec.is_deterministic()
+def _depends_on_workers(batches: BatchSource) -> bool:
+    """Whether samples depend on the worker that reads them: the random samples of a task's own DataLoader."""
+    return batches.spec is not None and batches.spec.loader is not None and not is_deterministic(batches.spec)
 
 
-def shared_memory() -> float:
-    """Bytes that may be taken where torch's workers put their batches; to use it up kills them."""
+def _free_shared_memory() -> float:
+    """Half of the free bytes of /dev/shm, where DataLoader workers put batches; a worker dies when it is full."""
     try:
-        left = os.statvfs("/dev/shm")
+        stats = os.statvfs("/dev/shm")
     except (OSError, AttributeError):  # batches travel in another way
         return math.inf
-    return left.f_bavail * left.f_frsize / 2
+    return stats.f_bavail * stats.f_frsize / 2

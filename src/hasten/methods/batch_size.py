@@ -1,7 +1,11 @@
-"""Larger batches, with the learning rate that goes with them: fewer steps, each better at filling the machine."""
+"""Larger batches with a learning rate to match: fewer steps, each of which uses the hardware better."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from hasten.core.card import Card, Exactness
 from hasten.core.data import BatchSource
@@ -11,35 +15,40 @@ from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
 
-RULES = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
+
+def _constant(factor: float) -> float:
+    return 1.0
+
+
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": _constant}
 
 
 @dataclass(frozen=True)
 class BatchSize(Method):
-    """``factor`` times the batch; the learning rate grows by the factor (``linear``), its root (``sqrt``) or not (``none``).
+    """Multiplies the batch size by ``factor``, and the learning rate by the factor that ``rule`` computes from it.
 
-    Over the first ``warmup`` share of the steps it climbs from the task's own rate, a little in every step, to the
-    larger one (Goyal et al. 2017, section 2.2), on top of whatever schedule there is.
+    During the warm-up the learning rate rises linearly, step by step, from the task's own rate to the scaled one (Goyal
+    et al. 2017, section 2.2), multiplied with the schedule of the task.
     """
 
-    factor: int = option(2, at_least=2, at_most=65536)
-    rule: str = option("sqrt", one_of=tuple(RULES))
-    warmup: float = option(0.05, at_least=0, below=1)  # share of the steps
-
     card = Card(
-        summary="larger batches with a matching learning rate and warm-up",
+        summary="larger batches with a scaled learning rate and warm-up",
         exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/1706.02677",
-        gain_when="a step's fixed costs weigh more than its arithmetic; linear for SGD, sqrt for Adam",
+        gain_when="the fixed cost of a step exceeds its arithmetic; linear for SGD, sqrt for Adam",
         accelerates={"steps", "forward", "backward", "optimizer_step", "input"},
         presets=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
         trial_priority=1,
         ceiling="larger_batch",
     )
 
+    factor: int = option(2, at_least=2, at_most=65536)  # new batch size / batch size of the task
+    rule: str = option("sqrt", one_of=tuple(RULES))  # learning rate times factor, its square root, or 1
+    warmup: float = option(0.05, at_least=0, below=1)  # fraction of the run's steps
+
     @property
-    def scale(self) -> float:
-        """What the learning rate is multiplied by."""
+    def lr_scale(self) -> float:
+        """The factor of the learning rate."""
         return RULES[self.rule](self.factor)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
@@ -48,38 +57,38 @@ class BatchSize(Method):
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if batches.training and batches.spec is not None and len(batches.spec.dataset) < run.plan.batch_size:
-            samples, size = len(batches.spec.dataset), run.plan.batch_size
             raise ConfigurationError(
-                f"a batch of {size} is larger than the training data ({samples} samples); choose a factor below {self.factor}"
+                f"batch_size:factor={self.factor} gives a batch of {run.plan.batch_size}, which is larger than the "
+                f"training data ({len(batches.spec.dataset)} samples); choose a factor below {self.factor}"
             )
         return batches
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        def with_scaled_rates(model):
+        def make_scaled(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
-            scale_learning_rates(optimizer, schedule, self.scale)
+            scale_learning_rates(optimizer, schedule, self.lr_scale)
             return optimizer, schedule
 
-        return with_scaled_rates
+        return make_scaled
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        if not self.warmup or self.scale == 1:
+        if not self.warmup or self.lr_scale == 1:
             return optimizer_step
         if run.plan.steps is None:
             raise ConfigurationError(
-                "the warm-up of batch_size is a share of the steps, but the training data has no length; say warmup=0"
+                "batch_size:warmup is a fraction of the steps, but the training data has no length; pass warmup=0"
             )
-        steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
+        warmup_steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
-        def warmed_up():
-            if progress.step >= steps:
+        def step_with_warmup() -> None:
+            if progress.step >= warmup_steps:
                 return optimizer_step()
-            planned = [group["lr"] for group in groups]
-            share = (1 + (self.scale - 1) * progress.step / steps) / self.scale
+            scheduled = [group["lr"] for group in groups]
+            share = (1 + (self.lr_scale - 1) * progress.step / warmup_steps) / self.lr_scale
             for group in groups:
                 group["lr"] = group["lr"] * share
             optimizer_step()
-            for group, rate in zip(groups, planned, strict=True):
-                group["lr"] = rate
+            for group, lr in zip(groups, scheduled, strict=True):
+                group["lr"] = lr
 
-        return warmed_up
+        return step_with_warmup

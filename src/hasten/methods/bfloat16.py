@@ -1,13 +1,4 @@
-"""bfloat16 where it is safe, float32 where it is not.
-
-``torch.autocast`` around the forward pass picks the precision operation by operation: matrix products
-and convolutions run in bfloat16; losses, norms and other reductions that lose digits stay in float32.
-The weights are float32 throughout and the optimizer updates them as such: they are the master weights.
-bfloat16 has the exponent range of float32, so no loss scaling is needed.
-
-torch's own lists, which are used as they are: https://docs.pytorch.org/docs/stable/amp.html (on the CPU
-linear, matmul, mm, bmm, addmm, addbmm, baddbmm and conv1d to conv3d go down to bfloat16).
-"""
+"""Mixed precision with bfloat16 by ``torch.autocast``."""
 
 from dataclasses import dataclass
 
@@ -16,17 +7,24 @@ import torch
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.types import ForwardFn
+from hasten.core.types import Batch, ForwardFn
 
 
 @dataclass(frozen=True)
 class BFloat16(Method):
+    """Runs matrix products and convolutions in bfloat16; losses, norms and other sensitive reductions stay in float32.
+
+    ``torch.autocast`` chooses the precision of each operation by its own lists
+    (https://docs.pytorch.org/docs/stable/amp.html). The parameters stay in float32, and the optimizer updates them as
+    such: they are the master weights. bfloat16 has the exponent range of float32, so no loss scaling is needed.
+    """
+
     card = Card(
-        summary="matrix products and convolutions in bfloat16, weights and reductions in float32",
+        summary="matrix products and convolutions in bfloat16, parameters and reductions in float32",
         exactness=Exactness.REDUCED_PRECISION,
         source="Kalamkar et al. 2019, arXiv 1905.12322; torch.autocast",
         gain=(1.0, 1.6),
-        gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); nothing for narrow models",
+        gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); no gain if narrow",
         accelerates={"forward", "backward"},
         applies_to={"matrix_weights", "bfloat16_hardware"},
         requires={"uniform_precision", "monolithic_forward"},
@@ -41,8 +39,8 @@ class BFloat16(Method):
             return forward
         device = run.device.type
 
-        def in_bfloat16(batch):
+        def forward_in_bfloat16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16):
                 return forward(batch)
 
-        return in_bfloat16
+        return forward_in_bfloat16

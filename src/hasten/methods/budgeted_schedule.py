@@ -1,8 +1,11 @@
-"""Fewer passes over the data, with the whole schedule squeezed into them. Most record speed-ups are this."""
+"""Budgeted training: fewer epochs, with the whole learning-rate schedule compressed into them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi
+from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from hasten._torch_compat import chained_schedulers
@@ -13,28 +16,27 @@ from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates, takes_steps
 from hasten.core.types import OptimizerFactory
 
-DECAYS = {"linear": lambda left: left, "cosine": lambda left: (1 - cos(pi * left)) / 2, "none": lambda left: 1.0}
+DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the steps left -> fraction of the peak learning rate
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - cos(pi * left)) / 2,
+    "none": lambda left: 1.0,
+}
 
 
 @dataclass(frozen=True)
 class BudgetedSchedule(Method):
-    """``factor`` times the epochs, at ``peak`` times the learning rate.
+    """Trains ``factor`` times the epochs, at ``peak`` times the learning rate.
 
-    A task with a schedule keeps its shape, in less time. A task without one gets ``decay``: the rate climbs over the
-    first ``warmup`` share of the steps, then falls to zero at the end of the run. Reaching zero is what makes a short
-    run end where a long one ends; the more epochs are left out, the higher a peak it takes.
+    A schedule of the task keeps its shape and runs 1 / ``factor`` times as fast. A task without a schedule gets one:
+    the learning rate rises linearly during the warm-up, then follows ``decay`` to zero at the end of the run. Reaching
+    zero is what lets a short run end where a long one ends; the shorter the run, the higher the peak it needs.
     """
 
-    factor: float = option(0.5, above=0, below=1)
-    decay: str = option("linear", one_of=tuple(DECAYS))
-    peak: float = option(1.0, above=0)
-    warmup: float = option(0.1, at_least=0, below=1)  # share of the steps
-
     card = Card(
-        summary="fewer epochs with the learning-rate schedule squeezed into them",
+        summary="fewer epochs with the learning-rate schedule compressed into them",
         exactness=Exactness.CHANGES_TRAINING,
         source="https://arxiv.org/abs/2404.00498",
-        gain_when="the learning rate is constant, or the run goes on long after it could have ended",
+        gain_when="the learning rate is constant, or the run continues long after it could have ended",
         accelerates={"steps"},
         presets=(
             {"factor": 0.5, "peak": 3.0},
@@ -47,55 +49,68 @@ class BudgetedSchedule(Method):
         trial_priority=2,
     )
 
+    factor: float = option(0.5, above=0, below=1)  # epochs / epochs of the task
+    decay: str = option("linear", one_of=tuple(DECAYS))  # schedule of a task without one; none: constant
+    peak: float = option(1.0, above=0)  # learning rate / learning rate of the task
+    warmup: float = option(0.1, at_least=0, below=1)  # fraction of the run's steps
+
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         plan.epochs *= self.factor
         return plan
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        if run.plan.steps is None:
+        steps = run.plan.steps
+        if steps is None:
             raise ConfigurationError(
-                "budgeted_schedule cannot tell where the run ends: the training data has no length; give the dataset a __len__"
+                "budgeted_schedule requires the number of steps, but the training data has no length; "
+                "give the dataset a __len__"
             )
 
-        def squeezed(model):
+        def make_budgeted(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
             if schedule is None:
-                schedule = self._own_schedule(optimizer, run.plan.steps)
-            elif not takes_steps(run.task.optimizer):  # it was made for the long run
-                schedule = Squeezed(schedule, self.factor)
+                schedule = self._default_schedule(optimizer, steps)
+            elif not takes_steps(run.task.optimizer):  # the task built it for the long run
+                schedule = AcceleratedSchedule(schedule, self.factor)
             scale_learning_rates(optimizer, schedule, self.peak)
             return optimizer, schedule
 
-        return squeezed
+        return make_budgeted
 
-    def _own_schedule(self, optimizer, steps: int):
+    def _default_schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
         if self.decay == "none":
             return None
-        climb, fall = min(round(self.warmup * steps), steps - 1), DECAYS[self.decay]
-        return LambdaLR(
-            optimizer, lambda step: (step + 1) / (climb + 1) if step < climb else fall((steps - step) / (steps - climb))
-        )
+        warmup_steps, decay = min(round(self.warmup * steps), steps - 1), DECAYS[self.decay]
+
+        def lr_factor(step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / (warmup_steps + 1)
+            return decay((steps - step) / (steps - warmup_steps))
+
+        return LambdaLR(optimizer, lr_factor)
 
 
-class Squeezed:
-    """A schedule that advances 1 / ``factor`` of its steps for every step of the run."""
+class AcceleratedSchedule:
+    """Advances a schedule by 1 / ``factor`` of its steps for every step of the run."""
 
-    def __init__(self, schedule, factor: float):
-        self.schedule, self.factor, self.step_number, self.advanced = schedule, factor, 0, 0
+    def __init__(self, schedule: Any, factor: float):
+        self.schedule, self.factor = schedule, factor
+        self.step_count = self.advanced = 0  # steps of the run; steps of the schedule
 
     @property
-    def _schedulers(self) -> list:
+    def _schedulers(self) -> list[Any]:  # as torch's ChainedScheduler, so that scale_learning_rates finds them
         return [self.schedule, *chained_schedulers(self.schedule)]
 
     def step(self) -> None:
-        self.step_number += 1
-        while self.advanced < round(self.step_number / self.factor):
+        """Advances the schedule after a step of the run."""
+        self.step_count += 1
+        while self.advanced < round(self.step_count / self.factor):
             self.schedule.step()
             self.advanced += 1
 
-    def state_dict(self) -> dict:
-        return {"schedule": self.schedule.state_dict(), "step_number": self.step_number, "advanced": self.advanced}
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "step_count": self.step_count, "advanced": self.advanced}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.schedule.load_state_dict(state["schedule"])
-        self.step_number, self.advanced = state["step_number"], state["advanced"]
+        self.step_count, self.advanced = state["step_count"], state["advanced"]

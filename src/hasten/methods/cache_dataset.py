@@ -1,89 +1,89 @@
-"""Keeps every sample in memory once it has been read: for samples that are costly to decode and cannot be stacked."""
+"""A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from hasten.core.batch import map_tensors
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.loading.probe import is_deterministic
+from hasten.utils.batch import map_tensors
+from hasten.utils.tree import tree_leaves
 
 
 @dataclass(frozen=True)
 class CacheDataset(Method):
-    """The first pass reads, later passes remember, as long as ``gigabytes`` last (training and validation each)."""
-
-    gigabytes: float = option(2.0, above=0)
+    """Stores each sample in memory when it is read for the first time, until the budget is used up."""
 
     card = Card(
-        summary="keep decoded samples in memory after their first reading",
+        summary="keep decoded samples in memory after they are first read",
         exactness=Exactness.BIT_EXACT,
         source="https://docs.pytorch.org/docs/stable/data.html",
-        gain_when="decoding a sample is slow, the data are seen several times and fit into memory",
+        gain_when="decoding a sample is slow, the run has several epochs and the samples fit into memory",
         accelerates={"input"},
         applies_to={"indexed_samples", "multiple_epochs"},
         order=WrapOrder.EARLY,
         replaces={"data"},
     )
 
-    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        if why_not := self._obstacle(batches):
-            if batches.training:
-                run.report_no_effect(self, why_not)
-            return batches
-        remembering = Remembering(batches.spec.dataset, int(self.gigabytes * 1e9))
-        cached = batches.with_spec(dataset=remembering, workers=0)  # a worker's memory would die with the worker
-        return dataclasses.replace(cached, samples=None)
+    gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each
 
-    def _obstacle(self, batches: BatchSource) -> str | None:
+    def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        obstacle = self._obstacle(batches)
+        if batches.spec is None or obstacle:
+            if batches.training:
+                run.report_no_effect(self, obstacle)
+            return batches
+        dataset = CachedDataset(batches.spec.dataset, int(self.gigabytes * 1e9))
+        cached = batches.with_spec(dataset=dataset, num_workers=0)  # the cache of a worker process would end with it
+        return replace(cached, spec=None)
+
+    def _obstacle(self, batches: BatchSource) -> str:
+        """The reason why these samples cannot be cached; empty if they can."""
         if batches.spec is None:
-            return "the data are not read sample by sample"
+            return "the data cannot be read sample by sample"
         if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return (
-            None if batches.spec.is_deterministic() else "the samples are random: they differ each time they are read"
-        )
+        return "" if is_deterministic(batches.spec) else "the samples are random: they differ each time they are read"
 
 
-class Remembering(torch.utils.data.Dataset):
-    """A dataset that reads each of its samples once, until ``room`` bytes are taken."""
+class CachedDataset(torch.utils.data.Dataset[Any]):
+    """A map-style dataset whose samples are read once, as long as they fit into the budget.
 
-    def __init__(self, dataset, room: int):
-        self.dataset, self.room, self.kept = dataset, room, {}
+    Args:
+        dataset: The dataset to cache.
+        budget: Memory for samples, in bytes.
+    """
+
+    def __init__(self, dataset: Any, budget: int):
+        self.dataset, self.budget = dataset, budget
+        self.cache: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int):
-        if index not in self.kept:
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
             sample = self.dataset[index]
-            self.room -= (weight := weight_of(sample))
-            if self.room < 0:
-                self.room += weight
+            size = sample_bytes(sample)
+            if size > self.budget:
                 return sample
-            self.kept[index] = sample
-        return map_tensors(_itself, self.kept[index])  # fresh containers: a collate function may take them apart
+            self.budget -= size
+            self.cache[index] = sample
+        return map_tensors(
+            lambda tensor: tensor, self.cache[index]
+        )  # new containers: a collate function may modify them
 
 
-def weight_of(sample) -> int:
-    """The bytes that a sample holds, near enough."""
-    if isinstance(sample, (torch.Tensor, numpy.ndarray)):
-        return sample.nbytes
-    if isinstance(sample, Mapping):
-        return sum(map(weight_of, sample.values()))
-    if isinstance(sample, (tuple, list)):
-        return sum(map(weight_of, sample))
-    return sys.getsizeof(sample)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def sample_bytes(sample: Any) -> int:
+    """Approximate memory of a sample, in bytes."""
+    is_array = (torch.Tensor, numpy.ndarray)
+    return sum(leaf.nbytes if isinstance(leaf, is_array) else sys.getsizeof(leaf) for leaf in tree_leaves(sample))

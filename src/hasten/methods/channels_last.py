@@ -1,27 +1,29 @@
-"""Images and convolution weights stored with the channels innermost (NHWC).
-
-Tensor cores and the CPU's convolutions read this order directly; in the usual one (NCHW) every
-convolution begins and ends with a transposition. Shapes and indices stay the same, only the strides change.
-"""
+"""The channels-last memory format (NHWC) for images and convolution weights."""
 
 from dataclasses import dataclass
 
 import torch
 
-from hasten.core.batch import map_tensors
 from hasten.core.card import Card, Exactness
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import BatchFn
+from hasten.utils.batch import map_tensors
 
 
 @dataclass(frozen=True)
 class ChannelsLast(Method):
+    """Stores images and convolution weights as NHWC.
+
+    Tensor cores and CPU convolutions read NHWC directly; with NCHW, every convolution begins and ends with a
+    transposition. Shapes and indices stay the same, only the strides change.
+    """
+
     card = Card(
-        summary="images and convolution weights with the channels innermost in memory",
+        summary="images and convolution weights in channels-last memory format",
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
-        gain_when="two-dimensional convolutions, most together with lower precision; little for very few channels",
+        gain_when="two-dimensional convolutions, most in lower precision; little with very few channels",
         accelerates={"forward", "backward"},
         applies_to={"convolutions"},
     )
@@ -30,12 +32,12 @@ class ChannelsLast(Method):
         if not any(parameter.ndim == 4 for parameter in model.parameters()):
             run.report_no_effect(self, "the model has no two-dimensional convolution")
             return model
-        return model.to(memory_format=torch.channels_last)
+        return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownVariableType]
 
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
-        return lambda batch: map_tensors(_channels_last, to_device(batch))
+        return lambda batch: map_tensors(_to_channels_last, to_device(batch))
 
 
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
     is_image = tensor.ndim == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

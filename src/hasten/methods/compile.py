@@ -1,11 +1,8 @@
-"""torch.compile: the model's forward and backward pass as fused kernels.
-
-The module is compiled in place, so that the names of its weights stay the same; ``export`` hands out the
-plain module. Compiling takes seconds to minutes, once for training: a short run never earns it back.
-"""
+"""``torch.compile``: the forward and backward pass as fused kernels."""
 
 import copy
 import os
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,15 +13,18 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
 
-MODES = (
-    "default",
-    "max-autotune-no-cudagraphs",
-)  # torch's others record CUDA graphs of their own; that is what cuda_graph is for
+MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
 
 
 @dataclass(frozen=True)
 class Compile(Method):
+    """Compiles the model in place, so that the names of its parameters stay the same.
+
+    Compiling takes seconds to minutes at the first step; a short run never earns them back. The exported model is the
+    original, uncompiled module.
+    """
+
     card = Card(
         summary="the model compiled into fused kernels by torch.compile",
         exactness=Exactness.EQUIVALENT_MATH,
@@ -37,13 +37,14 @@ class Compile(Method):
         high_setup_cost=True,
         presets=({}, {"mode": "max-autotune-no-cudagraphs"}),
     )
-    mode: str = option("default", one_of=MODES)
-    backend: str = "inductor"
+
+    mode: str = option("default", one_of=MODES)  # as in torch.compile
+    backend: str = "inductor"  # as in torch.compile
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         @contextmanager
-        def tidied():
-            before = dict(os.environ)
+        def without_compiler_variables() -> Generator[None]:
+            before = set(os.environ)
             try:
                 with context():
                     yield
@@ -51,11 +52,11 @@ class Compile(Method):
                 for name in [name for name in os.environ if name.startswith(COMPILER_VARIABLES) and name not in before]:
                     del os.environ[name]
 
-        return tidied
+        return without_compiler_variables
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        model.compile(mode=self.mode, backend=self.backend)
+        model.compile(mode=self.mode, backend=self.backend)  # pyright: ignore[reportUnknownMemberType]
         return model
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return copy.copy(model)  # shares the weights; a copied module leaves the compiled call behind
+        return copy.copy(model)  # shares the parameters; copying a module drops its compiled call

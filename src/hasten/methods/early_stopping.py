@@ -1,4 +1,4 @@
-"""Stops when the target is reached and held, or when nothing gets better any more."""
+"""Early stopping: ends the run once the target is held, or the metric no longer improves."""
 
 from dataclasses import dataclass
 
@@ -9,37 +9,36 @@ from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 
 @dataclass(frozen=True)
 class EarlyStopping(Method):
-    """Stops after ``hold`` looks in a row at or beyond the task's target, or ``patience`` looks without ``min_delta`` of progress.
+    """Stops after consecutive evaluations at the task's target, or after evaluations without improvement.
 
-    The decision is a function of the evaluations so far, which travel in the checkpoint: so does the patience.
+    The decision is a function of all evaluations so far, which checkpoints store: a resumed run stops at the same step.
     """
 
-    target_patience: int = option(2, at_least=1)  # looks
-    patience: int = option(10, at_least=1)  # looks
-    min_delta: float = option(0.0, at_least=0)  # in the metric's unit
-
     card = Card(
-        summary="stop once the target is reached and held, or progress has ended",
+        summary="stop once the target is reached and held, or the metric no longer improves",
         exactness=Exactness.CHANGES_TRAINING,
         source="https://doi.org/10.1007/3-540-49430-8_3",  # Prechelt 1998
-        gain_when="the run goes on long after its target",
+        gain_when="the run continues long after its target",
         accelerates={"steps"},
         applies_to={"evaluations"},
-        presets=({"hold": 3}, {"hold": 2}),
-        not_searched="it ends a run at its target and does not reach it sooner; add it to the recipe to save the rest of the run",
+        presets=({"target_patience": 3}, {"target_patience": 2}),
+        not_searched="it reaches no target sooner; add it to the recipe to save the rest of the run",
     )
+
+    target_patience: int = option(2, at_least=1)  # consecutive evaluations at or beyond the target
+    patience: int = option(10, at_least=1)  # evaluations without improvement
+    min_delta: float = option(0.0, at_least=0)  # smallest improvement that counts, in units of the metric
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         if run.task.validation_data is None:
-            run.report_no_effect(self, "the task has no validation data, so nothing tells when to stop")
+            run.report_no_effect(self, "the task has no validation data, so there are no evaluations")
             return plan
         sign, target, inner = (1 if run.services.higher_is_better() else -1), run.task.target, plan.stop
 
         def stop(history: list[Evaluation]) -> bool:
-            scores = [sign * look.metric for look in history]
-            done = self._target_held(scores, None if target is None else sign * target) or self._no_progress(scores)
-            wanted = inner is not None and inner(history)
-            return run.any_rank(done or wanted)
+            scores = [sign * evaluation.metric for evaluation in history]
+            done = self._target_held(scores, None if target is None else sign * target) or self._no_improvement(scores)
+            return run.any_rank(done or (inner is not None and inner(history)))
 
         plan.stop = stop
         return plan
@@ -48,7 +47,7 @@ class EarlyStopping(Method):
         last = scores[-self.target_patience :]
         return target is not None and len(last) == self.target_patience and min(last) >= target
 
-    def _no_progress(self, scores: list[float]) -> bool:
-        """Whether the last ``patience`` looks brought nothing that beats the best before them by ``min_delta``."""
-        earlier, later = scores[: -self.patience], scores[-self.patience :]
-        return bool(earlier) and max(later) <= max(earlier) + self.min_delta
+    def _no_improvement(self, scores: list[float]) -> bool:
+        """Whether none of the last ``patience`` scores exceeds the best earlier one by more than ``min_delta``."""
+        earlier, last = scores[: -self.patience], scores[-self.patience :]
+        return bool(earlier) and max(last) <= max(earlier) + self.min_delta

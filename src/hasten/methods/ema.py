@@ -1,4 +1,4 @@
-"""Evaluates and saves a running average of the weights, which is often as good as a lower learning rate."""
+"""An exponential moving average of the parameters, which is often as good as a lower learning rate."""
 
 import copy
 from dataclasses import dataclass
@@ -14,17 +14,14 @@ from hasten.core.types import StepFn
 
 @dataclass(frozen=True)
 class Ema(Method):
-    """After every step from ``start`` on: average <- d * average + (1 - d) * weights, with d = min(decay, (1 + t) / (10 + t)).
+    """Evaluates and saves the average: after each step, average <- d * average + (1 - d) * parameters.
 
-    t counts the averaged steps, so that a short run is not held back by its first weights. Buffers, such as the
-    statistics of batch normalisation, are those of the live model.
+    d = min(decay, (1 + t) / (10 + t)) after t averaged steps, so that the first parameters do not dominate a short run.
+    Buffers, such as the running statistics of batch normalization, are those of the trained model.
     """
 
-    decay: float = option(0.999, above=0, below=1)
-    start: int = option(0, at_least=0)  # steps
-
     card = Card(
-        summary="average the weights over the last steps; evaluate and save the average",
+        summary="average the parameters over the last steps; evaluate and save the average",
         exactness=Exactness.CHANGES_TRAINING,
         source="https://doi.org/10.1137/0330046",  # Polyak and Juditsky 1992
         gain_when="the learning rate stays high to the end, so that the last steps only add noise",
@@ -35,19 +32,23 @@ class Ema(Method):
         presets=({"decay": 0.99}, {"decay": 0.999}),
     )
 
+    decay: float = option(0.999, above=0, below=1)  # d in the formula above
+    start: int = option(0, at_least=0)  # first step that is averaged
+
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if run.plan.steps is not None and self.start >= run.plan.steps:
             run.report_no_effect(self, f"the run ends after {run.plan.steps} steps, before the average starts")
             return optimizer_step
-        weights, progress = list(run.model.parameters()), run.progress
-        averages = run.checkpoint_state[self.name] = Averages(weights)
+        parameters: list[torch.Tensor] = list(run.model.parameters())
+        progress = run.progress
+        average = run.checkpoint_state[self.name] = ParameterAverage(parameters)
 
-        def averaged():
+        def step_and_average() -> None:
             optimizer_step()
             t = progress.step - self.start
-            averages.follow(weights, min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0)
+            average.update(parameters, min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0)
 
-        return averaged
+        return step_and_average
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.name not in run.checkpoint_state:
@@ -58,19 +59,20 @@ class Ema(Method):
         return averaged
 
 
-class Averages:
-    """Running averages of some tensors; they travel in the checkpoint."""
+class ParameterAverage:
+    """Moving averages of some parameters; part of the checkpoint."""
 
-    def __init__(self, weights: list[torch.Tensor]):
-        self.tensors = [weight.detach().clone() for weight in weights]
+    def __init__(self, parameters: list[torch.Tensor]):
+        self.tensors = [parameter.detach().clone() for parameter in parameters]
 
     @torch.no_grad()
-    def follow(self, weights: list[torch.Tensor], decay: float) -> None:
-        foreach_lerp_(self.tensors, weights, 1 - decay)
+    def update(self, parameters: list[torch.Tensor], decay: float) -> None:
+        """Average <- decay * average + (1 - decay) * parameters."""
+        foreach_lerp_(self.tensors, parameters, 1 - decay)
 
-    def state_dict(self) -> dict:
-        return {str(number): tensor for number, tensor in enumerate(self.tensors)}
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {str(index): tensor for index, tensor in enumerate(self.tensors)}
 
-    def load_state_dict(self, state: dict) -> None:
-        for number, tensor in enumerate(self.tensors):
-            tensor.copy_(state[str(number)])
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for index, tensor in enumerate(self.tensors):
+            tensor.copy_(state[str(index)])

@@ -1,21 +1,7 @@
-"""float16 with loss scaling: the recipe of Mixed Precision Training.
-
-1. Master weights. The parameters stay in float32 and the optimizer updates them; ``torch.autocast`` makes
-   the float16 copies that the forward and backward pass use.
-2. Loss scaling. The loss is multiplied by a scale before the backward pass, so that small gradients do not
-   vanish below 2**-24, and the gradients are divided by it before anybody looks at them. A step whose
-   gradients overflowed is skipped. ``dynamic``: it starts at 2**16, halves after an overflow and doubles after
-   2000 good steps; a number keeps the scale constant.
-3. Arithmetic by torch's own lists (https://docs.pytorch.org/docs/stable/amp.html), used as they are:
-   float16   matmul, mm, mv, bmm, addmm and their kin, linear, conv1d to conv3d and their transposes, prelu,
-             GRUCell, LSTMCell, RNNCell
-   float32   losses, softmax, log_softmax, layer_norm, group_norm, norm, exp, log, pow, sum, prod, cumsum, cosine
-             similarity and distances
-   widest    addcdiv, addcmul, atan2, bilinear, cross, dot, grid_sample, index_put, scatter_add, tensordot
-   refused   binary_cross_entropy (use the one with logits)
-"""
+"""Mixed precision with float16 and loss scaling (Micikevicius et al. 2018)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,19 +10,31 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
-from hasten.core.types import BackwardFn, ForwardFn, StepFn
+from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 
-BACKOFF, GROWTH, GOOD_STEPS = 0.5, 2.0, 2000
-GIVE_UP_AFTER = 30  # overflows in a row: from 2**16 far below 1, so it is not the scale
+INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
+GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
+MAX_OVERFLOWS = 30  # consecutive; the scale has then fallen from 2**16 far below 1, so it is not the cause
 
 
 @dataclass(frozen=True)
 class Float16(Method):
+    """Runs matrix products and convolutions in float16, with master weights in float32 and a scaled loss.
+
+    Arithmetic: ``torch.autocast`` chooses the precision of each operation by its own lists
+    (https://docs.pytorch.org/docs/stable/amp.html). The parameters stay in float32, and the optimizer updates them.
+
+    Loss scaling: the loss is multiplied by a scale before the backward pass, so that small gradients do not vanish
+    below 2**-24, and the gradients are divided by it before any other method reads them. A step whose gradients
+    overflowed is skipped. The dynamic scale starts at 2**16, halves after an overflow and doubles after 2000 steps
+    without one.
+    """
+
     card = Card(
         summary="matrix products and convolutions in float16 with loss scaling, master weights in float32",
         exactness=Exactness.REDUCED_PRECISION,
         source="Micikevicius et al. 2018, arXiv 1710.03740; torch.autocast",
-        gain_when="GPUs with float16 units and without bfloat16 ones; where there is bfloat16, it needs no loss scaling",
+        gain_when="GPUs with float16 units but without bfloat16 units; bfloat16 needs no loss scaling",
         accelerates={"forward", "backward"},
         applies_to={"matrix_weights", "float16_hardware"},
         requires={"uniform_precision", "full_weights", "replicated_weights"},
@@ -44,83 +42,97 @@ class Float16(Method):
         order=WrapOrder.EARLY,
         presets=({}, {"scale": 1024}),
     )
-    scale: str | float = option("dynamic", one_of=("dynamic",), above=0)
+
+    scale: str | float = option("dynamic", one_of=("dynamic",), above=0)  # a number is a constant scale
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = Scale(
+        run.checkpoint_state[self.name] = LossScale(
             self.scale, run.device
-        )  # the hooks below, asked later, act if it is there
+        )  # without it, the hooks below change nothing
         device = run.device.type
 
-        def in_float16(batch):
+        def forward_in_float16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.float16):
                 return forward(batch)
 
-        return in_float16
+        return forward_in_float16
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        scale = run.checkpoint_state.get(self.name)
-        return (lambda loss: backward(loss * scale.tensor)) if scale else backward
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
+        return backward if scale is None else lambda loss: backward(loss * scale.tensor)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        scale, parameters = run.checkpoint_state.get(self.name), list(run.model.parameters())
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
+        parameters = list(run.model.parameters())
 
-        def unscaled():
+        def unscale_gradients() -> None:
             grad_transform()
-            present = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            foreach_mul_(present, 1.0 / scale.value)
-            scale.overflow = run.any_rank(not torch.nn.utils.get_total_norm(present).isfinite().item())
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            foreach_mul_(gradients, 1.0 / scale.value)
+            scale.overflow = run.any_rank(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
 
-        return unscaled
+        return unscale_gradients
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        scale = run.checkpoint_state.get(self.name)
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return optimizer_step
 
-        def unless_overflown():
+        def step_unless_overflow() -> None:
             if not scale.overflow:
                 optimizer_step()
-            scale.adapt()
+            scale.update()
 
-        return unless_overflown
+        return step_unless_overflow
 
 
-class Scale:
-    """The loss scale: its value, and how long it has been good or bad."""
+class LossScale:
+    """The loss scale; part of the checkpoint.
+
+    Attributes:
+        value: The scale.
+        tensor: The scale as a scalar tensor at a fixed address, which the loss is multiplied by.
+        good_steps: Consecutive steps without overflow.
+        overflows: Consecutive steps with overflow.
+        overflow: Whether the gradients of the current step overflowed on any rank.
+    """
 
     def __init__(self, scale: str | float, device: torch.device):
         self.dynamic = scale == "dynamic"
-        self.value = 2.0**16 if self.dynamic else float(scale)
-        self.tensor = torch.tensor(self.value, device=device)  # what the loss is multiplied by, at a fixed address
-        self.good = self.bad = 0  # steps in a row
+        self.value = INITIAL_SCALE if self.dynamic else float(scale)
+        self.tensor = torch.tensor(self.value, device=device)
+        self.good_steps = self.overflows = 0
         self.overflow = False
 
-    def adapt(self) -> None:
-        """After every step: halve after an overflow, double after a long time without one."""
-        self.good, self.bad = (0, self.bad + 1) if self.overflow else (self.good + 1, 0)
-        if self.bad == GIVE_UP_AFTER:
+    def update(self) -> None:
+        """Counts a step; halves the scale after an overflow, doubles it after ``GROWTH_INTERVAL`` steps without one."""
+        if self.overflow:
+            self.good_steps, self.overflows = 0, self.overflows + 1
+        else:
+            self.good_steps, self.overflows = self.good_steps + 1, 0
+        if self.overflows == MAX_OVERFLOWS:
             raise RunError(
-                f"float16: the gradients overflowed {self.bad} steps in a row; use bfloat16, or check the data and the loss for NaN"
+                f"float16: the gradients overflowed {self.overflows} steps in a row; "
+                "use bfloat16, or check the data and the loss for NaN"
             )
         if self.dynamic and self.overflow:
             self._set(self.value * BACKOFF)
-        elif self.dynamic and self.good == GOOD_STEPS:
-            self.good = 0
+        elif self.dynamic and self.good_steps == GROWTH_INTERVAL:
+            self.good_steps = 0
             self._set(self.value * GROWTH)
 
     def _set(self, value: float) -> None:
         self.value = value
         self.tensor.fill_(value)
 
-    def state_dict(self) -> dict:
-        return {"value": self.value, "good": self.good, "bad": self.bad}
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self.good_steps, "overflows": self.overflows}
 
-    def load_state_dict(self, state: dict) -> None:
-        self.good, self.bad = state["good"], state["bad"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.good_steps, self.overflows = state["good_steps"], state["overflows"]
         self._set(state["value"])

@@ -1,10 +1,7 @@
-"""One kernel that updates all the weights, instead of a dozen small operations for each of them.
-
-The optimizer object is kept and only told to use torch's fused kernels, so that a schedule which holds on
-to it goes on working.
-"""
+"""Fused optimizers: one kernel updates all parameters, instead of a dozen small operations for each of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,41 +16,46 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclass(frozen=True)
 class FusedOptimizer(Method):
+    """Switches the task's optimizer to torch's fused kernels.
+
+    The optimizer object stays the same, so that a schedule that refers to it keeps working.
+    """
+
     card = Card(
-        summary="the optimizer's update as one fused kernel",
+        summary="the optimizer step as one fused kernel",
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/optim.html, the fused implementations",
         gain=(1.0, 1.3),
-        gain_when="steps of a few milliseconds with many weight tensors (1.25 to 1.3 for a small language model on a CPU)",
+        gain_when="steps of a few milliseconds with many parameters (1.25 to 1.3 for a small language model on a CPU)",
         accelerates={"optimizer_step"},
         strong_baseline=True,
     )
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        def fused(model):
+        def make_fused(model: torch.nn.Module) -> Any:
             made = make(model)
             optimizer, _ = optimizer_and_schedule(made)
-            if why := _cannot(optimizer):
-                run.report_no_effect(self, why)
+            if obstacle := _obstacle(optimizer):
+                run.report_no_effect(self, obstacle)
             else:
                 _fuse(optimizer)
             return made
 
-        return fused
+        return make_fused
 
 
-def _cannot(optimizer) -> str | None:
-    """Why torch has no fused update for this optimizer; None if it has."""
+def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why torch has no fused step for this optimizer; None if it has one."""
     name = type(optimizer).__name__
-    if type(optimizer) not in FUSED:  # exactly: a subclass may have a step of its own
+    if type(optimizer) not in FUSED:  # not isinstance: a subclass may override step
         return f"torch has no fused {name} (only {', '.join(cls.__name__ for cls in FUSED)})"
     if all(group["fused"] for group in optimizer.param_groups):
         return f"the task's {name} is fused already"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"a differentiable {name} cannot be fused"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(parameter.is_floating_point() for parameter in parameters):
-        return "some weights are complex numbers, which the fused update does not take"
+        return "some parameters are complex, which the fused step does not support"
     if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
         return "torch has a fused Adagrad for the CPU only"
     return None
@@ -62,9 +64,6 @@ def _cannot(optimizer) -> str | None:
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    for (
-        parameter,
-        state,
-    ) in optimizer.state.items():  # Adagrad makes its state at once; the fused kernel counts in float32
+    for parameter, state in optimizer.state.items():  # Adagrad creates its state in the constructor
         if "step" in state:
-            state["step"] = state["step"].to(parameter.device, torch.float32)
+            state["step"] = state["step"].to(parameter.device, torch.float32)  # as the fused kernel requires

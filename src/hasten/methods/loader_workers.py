@@ -1,4 +1,4 @@
-"""Reads samples in processes of their own, so that the training process finds its batches ready."""
+"""Worker processes that read samples, so that the training process finds its batches ready."""
 
 from dataclasses import dataclass, replace
 
@@ -10,18 +10,12 @@ from hasten.core.run_context import RunContext
 
 @dataclass(frozen=True)
 class LoaderWorkers(Method):
-    """torch's DataLoader with ``workers`` processes, each ``prefetch`` batches ahead.
+    """Reads samples with the worker processes of torch's DataLoader; its options have the same names and meanings.
 
-    Random numbers that the dataset draws are a function of (seed, epoch, batch), so any number of workers
-    gives the same bits. A ready DataLoader's dataset draws from its own stream, as torch's workers always do.
-    ``pin`` puts batches into page-locked memory where the run is on a GPU; ``persistent`` keeps the processes
-    from one pass to the next. A pipeline of hasten.data is computed by processes of its own, to which these two mean nothing.
+    Random numbers that the dataset draws are a function of (seed, epoch, batch), so any number of workers gives the
+    same bits. The dataset of a task's own DataLoader draws from a stream per worker, as always in torch. A hasten.data
+    pipeline is computed by its own processes, to which ``pin_memory`` and ``persistent_workers`` do not apply.
     """
-
-    num_workers: int = option(2, at_least=0, at_most=64)  # more only take memory and starting time
-    prefetch_factor: int = option(2, at_least=1, at_most=1024)  # batches a worker
-    pin_memory: bool = True
-    persistent_workers: bool = True
 
     card = Card(
         summary="read samples in worker processes",
@@ -31,36 +25,39 @@ class LoaderWorkers(Method):
         accelerates={"input"},
         applies_to={"workers"},
         order=WrapOrder.EARLY,
-        after=("in_memory_batches", "cache_dataset"),  # what is in memory already needs no workers
-        presets=({"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 8}),
+        after=("in_memory_batches", "cache_dataset"),  # samples in memory need no workers
+        presets=({"num_workers": 1}, {"num_workers": 2}, {"num_workers": 4}, {"num_workers": 8}),
         strong_baseline=True,
     )
 
+    num_workers: int = option(2, at_least=0, at_most=64)  # processes; more only cost memory and start-up time
+    prefetch_factor: int = option(2, at_least=1, at_most=1024)  # batches per worker
+    pin_memory: bool = True  # page-locked batches, in runs on a GPU only
+    persistent_workers: bool = True  # processes that live longer than an epoch
+
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if batches.spec is None:
-            return self._whole_batches(batches, run)
-        wanted = replace(
+            return self._pipeline(batches, run)
+        spec = replace(
             batches.spec,
-            workers=self.num_workers,
-            prefetch=self.prefetch_factor,
-            pin=self.pin_memory and run.device.type == "cuda",
-            persistent=self.persistent_workers and self.num_workers > 0,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self.pin_memory and run.device.type == "cuda",
+            persistent_workers=self.persistent_workers and self.num_workers > 0,
         )
-        if wanted == batches.spec:
-            return self._idle(batches, run, "the data are read in this way already")
-        return wanted.build(wanted)
+        if spec == batches.spec:
+            return self._unchanged(batches, run, "the data are already read with these options")
+        return spec.build(spec)
 
-    def _whole_batches(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        crew = WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
+    def _pipeline(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        workers = WorkerConfig(processes=self.num_workers, prefetch=self.num_workers * (self.prefetch_factor - 1))
         if batches.with_workers is None:
-            return self._idle(batches, run, "the data are not read sample by sample")
-        return (
-            self._idle(batches, run, "the batches are computed in this way already")
-            if crew == batches.workers
-            else batches.with_workers(crew)
-        )
+            return self._unchanged(batches, run, "the data cannot be read sample by sample")
+        if workers == batches.workers:
+            return self._unchanged(batches, run, "the batches are already computed by these workers")
+        return batches.with_workers(workers)
 
-    def _idle(self, batches: BatchSource, run: RunContext, why: str) -> BatchSource:
+    def _unchanged(self, batches: BatchSource, run: RunContext, reason: str) -> BatchSource:
         if batches.training:
-            run.report_no_effect(self, why)
+            run.report_no_effect(self, reason)
         return batches

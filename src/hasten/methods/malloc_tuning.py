@@ -1,7 +1,8 @@
-"""Lets glibc keep the memory that a step frees, so that the next step does not fault it in again."""
+"""Lets glibc keep the memory that a step frees, so that the next step has no page faults."""
 
 import ctypes
 import platform
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,20 +13,21 @@ from hasten.core.types import ContextFactory
 
 MIB = 1 << 20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
-KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 * MIB}  # everything on the heap, which never shrinks
+TUNED = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 * MIB}  # everything on the heap, which never shrinks
 DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: MIB // 8, M_TOP_PAD: MIB // 8}
 
 
 @dataclass(frozen=True)
 class MallocTuning(Method):
-    """By default a large tensor is fresh memory from the kernel, a page fault for every 4 KiB, and given back when it is freed.
+    """Keeps all freed memory in the process by ``mallopt``.
 
-    Here it stays with the process: memory may peak half as high again. Afterwards glibc's defaults hold, except
-    that its own adaption of the thresholds stays off.
+    By default, glibc gets every large tensor as new memory from the kernel, with a page fault for every 4 KiB, and
+    returns it when the tensor is freed. With this method peak memory may be half as high again. After the run glibc's
+    defaults hold, except that glibc no longer adapts its thresholds.
     """
 
     card = Card(
-        summary="keep freed memory in the process instead of faulting it in again",
+        summary="keep freed memory in the process, without new page faults",
         exactness=Exactness.BIT_EXACT,
         source="https://man7.org/linux/man-pages/man3/mallopt.3.html",
         gain=(1.4, 1.8),
@@ -37,26 +39,27 @@ class MallocTuning(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.report_no_effect(self, "the tensors of this run live on the GPU")
+            run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})")
             return context
         if platform.libc_ver()[0] != "glibc":
-            run.report_no_effect(self, "this machine's C library is not glibc")
+            run.report_no_effect(self, "the C library of this machine is not glibc")
             return context
         libc = ctypes.CDLL(None)
 
         @contextmanager
-        def keeping_memory():
+        def with_tuned_malloc() -> Generator[None]:
             with context():
                 try:
-                    tell(libc, KEEP)
+                    set_malloc_parameters(libc, TUNED)
                     yield
                 finally:
-                    tell(libc, DEFAULTS)
+                    set_malloc_parameters(libc, DEFAULTS)
                     libc.malloc_trim(0)
 
-        return keeping_memory
+        return with_tuned_malloc
 
 
-def tell(libc: ctypes.CDLL, settings: dict[int, int]) -> None:
-    for parameter, value in settings.items():
+def set_malloc_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
+    """Calls ``mallopt(parameter, value)`` for each of them."""
+    for parameter, value in parameters.items():
         libc.mallopt(parameter, value)

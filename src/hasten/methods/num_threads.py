@@ -1,6 +1,7 @@
-"""Sets how many threads torch computes with: small tensors are often faster on fewer, and shared machines always are."""
+"""The number of threads inside torch's CPU operations."""
 
 import os
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,22 +15,26 @@ from hasten.core.types import ContextFactory
 
 @dataclass(frozen=True)
 class NumThreads(Method):
-    """``count`` threads inside operations. Sums are split among them, so another count may round differently."""
+    """Calls ``torch.set_num_threads(count)`` for the run.
 
-    count: int = option(1, at_least=1)
+    Small tensors are often faster on fewer threads, shared machines always. Threads split sums among them, so another
+    count may round differently.
+    """
 
     card = Card(
         summary="choose the number of threads inside operations",
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
-        gain_when="small tensors, or cores that others use too",
+        gain_when="small tensors, or cores that other processes use, too",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"cpu"},
         presets=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
     )
 
+    count: int = option(1, at_least=1)  # threads, at most the number of cores
+
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if self.count == torch.get_num_threads():
             run.report_no_effect(self, f"torch computes with {self.count} threads already")
             return context
@@ -38,7 +43,7 @@ class NumThreads(Method):
             return context
 
         @contextmanager
-        def with_threads():
+        def with_num_threads() -> Generator[None]:
             before = torch.get_num_threads()
             with context():
                 torch.set_num_threads(self.count)
@@ -47,4 +52,4 @@ class NumThreads(Method):
                 finally:
                     torch.set_num_threads(before)
 
-        return with_threads
+        return with_num_threads

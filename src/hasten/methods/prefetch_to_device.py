@@ -11,7 +11,7 @@ from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 
 @dataclass(frozen=True)
 class PrefetchToDevice(Method):
-    """One batch ahead, from page-locked memory, on a stream of its own: no threads, and the same batches in the same order."""
+    """Copies one batch ahead, from page-locked memory, on a separate CUDA stream, without threads."""
 
     card = Card(
         summary="copy the next batch to the GPU during the current step",
@@ -28,4 +28,4 @@ class PrefetchToDevice(Method):
             if batches.training:
                 run.report_no_effect(self, "the run is on the CPU: there is nothing to copy")
             return batches
-        return batches.map_iterator(lambda inner: prefetch_to_cuda(inner, run.device))
+        return batches.map_iterator(lambda iterator: prefetch_to_cuda(iterator, run.device))

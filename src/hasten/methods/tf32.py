@@ -1,9 +1,6 @@
-"""TF32: float32 matrix products on the tensor cores, with 10 bits of mantissa instead of 23.
+"""TF32: float32 matrix products on the tensor cores, with 10 instead of 23 bits of mantissa."""
 
-Inputs are rounded, sums are kept in float32, and nothing in the model changes. The switch is global to the
-process, so it is put back afterwards.
-"""
-
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,11 +14,16 @@ from hasten.core.types import ContextFactory
 
 @dataclass(frozen=True)
 class TF32(Method):
+    """Rounds the inputs of matrix products and convolutions to TF32; sums and the model stay in float32.
+
+    The switches are global to the process, so they are restored after the run.
+    """
+
     card = Card(
         summary="float32 matrix products and convolutions on the tensor cores, in TF32",
         exactness=Exactness.REDUCED_PRECISION,
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32",
-        gain_when="NVIDIA GPUs from Ampere on, for what is still computed in float32",
+        gain_when="NVIDIA GPUs from Ampere on, for everything that is still computed in float32",
         accelerates={"forward", "backward"},
         applies_to={"cuda", "tf32_hardware", "matrix_weights"},
         strong_baseline=True,
@@ -31,29 +33,29 @@ class TF32(Method):
         if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
             run.report_no_effect(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
             return context
-        if why := _chosen_already():
-            run.report_no_effect(self, why)
+        if reason := _already_set():
+            run.report_no_effect(self, reason)
             return context
 
         @contextmanager
-        def with_tf32():
-            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        def with_tf32() -> Generator[None]:
+            precision, allow_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
             try:
                 torch.set_float32_matmul_precision("high")
                 torch.backends.cudnn.allow_tf32 = True
                 with context():
                     yield
             finally:
-                torch.set_float32_matmul_precision(before[0])
-                torch.backends.cudnn.allow_tf32 = before[1]
+                torch.set_float32_matmul_precision(precision)
+                torch.backends.cudnn.allow_tf32 = allow_tf32
 
         return with_tf32
 
 
-def _chosen_already() -> str | None:
-    """Why there is nothing left to switch on; None where there is."""
+def _already_set() -> str | None:
+    """The reason why there is nothing to switch on; None if there is."""
     try:
-        on = torch.get_float32_matmul_precision() != "highest" and torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to read the switch that it has a newer one for, once that one was set
+        enabled = torch.get_float32_matmul_precision() != "highest" and torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # torch refuses to read the old switches once the new ones were set
         return "the precision of float32 products was set already, through torch.backends.fp32_precision"
-    return "TF32 is on already" if on else None
+    return "TF32 is enabled already" if enabled else None

@@ -1,4 +1,4 @@
-"""z-scores every gradient: each layer's gradient gets mean zero and standard deviation one."""
+"""ZNorm: z-scores gradients, so that each has mean zero and standard deviation one."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,17 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 
-GRANULARITIES = ("tensor", "row")
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
 class ZNorm(Method):
-    """g <- (g - mean g) / (std g + eps), with the population's deviation, over a whole ``tensor`` or each ``row`` of it.
+    """g <- (g - mean(g)) / (std(g) + eps), with the population standard deviation.
 
-    Biases and the scales of normalisation layers are left alone (``skip_1d``), and embeddings always: most of their
-    rows have no gradient in a step, and a mean taken off would give them one. The magnitude of the gradient is erased:
-    with plain SGD the learning rate has to be chosen anew, and clipping would clip the same norm in every step.
+    Embeddings are never changed: most of their rows have no gradient in a step, and subtracting the mean would give
+    them one. The magnitude of the gradients is lost: plain SGD needs another learning rate, and gradient clipping would
+    clip to the same norm in every step.
     """
-
-    granularity: str = option("tensor", one_of=GRANULARITIES)
-    skip_1d: bool = True
-    eps: float = option(1e-8, above=0)
 
     card = Card(
         summary="z-score each gradient tensor",
@@ -35,30 +30,35 @@ class ZNorm(Method):
         applies_to={"matrix_weights"},
         requires={"full_weights", "reduced_gradients"},
         invalidates={"gradient_norm"},
-        after=("float16",),  # it wants gradients without a loss scale
+        after=("float16",),  # the gradients must not contain the loss scale
         presets=({"granularity": "tensor"}, {"granularity": "row"}),
     )
 
+    granularity: str = option("tensor", one_of=("tensor", "row"))  # what has a mean: a parameter, or each of its rows
+    skip_1d: bool = True  # leave biases and the scales of normalization layers unchanged
+    eps: float = option(1e-8, above=0)  # added to the standard deviation
+
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         embeddings = {module.weight for module in run.model.modules() if isinstance(module, EMBEDDINGS)}
-        wanted = (p for p in run.model.parameters() if p.requires_grad and p not in embeddings)
-        touched = [p for p in wanted if p.numel() > 1 and (p.ndim > 1 or not self.skip_1d)]
-        if not touched:
+        candidates = [p for p in run.model.parameters() if p.requires_grad and p not in embeddings]
+        parameters = [p for p in candidates if p.numel() > 1 and (p.ndim > 1 or not self.skip_1d)]
+        if not parameters:
             run.report_no_effect(self, "no parameter outside embeddings has two or more dimensions")
             return grad_transform
 
         @torch.no_grad()
-        def znorm():
+        def z_score_gradients() -> None:
             grad_transform()
-            for parameter in touched:
-                if (g := parameter.grad) is not None and not g.is_sparse:
+            for parameter in parameters:
+                g = parameter.grad
+                if g is not None and not g.is_sparse:
                     precise = g.float() if g.dtype.itemsize < 4 else g
-                    deviation, mean = torch.std_mean(precise, dim=self._axes(g), correction=0, keepdim=True)
-                    g.sub_(mean).div_(deviation + self.eps)
+                    std, mean = torch.std_mean(precise, dim=self._dims(g), correction=0, keepdim=True)
+                    g.sub_(mean).div_(std + self.eps)
 
-        return znorm
+        return z_score_gradients
 
-    def _axes(self, g: torch.Tensor) -> tuple[int, ...]:
-        """The axes that share a mean: all, or all but the first where rows have more than one element."""
-        rows = self.granularity == "row" and g.ndim > 1 and g[0].numel() > 1
-        return tuple(range(1 if rows else 0, g.ndim))
+    def _dims(self, g: torch.Tensor) -> tuple[int, ...]:
+        """The dimensions that share a mean: all, or all but the first if rows have more than one element."""
+        by_row = self.granularity == "row" and g.ndim > 1 and g[0].numel() > 1
+        return tuple(range(1 if by_row else 0, g.ndim))

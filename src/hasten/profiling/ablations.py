@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from hasten.core.batch import batch_size
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.types import StepFn
 from hasten.engine.registry import method_names
+from hasten.utils.batch import batch_size
 
 BATCH_FACTOR = 8
 LARGER_BATCH = "larger_batch"  # the ceiling (of the cards) that a larger batch gives

@@ -6,7 +6,6 @@ import time
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
-from hasten.core.durations import parse_budget
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
@@ -18,6 +17,7 @@ from hasten.profiling.ceilings import measure_allocator_ceiling
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult
+from hasten.utils.durations import parse_budget
 
 INSIDE = 0.6  # of the budget, for what one process can tell; another allocator gets what is left
 INPUT = 0.1  # of the budget, for the throughput of the input pipeline

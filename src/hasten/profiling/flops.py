@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hasten.core.batch import batch_size
 from hasten.engine.plan import Program
+from hasten.utils.batch import batch_size
 
 PEAK_SECONDS = 0.3
 PEAK_LENGTHS = {

@@ -19,7 +19,6 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from hasten.core.batch import batch_size, map_tensors
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError
 from hasten.data.pipeline import Pipeline
@@ -27,6 +26,7 @@ from hasten.data.source import BadRow, Source
 from hasten.data.workers.runners import InlineRunner
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
+from hasten.utils.batch import batch_size, map_tensors
 
 BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}
 WARM_UP_STEPS = 3

@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
 from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, refuse_unfair_blocks
+from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
 from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
-from hasten.core.durations import parse_budget
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
@@ -41,7 +40,7 @@ from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, 
 from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, identity_of
-from hasten.launch.comm_benchmark import measure_link, neighbor_latency, seconds_of
+from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
 from hasten.profiling.ablations import ReplayedBatch, disabled_phases, outside_name
 from hasten.profiling.advise import advise
 from hasten.profiling.communication import communication_cost, verdict_of
@@ -49,6 +48,7 @@ from hasten.profiling.facts import facts_of
 from hasten.profiling.gradient_compression import SAVED_BY_ROUNDING, cast_speedup, rounding_seconds
 from hasten.profiling.phase_timer import Timeline
 from hasten.profiling.stragglers import find_straggler, phases_of_the_slowest, rank_phase_times, skew_of
+from hasten.utils.durations import parse_budget
 
 EXCHANGE, MEETING, INPUT = "exchange", "meeting", "input"
 KINDS = {
@@ -117,11 +117,11 @@ def _diagnosed(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: 
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
-    refuse_unfair_blocks(probe.plain, plan, count, RHYTHM_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
+    check_blocks_are_fair(probe.plain, plan, count, SYNC_PERIOD_BUDGETS * budget, LEAST_ROUNDS * len(probe.kinds))
     single, why_not = _single(probe, ranks)
     blocks, exchanges = _rounds(probe, single, count, ranks, began + budget, watch)
     told = [json.loads(each) for each in ranks.all_gather(json.dumps(blocks).encode())]
-    links = neighbor_latency(LINK_BYTES, ranks, measure_link(ranks))
+    links = neighbor_latency(LINK_BYTES, ranks, communication_device(ranks))
 
     paces = {kind: _of_the_slowest(told, kind, "pace") for kind in probe.kinds}
     step = median(_of_the_slowest(told, "whole", "step"))
@@ -289,7 +289,7 @@ def _rounds(
         for kind in list(probe.kinds)[:: 1 if number % 2 else -1]:
             blocks[kind].append(probe.block(count, probe.kinds[kind]))
         if exchange:
-            exchanges.append(seconds_of(exchange, EXCHANGES, ranks, probe.program.run.device))
+            exchanges.append(seconds_per_call(exchange, EXCHANGES, ranks, probe.program.run.device))
         if single:  # the others wait for the first rank
             with _threads_of_one():
                 block = single.train(max(1, count // ranks.world_size))

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from hasten.benchmarking.compare import RHYTHM_BUDGETS, block_steps, evaluation_seconds_per_sample, refuse_unfair_blocks
+from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, evaluation_seconds_per_sample, check_blocks_are_fair
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.system_noise import SystemNoise
@@ -66,7 +66,7 @@ class StepProfile:
         plan = self.plan
         if plan["steps"] is None:
             return None
-        samples = plan["epochs"] * (plan["samples_a_pass"] or plan["steps"] * plan["batch_size"] / plan["epochs"])
+        samples = plan["epochs"] * (plan["samples_per_epoch"] or plan["steps"] * plan["batch_size"] / plan["epochs"])
         return plan["start"] + samples * (self.sample + evaluation_seconds_per_sample(plan, self.evaluation))
 
 
@@ -102,7 +102,7 @@ def profile_steps(
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
         noise, count = SystemNoise(), block_steps(plan)
-        refuse_unfair_blocks(recipe, plan, count, max(FAIR_SECONDS, RHYTHM_BUDGETS * budget), 2 * LEAST_PAIRS)
+        check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * LEAST_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _blocks(probe, count, budget * TIMELINE_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))

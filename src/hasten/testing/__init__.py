@@ -1,13 +1,13 @@
-"""The contract suite: what every method must keep, ours or yours. It needs no test framework.
+"""The contract suite that every method must pass. It needs no test framework.
 
-All at once::
+All checks at once::
 
     from hasten.testing import check_method
 
     def test_my_method():
         check_method("./mine.py:Faster")
 
-or one test a check, with pytest::
+or one test per check, with pytest::
 
     from hasten.testing import CHECKS, Subject
 

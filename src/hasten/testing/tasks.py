@@ -1,10 +1,12 @@
-"""Three tasks that train in milliseconds: a perceptron, a convolutional net and a small transformer.
+"""Three tasks that train in milliseconds, for the tests of methods: a perceptron, a convolutional network, a transformer.
 
-They exist to be trained by the tests of methods. Each is a function that returns a fresh ``Task``;
-keyword arguments replace the task's fields, as in ``perceptron(epochs=3, batch_size=8)``.
+Each is a function that returns a new ``Task``; keyword arguments replace fields of the task, as in
+``perceptron(epochs=3, batch_size=8)``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +16,13 @@ from hasten.core.task import Task
 CLASSES, LETTERS = 4, 16
 
 
-class Labelled(torch.utils.data.Dataset):
-    """Inputs with labels that a hidden linear rule gives them, so that there is something to learn.
+class Labeled(torch.utils.data.Dataset):
+    """Random inputs, with labels that a hidden linear rule assigns, so that there is something to learn.
 
     Args:
-        shape: of one sample.
-        length: how many samples.
-        seed: a different one gives other samples under the same rule.
+        shape: Shape of a sample, float32.
+        length: Number of samples.
+        seed: Another seed gives other samples, labeled by the same rule.
     """
 
     def __init__(self, shape: tuple[int, ...], length: int = 96, seed: int = 0):
@@ -36,7 +38,7 @@ class Labelled(torch.utils.data.Dataset):
 
 
 class Text(torch.utils.data.Dataset):
-    """Letters in a noisy alphabetical order; the target is the next letter."""
+    """Windows of letters (int64) in a noisy alphabetical order; the target is the next letter at each position."""
 
     def __init__(self, window: int = 8, length: int = 96, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -47,30 +49,30 @@ class Text(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int):
-        piece = self.letters[index : index + self.window + 1]
-        return piece[:-1], piece[1:]
+        letters = self.letters[index : index + self.window + 1]
+        return letters[:-1], letters[1:]
 
 
 class Block(nn.Module):
-    """One transformer block on (samples, positions, width)."""
+    """A transformer block with one attention head, on shape (samples, positions, width)."""
 
     def __init__(self, width: int, dropout: float):
         super().__init__()
-        self.before_attention, self.before_mixing = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mix = nn.Sequential(
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        queries, keys, values = self.queries_keys_values(self.before_attention(x)).unsqueeze(1).chunk(3, -1)
+        queries, keys, values = self.qkv(self.attention_norm(x)).unsqueeze(1).chunk(3, -1)
         attended = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True).squeeze(1)
-        x = x + self.out(attended)
-        return x + self.mix(self.before_mixing(x))
+        x = x + self.projection(attended)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class SmallTransformer(nn.Module):
-    """Letters (samples, positions) to scores (samples, LETTERS, positions)."""
+    """Letters, shape (samples, positions), to logits, shape (samples, LETTERS, positions)."""
 
     def __init__(self, width: int = 16, depth: int = 3, dropout: float = 0.0):
         super().__init__()
@@ -85,19 +87,19 @@ class SmallTransformer(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-def perceptron(**changes) -> Task:
-    """Two layers on vectors of 12 numbers, Adam."""
+def perceptron(**changes: Any) -> Task:
+    """Two layers on vectors of length 12, with Adam."""
     return _task(
         changes,
         name="perceptron",
         model=lambda: nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, CLASSES)),
-        train_data=Labelled((12,)),
-        validation_data=Labelled((12,), length=48, seed=1),
+        train_data=Labeled((12,)),
+        validation_data=Labeled((12,), length=48, seed=1),
     )
 
 
-def convolutional(batch_norm: bool = True, **changes) -> Task:
-    """Two blocks of convolution, (batch) normalisation and ReLU on images of 1 x 8 x 8, momentum SGD."""
+def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
+    """Two blocks of convolution, batch or group normalization and ReLU on images of shape (1, 8, 8), with SGD and momentum."""
     norm = nn.BatchNorm2d if batch_norm else (lambda channels: nn.GroupNorm(2, channels))
 
     def block(channels: int) -> nn.Module:
@@ -107,14 +109,14 @@ def convolutional(batch_norm: bool = True, **changes) -> Task:
         changes,
         name="convolutional",
         model=lambda: nn.Sequential(block(1), block(8), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)),
-        train_data=Labelled((1, 8, 8)),
-        validation_data=Labelled((1, 8, 8), length=48, seed=1),
+        train_data=Labeled((1, 8, 8)),
+        validation_data=Labeled((1, 8, 8), length=48, seed=1),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     )
 
 
-def transformer(dropout: float = 0.0, **changes) -> Task:
-    """Three causal blocks of width 16 on windows of 8 letters, AdamW."""
+def transformer(dropout: float = 0.0, **changes: Any) -> Task:
+    """Three causal blocks of width 16 on windows of 8 letters, with AdamW."""
     return _task(
         changes,
         name="transformer",
@@ -125,12 +127,12 @@ def transformer(dropout: float = 0.0, **changes) -> Task:
     )
 
 
-def _task(changes: dict, **fields) -> Task:
-    usual = {
+def _task(changes: dict[str, Any], **fields: Any) -> Task:
+    defaults = {
         "loss": nn.functional.cross_entropy,
         "optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
         "metric": "accuracy",
         "batch_size": 16,
         "epochs": 2,
     }
-    return Task(**(usual | fields | changes))
+    return Task(**(defaults | fields | changes))

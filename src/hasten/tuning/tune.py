@@ -16,7 +16,6 @@ from statistics import fmean
 from hasten.benchmarking.arm import estimate
 from hasten.benchmarking.fork_server import mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.ratio import SLOWER, Ratio
-from hasten.core.durations import parse_budget
 from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
@@ -37,6 +36,7 @@ from hasten.tuning.result import Found, result_of, surroundings, write
 from hasten.tuning.search import NOTHING_TO_DO, Baseline, gain_of_a_run, search_systems, search_training
 from hasten.tuning.study import ANATOMY_SECONDS, Budget, OutOfBudget, Study
 from hasten.tuning.trial_store import TrialStore
+from hasten.utils.durations import parse_budget
 
 BASELINE_SEEDS = 3
 RUNS_IN_A_BUDGET = 18  # textbook runs that the default budget is worth

@@ -1,8 +1,8 @@
 """Caches: samples are read and decoded once, in memory or on disk.
 
 A cache changes how fast a batch is ready, never its content. It has the rows of its source in the same order, with the
-same chunks for a windowed shuffle. Before every epoch it compares the source's identity, and fills itself again if a
-file or function has changed. Columns that the source gives as lists, such as images that were not resized, can be
+same chunks for a windowed shuffle. Before every epoch it compares the identity of the source, and is filled again if a
+file or function has changed. Columns that the source returns as lists, such as images that were not resized, can be
 cached if all rows have one shape, and are returned as lists.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +25,7 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
 from hasten.data.cache.cache_disk import CacheDirectory, default_folder
 from hasten.data.cache.fingerprints import fingerprint
-from hasten.data.cache.populate import ALIKE, bytes_of, noticing, paced, read_first, read_whole
+from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, noticing, paced, read_first, read_padded
 from hasten.data.formats.arrays import gathered
 from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
@@ -37,12 +36,17 @@ CHUNK = 16_000_000  # bytes read at a time while filling
 
 
 def cached(
-    source: Source, maps: tuple[Map, ...], where: str, gigabytes: float | None, folder, watch: ProgressCallback | None
-) -> Source:
+    source: Source,
+    maps: tuple[Map, ...],
+    where: str,
+    gigabytes: float | None,
+    folder: str | Path | None,
+    watch: ProgressCallback | None,
+) -> Cache:
     """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
 
     Raises:
-        Refusal: An argument has a wrong value.
+        ConfigurationError: An argument has a wrong value.
     """
     if where not in ("memory", "disk"):
         raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
@@ -64,25 +68,24 @@ class Mapped(Source):
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
-            raise ConfigurationError(
-                "a map that wants random numbers comes before cache(), which would freeze them; put it after the cache"
-            )
+            raise ConfigurationError("a map with random numbers before cache() would be frozen; put it after the cache")
         self.source, self.functions = source, [stage.function for stage in maps]
         self.fingerprints = [fingerprint(function) for function in self.functions]
+        self._passthrough: frozenset[tuple] | None = None  # computed at the first read
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         columns = self.source.read(rows)
         samples, lists = self._mapped(unbatch(columns)), lists_of(columns)
         try:
-            return collate_nested(samples, lists, self._handed_on if lists else frozenset())
+            return collate_nested(samples, lists, self._passthrough_paths() if lists else frozenset())
         except CollateError as error:
-            raise ConfigurationError(f"{error}; {ALIKE}") from None
+            raise ConfigurationError(f"{error}; {UNIFORM_ROWS_HINT}") from None
 
     def fingerprint(self) -> dict:
-        return {"of": made_of(self.source), "maps": self.fingerprints}
+        return {"of": source_identity(self.source), "maps": self.fingerprints}
 
     def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
@@ -92,56 +95,58 @@ class Mapped(Source):
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         self.source.prepare(runner, faults)
-        self.__dict__.pop("_handed_on", None)  # the data may have changed
+        self._passthrough = None  # the data may have changed
+
+    def _passthrough_paths(self) -> frozenset[tuple]:
+        if self._passthrough is None:
+            self._passthrough = passthrough_paths(self.source, self._mapped)
+        return self._passthrough
 
     def _mapped(self, samples: list, rows: numpy.ndarray | None = None) -> list:
         for function in self.functions:
             samples = [function(sample) for sample in samples]
         return samples
 
-    @cached_property
-    def _handed_on(self) -> frozenset[tuple]:
-        return passthrough_paths(self.source, self._mapped)
-
 
 class Cache(Source):
-    """Base class of the caches: reads rows from ``kept`` once it is filled, from the source before.
+    """Base class of the caches: reads rows from ``columns`` once it is filled, from the source before.
 
     Attributes:
-        gigabytes: Most that the cache may take; None means half of what is free.
+        gigabytes: Limit of the size of the cache; None means half of what is free.
         watch: Progress callback while the cache is filled.
-        made_of: Identity of the source that ``kept`` was filled from.
-        kept: The columns of all rows; None until the cache is filled.
-        lists: Numbers of the columns that are returned as lists of rows.
+        identity: Identity of the source that the cache was filled from.
+        columns: The columns of all rows; None until the cache is filled.
+        lists: Indices of the columns that are returned as lists of rows.
         bad: {row: (location, reason)}.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
-        self.made_of = self.kept = None
+        self.identity: dict | None = None
+        self.columns: Any = None
         self.lists: list[int] = []
         self.bad: dict[int, tuple[str, str]] = {}
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"made_of": None, "kept": None}  # a spawned process fills its own cache
+        return self.__dict__ | {"identity": None, "columns": None}  # a spawned process fills its own cache
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, rows: numpy.ndarray):
-        if self.kept is None:
+    def read(self, rows: numpy.ndarray) -> Any:
+        if self.columns is None:
             return self.source.read(rows)
         refuse_bad(rows, self.bad)
-        index, numbers = torch.from_numpy(rows), count()
+        index, column_indices = torch.from_numpy(rows), count()
 
-        def select(column):
+        def select(column: torch.Tensor) -> torch.Tensor | list:
             selected = gathered(column, index)
-            return list(selected) if next(numbers) in self.lists else selected
+            return list(selected) if next(column_indices) in self.lists else selected
 
-        return map_columns(select, self.kept)
+        return map_columns(select, self.columns)
 
     def fingerprint(self) -> dict:
-        return made_of(self.source)
+        return source_identity(self.source)
 
     def chunk_offsets(self) -> numpy.ndarray:
         return self.source.chunk_offsets()
@@ -151,116 +156,112 @@ class Cache(Source):
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         self.source.prepare(runner, faults)
-        now = made_of(self.source)
-        if _differ(now, self.made_of):
-            self.made_of, self.kept, self.bad = None, None, {}  # frees the memory before more is allocated
+        identity = source_identity(self.source)
+        if _differ(identity, self.identity):
+            self.identity, self.columns, self.bad = None, None, {}  # frees the memory before more is allocated
             faults.found.clear()  # rows of the old data
-            self.kept, self.lists, self.bad = self.filled(now, runner, faults)
-            self.made_of = now
-        for row, why in self.bad.items():
-            faults.record(BadRow(row, *why))
+            self.columns, self.lists, self.bad = self.fill(identity, runner, faults)
+            self.identity = identity
+        for row, reason in self.bad.items():
+            faults.record(BadRow(row, *reason))
 
     @abstractmethod
-    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
-        """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``now`` is the identity of the source."""
+    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+        """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``identity`` is that of the source."""
 
     def chunks(
-        self, like, now: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
+        self, like: Any, identity: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
     ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
         Raises:
-            Failure: More rows are bad than allowed, or the data changed meanwhile.
-            Refusal: The shape or dtype of a row differs from the first rows.
+            RunError: More rows are bad than allowed, or the data changed meanwhile.
+            ConfigurationError: The shape or dtype of a row differs from the first rows.
         """
         size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-        watch, began, rows = self.watch or noticing(), perf_counter(), len(self)
+        watch, start, rows = self.watch or noticing(), perf_counter(), len(self)
 
-        def make(number: int):
-            return read_whole(self.source, numpy.arange(number * size, min((number + 1) * size, rows)), like, faults)
+        def make(index: int) -> tuple[Any, list[BadRow]]:
+            chunk = numpy.arange(index * size, min((index + 1) * size, rows))
+            return read_padded(self.source, chunk, like, faults)
 
-        for number, (columns, faulty) in enumerate(runner(make, range(-(-rows // size)))):
-            for fault in faulty:
-                faults.record(fault)
-                bad[fault.row] = (fault.where, fault.why)
-            yield number * size, columns
-            done = min(1.0, (number + 1) * size / rows)
-            spent = perf_counter() - began
-            watch(paced(what, done * rows, spent), done, spent * (1 - done) / done)
+        for index, (columns, bad_rows) in enumerate(runner(make, range(-(-rows // size)))):
+            for bad_row in bad_rows:
+                faults.record(bad_row)
+                bad[bad_row.row] = (bad_row.where, bad_row.why)
+            yield index * size, columns
+            done = min(1.0, (index + 1) * size / rows)
+            elapsed = perf_counter() - start
+            watch(paced(what, done * rows, elapsed), done, elapsed * (1 - done) / done)
         self.source.prepare(runner, faults)
-        if _differ(made_of(self.source), now):
-            raise RunError(
-                "the data changed while the cache was being filled; start again when no process writes to them"
-            )
+        if _differ(source_identity(self.source), identity):
+            raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
-    def within(self, free: float, what: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
+    def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
         """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
 
         Raises:
-            Refusal: They need more than is allowed, or have no common shape.
-            Failure: More rows are bad than allowed.
+            ConfigurationError: They need more than allowed, or have no common shape.
+            RunError: More rows are bad than allowed.
         """
         first, lists = read_first(self.source, faults)
-        needed, allowed = (
-            bytes_of(first, len(self)),
-            self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION,
-        )
+        needed = bytes_of(first, len(self))
+        allowed = self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:
-            limit = "were allowed" if self.gigabytes else f"are half of what is free {what}"
+            limit = "were allowed" if self.gigabytes else f"are half of what is free {where}"
             message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
-            raise ConfigurationError(f"{message}; allow more with gigabytes=, or keep less of every sample")
+            raise ConfigurationError(f"{message}; allow more with gigabytes=, or cache less of every sample")
         return first, lists
 
 
 class MemoryCache(Cache):
-    """Keeps one tensor per column in memory."""
+    """Holds one tensor per column in memory."""
 
-    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy):
-        first, lists = self.within(free_memory(), "in memory", faults)
-        kept = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
+    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+        first, lists = self.read_first_within(free_memory(), "in memory", faults)
+        filled = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
-        for begin, columns in self.chunks(first, now, runner, faults, bad, "filling the cache in memory"):
-            for column, chunk in zip(column_leaves(kept), column_leaves(columns), strict=True):
+        for begin, columns in self.chunks(first, identity, runner, faults, bad, "filling the cache in memory"):
+            for column, chunk in zip(column_leaves(filled), column_leaves(columns), strict=True):
                 column[begin : begin + len(chunk)] = chunk
-        return kept, lists, bad
+        return filled, lists, bad
 
 
 class DiskCache(Cache):
-    """Keeps one memory-mapped row-major file per column; all processes that read it share its pages."""
+    """Holds one memory-mapped row-major file per column; all processes that read it share its pages."""
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
         super().__init__(source, gigabytes, watch)
         self.folder = folder
 
-    def filled(self, now: dict, runner: Callable, faults: BadRowPolicy):
-        return CacheDirectory(self.folder, now).opened(lambda write: self._written(write, now, runner, faults))
+    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+        def write_all(write: Callable) -> tuple[list[int], dict]:
+            bad, what = {}, f"in {self.folder}"
+            first, lists = self.read_first_within(psutil.disk_usage(str(self.folder)).free, what, faults)
+            for _, columns in self.chunks(first, identity, runner, faults, bad, f"filling the cache {what}"):
+                write(columns)
+            return lists, bad
 
-    def _written(self, write: Callable, now: dict, runner: Callable, faults: BadRowPolicy) -> tuple[list[int], dict]:
-        """Passes every chunk of rows to ``write`` and returns ``lists`` and ``bad``."""
-        bad = {}
-        first, lists = self.within(psutil.disk_usage(str(self.folder)).free, f"in {self.folder}", faults)
-        for _, columns in self.chunks(first, now, runner, faults, bad, f"filling the cache in {self.folder}"):
-            write(columns)
-        return lists, bad
+        return CacheDirectory(self.folder, identity).open(write_all)
 
 
-def made_of(source: Source) -> dict:
-    """Returns what distinguishes the rows of a source from all others: class, code, length and identity, as JSON."""
+def source_identity(source: Source) -> dict:
+    """Returns what distinguishes the rows of a source from all others: class, code, length and fingerprint, as JSON."""
     kind = type(source)
-    named, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
-    return _plain({"source": named, "code": code, "rows": len(source), "of": source.fingerprint()})
+    name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
+    return _to_json({"source": name, "code": code, "rows": len(source), "of": source.fingerprint()})
 
 
 def _differ(one: dict, other: dict | None) -> bool:
     return repr(one) != repr(other)  # as text, so that NaN equals NaN
 
 
-def _plain(value):
+def _to_json(value: Any) -> Any:
     """Converts to JSON values: arrays and tensors become numbers or lists, unknown types their ``repr``."""
     if isinstance(value, Mapping):
-        return {name if isinstance(name, str) else repr(name): _plain(part) for name, part in value.items()}
+        return {name if isinstance(name, str) else repr(name): _to_json(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [_to_json(part) for part in value]
     if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
-        return _plain(value.tolist())
+        return _to_json(value.tolist())
     return value if value is None or type(value) in (bool, int, float, str) else repr(value)

@@ -1,13 +1,13 @@
 """Fingerprints of functions: a hash of everything that the result of a function depends on.
 
-Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code names and the
-modules that it imports; the user's own functions and classes are followed to the end. An installed package and Python
-itself count by name and version. What a function reads at run time (a file, the clock, a network) is not seen.
+Hashed are the bytecode and constants, the defaults, the values of the closure, the globals that the code refers to and
+the modules that it imports; the user's own functions and classes are followed recursively. An installed package and
+Python itself count by name and version. What a function reads at run time (a file, the clock, a network) is not hashed.
 
-``pickle`` takes values apart; this file says what stands for functions, classes, modules, tensors and sets. Libraries
-do not keep the promise that a changed function never gets a stale cache (tried on the tests of this file, 2026-11-23):
+``pickle`` decomposes values; this file defines what represents functions, classes, modules, tensors and sets. Libraries
+do not guarantee that a changed function never gets a stale cache (measured with the tests of this file, 2026-11-23):
 ``cloudpickle`` 3.1 and ``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes
-unnoticed, as does an edit of the functions that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also gives
+unnoticed, as does an edit of the functions that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also returns
 another hash in every process for classes in ``__main__``, sets and torch modules, and one that changes when a line is
 inserted above the function.
 """
@@ -27,22 +27,16 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hasten.core.errors import ConfigurationError
 
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-ANY_CALLABLE = pickle.Pickler  # pickle wants a callable where a value is taken apart; it is never called
-NOT_BEHAVIOR = {
-    "__dict__",
-    "__weakref__",
-    "__module__",
-    "__doc__",
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
-}
+ANY_CALLABLE = pickle.Pickler  # pickle requires a callable where a value is decomposed; it is never called
+NOT_BEHAVIOR = {"__dict__", "__weakref__", "__module__", "__doc__", "__annotations__"}
+NOT_BEHAVIOR |= {"__firstlineno__", "__static_attributes__"}
 
 
 def fingerprint(function: Callable) -> str:
@@ -52,12 +46,12 @@ def fingerprint(function: Callable) -> str:
         32 hexadecimal digits.
 
     Raises:
-        Refusal: The function depends on something that cannot be hashed (an open file, a lock, a generator).
+        ConfigurationError: The function depends on something that cannot be hashed (an open file, a lock, a generator).
     """
     return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()
 
 
-def _digest(value, name: str) -> bytes:
+def _digest(value: Any, name: str) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, name).dump(value)
     return _hash(stream.getbuffer())
@@ -66,19 +60,17 @@ def _digest(value, name: str) -> bytes:
 class _Pickler(pickle.Pickler):
     """Pickles what a function depends on, the same way in every process.
 
-    ``persistent_id`` returns bytes that stand for a value. ``reducer_override`` returns the parts of a value as state,
-    which ``pickle`` saves after it has remembered the value, so that circular references end.
+    ``persistent_id`` returns bytes that represent a value. ``reducer_override`` returns the parts of a value as state,
+    which ``pickle`` saves after it has memoized the value, so that circular references end.
     """
 
     def __init__(self, stream: io.BytesIO, name: str):
         super().__init__(stream, protocol=5)
         self.name = name
 
-    def persistent_id(self, value) -> bytes | None:
-        if type(value) in (
-            str,
-            bytes,
-        ):  # pickle would note which of them are one object, which differs between processes
+    def persistent_id(self, obj: Any) -> bytes | None:
+        value = obj
+        if type(value) in (str, bytes):  # pickle would record which are one object, which differs between processes
             return _hash(type(value).__name__, value)
         if type(value) in (set, frozenset):
             return _hash(type(value).__name__, *sorted(_digest(item, self.name) for item in value))
@@ -90,17 +82,15 @@ class _Pickler(pickle.Pickler):
             return _hash("function", _versioned(value.__module__), value.__qualname__)
         return None
 
-    def reducer_override(self, value):
+    def reducer_override(self, obj: Any) -> Any:
+        value = obj
         if isinstance(value, types.FunctionType):
             return ANY_CALLABLE, ("function",), _function_parts(value)
         if isinstance(value, types.CodeType):
             return ANY_CALLABLE, ("code",), _code_parts(value)
         if isinstance(value, type):
-            content = {
-                name: _unwrap(part)
-                for name, part in vars(value).items()
-                if name not in NOT_BEHAVIOR and name[:5] != "_abc_"
-            }
+            members = ((name, part) for name, part in vars(value).items() if name not in NOT_BEHAVIOR)
+            content = {name: _unwrap(part) for name, part in members if name[:5] != "_abc_"}
             return ANY_CALLABLE, ("class",), [value.__qualname__, value.__bases__, content]
         if isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -111,19 +101,19 @@ class _Pickler(pickle.Pickler):
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(5)
         except Exception:
-            raise self._refusal(value) from None
+            raise self._error(value) from None
         if not isinstance(reduced, str):
             return reduced
         if hasattr(value, "__wrapped__"):  # the user's function behind functools.cache
             return ANY_CALLABLE, ("wrapper",), [type(value), value.__wrapped__]
         module = getattr(value, "__module__", None) or type(value).__module__
         if not _is_installed(module):
-            raise self._refusal(value)
+            raise self._error(value)
         return ANY_CALLABLE, ("named",), [type(value), _versioned(module), reduced]
 
-    def _refusal(self, value) -> ConfigurationError:
-        reason = f"whether {self.name} has changed cannot be told, as it depends on a {type(value).__name__}"
-        return ConfigurationError(f"{reason}; make that inside the function, or leave the cache out")
+    def _error(self, value: Any) -> ConfigurationError:
+        reason = f"cannot detect changes of {self.name}, because it depends on a {type(value).__name__}"
+        return ConfigurationError(f"{reason}; create that inside the function, or remove the cache")
 
 
 def _function_parts(function: types.FunctionType) -> list:
@@ -136,14 +126,14 @@ def _function_parts(function: types.FunctionType) -> list:
 
 
 def _code_parts(code: types.CodeType) -> list:
-    """All but file names and line numbers. Names of arguments count, those of other local variables do not."""
+    """Everything except file names and line numbers; of local variables, only the names of arguments."""
     arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
     names = [*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
     return [code.co_code, code.co_exceptiontable, code.co_flags, arguments, names, list(code.co_consts)]
 
 
-def _with_attributes(value, names: list[str], around: tuple = ()) -> list:
-    """A value; for a module of the user's also its attributes that the code names, recursively."""
+def _with_attributes(value: Any, names: list[str], around: tuple = ()) -> list:
+    """A value; for a module of the user's, also the attributes that the code refers to, recursively."""
     if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
         return [value]
     attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
@@ -167,19 +157,19 @@ def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleTyp
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The globals and attributes that code and the functions inside it name."""
+    """The globals and attributes that code and the functions inside it refer to."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _content(cell: types.CellType):
+def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return None  # not assigned yet
 
 
-def _unwrap(part):
+def _unwrap(part: Any) -> Any:
     """The functions inside a descriptor of a class."""
     if isinstance(part, (staticmethod, classmethod)):
         return part.__func__
@@ -189,21 +179,20 @@ def _unwrap(part):
 
 
 def _is_importable(function: types.FunctionType) -> bool:
-    """Whether the name and version of its module tell a function apart from all others."""
+    """Whether the name and version of its module identify a function."""
     return _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__
 
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module belongs to Python or to an installed package, whose version tells whether it changed."""
+    """Whether a module belongs to Python or to an installed package, where a change of code is a change of version."""
     package = (module or "builtins").partition(".")[0]
     if package == "builtins" or package in sys.stdlib_module_names:
         return package != "__main__"
-    file = (
-        getattr(sys.modules[package], "__file__", None)
-        if package in sys.modules
-        else getattr(find_spec(package), "origin", None)
-    )
+    if package in sys.modules:
+        file = getattr(sys.modules[package], "__file__", None)
+    else:
+        file = getattr(find_spec(package), "origin", None)
     return file is not None and any(Path(file).is_relative_to(folder) for folder in INSTALLED)
 
 

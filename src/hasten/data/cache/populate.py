@@ -16,51 +16,51 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.arrays import signed
 from hasten.data.source import BadRow, Source, column_leaves, map_columns
 
-PROBED_ROWS = 4  # read to find shape and dtype of all
-NOTICE_INTERVAL_S, FIRST_NOTICE_S = 30.0, 3.0
-ALIKE = (
-    "a cache holds rows of one shape and type: make them so with .map() before .cache(), pictures with images(resize=)"
-)
+PROBED_ROWS = 4  # read to find the shape and dtype of all rows
+PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
+UNIFORM_ROWS_HINT = "a cache requires rows of one shape and dtype: use images(resize=), or .map() before .cache()"
 
 
 def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-    """Reads the first rows that can be read, and counts the bad ones before them.
+    """Reads the first readable rows, and records the bad rows before them.
 
     Returns:
-        (columns as tensors, numbers of the columns that the source gives as lists of rows).
+        (columns as tensors, indices of the columns that the source returns as lists of rows).
 
     Raises:
-        Failure: More rows are bad than allowed.
-        Refusal: No row can be read, or the rows have no common shape.
+        RunError: More rows are bad than allowed.
+        ConfigurationError: No row can be read, or the rows have no common shape.
     """
     for begin in range(0, len(source), PROBED_ROWS):
-        columns, _, bad = faults.readable(source, numpy.arange(begin, min(begin + PROBED_ROWS, len(source))))
-        for fault in bad:
-            faults.record(fault)
+        columns, _, bad_rows = faults.readable(source, numpy.arange(begin, min(begin + PROBED_ROWS, len(source))))
+        for bad_row in bad_rows:
+            faults.record(bad_row)
         if columns is not None:
-            lists = [number for number, column in enumerate(column_leaves(columns)) if isinstance(column, list)]
+            lists = [index for index, column in enumerate(column_leaves(columns)) if isinstance(column, list)]
             return _as_tensors(columns), lists
-    raise ConfigurationError("there is no row that could be kept: all are bad, or there are none")
+    raise ConfigurationError("there is no row to cache: all rows are bad, or there are none")
 
 
-def read_whole(source: Source, rows: numpy.ndarray, like, faults: BadRowPolicy) -> tuple[Any, list[BadRow]]:
+def read_padded(source: Source, rows: numpy.ndarray, like: Any, faults: BadRowPolicy) -> tuple[Any, list[BadRow]]:
     """Reads rows as columns of shape (rows, ...) with zeros for the bad ones, and the bad rows."""
-    read, good, faulty = faults.readable(source, rows)
-    if read is not None:
-        read = _as_tensors(read)
-        _refuse_others(read, like, rows)
-    if read is not None and not faulty:
-        return read, faulty
-    whole = map_columns(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
-    where = torch.from_numpy(numpy.searchsorted(rows, good))
-    for into, part in zip(column_leaves(whole), column_leaves(read) if len(good) else (), strict=False):
-        signed(into)[where] = signed(part)
-    return whole, faulty
+    columns, good, bad_rows = faults.readable(source, rows)
+    if columns is not None:
+        columns = _as_tensors(columns)
+        _check_like(columns, like, rows)
+        if not bad_rows:
+            return columns, bad_rows
+    padded = map_columns(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
+    if columns is not None:
+        index = torch.from_numpy(numpy.searchsorted(rows, good))
+        for target, column in zip(column_leaves(padded), column_leaves(columns), strict=True):
+            signed(target)[index] = signed(column)
+    return padded, bad_rows
 
 
-def bytes_of(columns, rows: int) -> int:
-    """Returns the bytes of ``rows`` rows with the shapes and dtypes of these columns."""
-    return sum(column[:1].nbytes for column in column_leaves(columns)) * rows
+def bytes_of(columns: Any, rows: int) -> int:
+    """Returns the bytes of ``rows`` rows with the shapes and dtypes of these columns, which are tensors."""
+    leaves: list[Any] = column_leaves(columns)
+    return sum(column[:1].nbytes for column in leaves) * rows
 
 
 def paced(what: str, rows: float, seconds: float) -> str:
@@ -70,50 +70,49 @@ def paced(what: str, rows: float, seconds: float) -> str:
 
 def noticing() -> ProgressCallback:
     """Returns a progress callback that warns every 30 s, first after 3 s."""
-    last = perf_counter() - NOTICE_INTERVAL_S + FIRST_NOTICE_S
+    last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
         nonlocal last
-        if perf_counter() - last >= NOTICE_INTERVAL_S and seconds_left:
+        if perf_counter() - last >= PROGRESS_INTERVAL_S and seconds_left:
             last = perf_counter()
             warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", ProgressWarning, stacklevel=2)
 
     return watch
 
 
-def _refuse_others(columns, like, rows: numpy.ndarray) -> None:
-    """Raises a Refusal if shape or dtype of a column differs from the first rows."""
-    for number, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
-        expected, got = _describe(first[0]), _describe(column[0])
-        if got != expected:
-            raise ConfigurationError(
-                f"column {number} is {expected} in the first rows and {got} in rows {rows[0]} to {rows[-1]}; {ALIKE}"
-            )
+def _check_like(columns: Any, like: Any, rows: numpy.ndarray) -> None:
+    """Raises ConfigurationError if the shape or dtype of a column differs from the first rows."""
+    for index, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
+        expected, actual = _describe(first[0]), _describe(column[0])
+        if actual != expected:
+            message = f"column {index} is {expected} in the first rows and {actual} in rows {rows[0]} to {rows[-1]}"
+            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
 
 
 def _describe(row: torch.Tensor) -> str:
     return f"{row.dtype} {tuple(row.shape)}".removeprefix("torch.")
 
 
-def _as_tensors(columns):
+def _as_tensors(columns: Any) -> Any:
     """Stacks the columns that are lists of tensors.
 
     Raises:
-        Refusal: A list holds something else, or tensors of several shapes or dtypes.
+        ConfigurationError: A list contains something else, or tensors of several shapes or dtypes.
     """
-    numbers = count()
+    indices = count()
 
-    def stack(column):
-        number = next(numbers)
+    def stack(column: torch.Tensor | list) -> torch.Tensor:
+        index = next(indices)
         if isinstance(column, torch.Tensor):
             return column
-        if odd := [row for row in column if not isinstance(row, torch.Tensor)]:
-            raise ConfigurationError(f"column {number} of the samples holds {type(odd[0]).__name__}s; {ALIKE}")
+        others = [type(row).__name__ for row in column if not isinstance(row, torch.Tensor)]
+        if others:
+            raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            raise ConfigurationError(
-                f"column {number} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {ALIKE}"
-            )
+            message = f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}"
+            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
         return torch.stack(column)
 
     return map_columns(stack, columns)

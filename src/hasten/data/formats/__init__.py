@@ -1,1 +1,1 @@
-"""The sources, one maker each: arrays, tokens, tables, TFRecord, pictures, tar shards."""
+"""The sources: arrays, tokens, tables, TFRecord, images, WebDataset shards. One public function makes each."""

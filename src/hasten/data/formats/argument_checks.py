@@ -1,53 +1,54 @@
-"""Names and shapes that the makers of sources are given: nonsense is told at the call, in one line that says what was wanted."""
+"""Checks of names and shapes that are passed to the functions that make sources."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hasten.core.errors import ConfigurationError
 
 
-def name(setting: str, value) -> str | None:
-    """One name, or None.
+def name(argument: str, value: Any) -> str | None:
+    """Returns ``value`` if it is a string or None.
 
     Raises:
-        Refusal: it is something else.
+        ConfigurationError: It is something else; the message begins with ``argument``.
     """
     if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"{setting} is one name, not {value!r:.80}")
+        raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
     return value
 
 
-def names(setting: str, value: Iterable[str]) -> list[str]:
-    """Some names, in order.
+def names(argument: str, value: Iterable[str]) -> list[str]:
+    """Returns several names, in order.
 
     Raises:
-        Refusal: one text, whose letters would be taken for names; a set, which has no order; a dict, whose values would be lost; no names,
-            or one of them twice.
+        ConfigurationError: ``value`` is a single string, an unordered set, a dict (whose values would be lost), empty,
+            or contains a name twice.
     """
     if isinstance(value, str):
-        raise ConfigurationError(f"{setting} wants a list of names, as in {setting}[{value!r}]")
+        raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")
     if not isinstance(value, Iterable) or isinstance(value, (bytes, set, frozenset, Mapping)):
-        raise ConfigurationError(f"{setting} wants a list of names, not {value!r:.80}")
+        raise ConfigurationError(f"{argument} must be a list of names, not {value!r:.80}")
     listed = list(value)
     if not listed:
-        raise ConfigurationError(f"{setting} names nothing; leave it out, or say some names")
-    if odd := [each for each in listed if not isinstance(each, str)]:
-        raise ConfigurationError(f"{setting} wants a list of names, and {odd[0]!r:.80} is none")
-    if twice := [each for each, times in Counter(listed).items() if times > 1]:
-        raise ConfigurationError(f"{setting} names {twice[0]!r} twice")
+        raise ConfigurationError(f"{argument} is empty; omit it, or give at least one name")
+    if odd := [item for item in listed if not isinstance(item, str)]:
+        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is none")
+    if repeated := [item for item, count in Counter(listed).items() if count > 1]:
+        raise ConfigurationError(f"{argument} contains {repeated[0]!r} twice")
     return listed
 
 
-def shape(setting: str, value: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of an array, each at least 0.
+def shape(argument: str, value: Any) -> tuple[int, ...]:
+    """Returns a shape, whose sizes are at least 0.
 
     Raises:
-        Refusal: it is something else.
+        ConfigurationError: ``value`` is something else.
     """
     if not isinstance(value, (tuple, list)) or not all(
-        isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in value
+        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
     ):
-        raise ConfigurationError(f"{setting} is a shape, as in (28, 28), not {value!r:.80}")
+        raise ConfigurationError(f"{argument} must be a shape, as in (28, 28), not {value!r:.80}")
     return tuple(value)

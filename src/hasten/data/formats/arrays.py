@@ -1,4 +1,4 @@
-"""Rows in memory, or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
+"""Rows in memory or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError, format_error
+from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.buffer_pool import acquire
 from hasten.data.io.paths import file_signature, is_remote, plain
 from hasten.data.pipeline import Pipeline
@@ -21,138 +23,136 @@ from hasten.data.source import Source, column_leaves, column_spec, map_columns
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def arrays(*columns) -> Pipeline:
+def arrays(*columns: Any) -> Pipeline:
     """Samples from arrays whose first dimension is the sample.
 
-    Arrays are held, not copied. A cache over them sees what torch changes in them between two passes, not what NumPy does.
+    Arrays are referenced, not copied. A cache of them notices what torch changes in them between epochs, not what
+    NumPy changes.
 
     Args:
-        columns: tensors, NumPy arrays or paths of local ``.npy`` files (memory-mapped), all equally long; several become a
-            tuple, or give one dict of them.
+        columns: Tensors, NumPy arrays or paths of local ``.npy`` files (memory-mapped), all of the same length. Several
+            columns make a batch a tuple; a single dict or tuple of columns is also accepted.
 
     Raises:
-        Refusal: no column, a remote file, unequal lengths, an array of Python objects (it would have to be unpickled).
+        ConfigurationError: No column, a remote file, different lengths, or an array of Python objects (reading it
+            would execute code).
     """
     if not columns:
-        raise ConfigurationError("arrays() wants at least one array")
+        raise ConfigurationError("arrays() requires at least one array")
     return Pipeline(Arrays(columns[0] if len(columns) == 1 else tuple(columns)))
 
 
 class Arrays(Source):
     """Columns that can be indexed, in memory or memory-mapped."""
 
-    def __init__(self, columns):
+    def __init__(self, columns: Any) -> None:
         if isinstance(columns, (dict, tuple)) and not columns:
-            raise ConfigurationError("arrays() wants at least one array")
-        self.given = map_columns(lambda column: _here(column) if isinstance(column, (str, Path)) else column, columns)
+            raise ConfigurationError("arrays() requires at least one array")
+        self.args = map_columns(lambda item: _local_path(item) if isinstance(item, (str, Path)) else item, columns)
         self.digests: dict[tuple, str] = {}
         self._open()
 
     def __len__(self) -> int:
         return self.length
 
-    def prepare(self, runner: Callable, faults) -> None:
-        if self._stamps() != self.stamps:
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
+        if self._signatures() != self.signatures:
             self._open()
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         index = torch.from_numpy(rows)
         return map_columns(lambda column: gathered(column, index), self.columns)
 
     def fingerprint(self) -> dict:
-        """Files by their stamps; what lies in memory by its content."""
-        columns = zip(column_leaves(self.columns), self.stamps, strict=True)
+        """Returns the signatures of files, and a hash of the content of arrays in memory."""
+        columns = zip(column_leaves(self.columns), self.signatures, strict=True)
         return {
             "nesting": column_spec(self.columns),
-            "columns": [of_file or self._content(column) for column, of_file in columns],
+            "columns": [signature or self._content(column) for column, signature in columns],
         }
 
     def _open(self) -> None:
-        stamps = self._stamps()  # before the files are mapped: one that changes meanwhile is found changed
-        columns = map_columns(_tensor, self.given)
+        signatures = self._signatures()  # before the files are mapped, so that a change meanwhile is noticed
+        columns = map_columns(_to_tensor, self.args)
         length, *others = sorted({len(column) for column in column_leaves(columns)})
         if others:
             raise ConfigurationError(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
-        self.stamps, self.columns, self.length = stamps, columns, length
+        self.signatures, self.columns, self.length = signatures, columns, length
 
-    def _stamps(self) -> list[list | None]:
-        """Of each column that is a file."""
-        return [file_signature(column) if isinstance(column, str) else None for column in column_leaves(self.given)]
+    def _signatures(self) -> list[list | None]:
+        """Returns the file signature of each column; None for a column in memory."""
+        return [file_signature(item) if isinstance(item, str) else None for item in column_leaves(self.args)]
 
-    def _content(self, column: torch.Tensor) -> list:
-        """Type, shape and hash; as long as torch has not written there, it is not read again."""
-        kind = [str(column.dtype), list(column.shape)]
+    def _content(self, column: Any) -> list:
+        """Returns dtype, shape and hash. The hash is computed again only after torch has written to the column."""
+        form = [str(column.dtype), list(column.shape)]
         if column.is_inference():
-            return [*kind, _digest(column)]  # nobody counts how often it is written to
-        key = (column.data_ptr(), in_place_version(column), *map(str, kind))
+            return [*form, _digest(column)]  # inference tensors have no version counter
+        key = (column.data_ptr(), in_place_version(column), *map(str, form))
         if key not in self.digests:
             self.digests[key] = _digest(column)
-        return [*kind, self.digests[key]]
+        return [*form, self.digests[key]]
 
 
-def _here(path: str | Path) -> str:
+def _local_path(path: str | Path) -> str:
     if is_remote(path):
-        raise ConfigurationError(f"arrays are mapped into memory, from local files; copy {path} here first")
+        raise ConfigurationError(f"arrays() maps local files into memory; copy {path} to this machine first")
     return os.path.abspath(plain(path))
 
 
 def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows of a column, in memory that was used before."""
+    """Returns the rows of a column at ``index``, in reused memory."""
     rows = acquire((len(index), *column.shape[1:]), column.dtype)
     torch.index_select(signed(column), 0, index, out=signed(rows))
     return rows
 
 
 def signed(column: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that torch can index: it cannot do so with wide unsigned numbers."""
+    """Returns the same memory with a dtype that torch can index, which it cannot with wide unsigned integers."""
     return column.view(SIGNED[column.dtype]) if column.dtype in SIGNED else column
 
 
-def _tensor(column) -> torch.Tensor:
+def _to_tensor(column: Any) -> torch.Tensor:
     if isinstance(column, (str, Path)):
-        column = opened_array(Path(column))
+        column = open_array(Path(column))
     if isinstance(column, numpy.ndarray):
         column = from_numpy_array(column)
     if not isinstance(column, torch.Tensor) or not column.ndim:
-        raise ConfigurationError(
-            f"arrays() wants tensors, NumPy arrays or .npy files with a row per sample, not {type(column).__name__}"
-        )
+        what = "arrays() expects tensors, NumPy arrays or .npy files whose first dimension is the sample"
+        raise ConfigurationError(f"{what}, not {type(column).__name__}")
     if column.device.type != "cpu":
-        raise ConfigurationError(
-            "arrays() reads from the computer's memory; give it .cpu() tensors, and take the batches to the device with .to()"
-        )
+        why = "arrays() reads from CPU memory"
+        raise ConfigurationError(f"{why}; pass .cpu() tensors, and move the batches with .to(device)")
     return column.detach().contiguous()
 
 
 def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
-    """The tensor of an array, without a copy where that is possible; it is only read from.
+    """Returns the array as a tensor to read from, without a copy if possible.
 
     Raises:
-        Refusal: torch knows no such type.
+        ConfigurationError: torch has no such dtype.
     """
     if array.dtype.hasobject:
         raise ConfigurationError("an array of Python objects cannot be read without executing code; store numbers")
     try:
-        with warnings.catch_warnings(action="ignore"):  # that it may not be written to: nobody does
+        with warnings.catch_warnings(action="ignore"):  # about read-only arrays
             return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"an array of {array.dtype} is not what torch can hold: {format_error(error)}"
-        ) from None
+        raise ConfigurationError(f"torch cannot hold an array of {array.dtype}: {format_error(error)}") from None
 
 
-def opened_array(path: Path) -> numpy.ndarray:
-    """A ``.npy`` file, memory-mapped.
+def open_array(path: Path) -> numpy.ndarray:
+    """Returns a ``.npy`` file, memory-mapped.
 
     Raises:
-        Refusal: it is not there, or holds no numbers.
+        ConfigurationError: It cannot be read, or does not hold numbers.
     """
     try:
         return numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or format_error(error)}") from None
     except ValueError as error:
-        raise ConfigurationError(f"{path} is no array of numbers: {format_error(error)}") from None
+        raise ConfigurationError(f"{path} is not an array of numbers: {format_error(error)}") from None
 
 
 def _digest(column: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ def crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
     """Returns the checksum of every piece, uint32, shape (pieces,).
 
     Raises:
-        Refusal: ``google-crc32c`` is not installed.
+        ConfigurationError: ``google-crc32c`` is not installed.
     """
     return numpy.fromiter(map(_crc32c(), pieces), numpy.uint32, len(pieces))
 
@@ -35,7 +35,7 @@ def crc32c_of_rows(rows: numpy.ndarray) -> numpy.ndarray:
         rows: uint8, shape (rows, bytes).
 
     Raises:
-        Refusal: ``google-crc32c`` is not installed.
+        ConfigurationError: ``google-crc32c`` is not installed.
     """
     of_zeros, tables = _tables(rows.shape[1])
     checksums = numpy.full(len(rows), of_zeros, numpy.uint32)

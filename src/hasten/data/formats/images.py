@@ -1,4 +1,4 @@
-"""Pictures: folders and lists of JPEG and PNG files, with a class for each folder."""
+"""Images: folders and lists of JPEG and PNG files, with a class for each folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
+from typing import Any, cast
 
 import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
+from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.io.manifests import Manifest, manifest_of, manifest_of_paths
 from hasten.data.io.paths import file_signature, is_lost, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
@@ -30,154 +31,158 @@ def images(
     labels: str | Mapping[str, float] | None = "folder",
     pixels: int = PIXELS,
 ) -> Pipeline:
-    """Pictures from JPEG and PNG files, uint8, shape (3, height, width), red, green, blue.
+    """Images from JPEG and PNG files: uint8, RGB, shape (3, height, width).
+
+    With labels a batch is the tuple (images, labels).
 
     Args:
-        paths: a folder, whose list of files is kept for the next time, or files and patterns, local or remote.
-        resize: the side of a square, or (height, width), in pixels: the shorter side is made to fit, and the middle cut out. A
-            batch of pictures is then one tensor (rows, 3, height, width), and otherwise a list of tensors, also where all are
-            alike, which can be seen of a batch only when it has been read.
-        labels: "folder" for the number (int64) of the sorted name of the folder right under ``paths``, or around a
-            file of a pattern; a dict from file name (or path inside the folder) to a number; None for no label. With labels a
-            batch is the tuple (pictures, labels).
-        pixels: a picture of more pixels, also while it is resized, is a bad row: a small file can ask for all memory.
+        paths: A folder, whose list of files is cached, or files and patterns, local or remote.
+        resize: Side of a square, or (height, width), in pixels: the shorter side is scaled to fit and the center
+            cropped. A batch of images is then one tensor (rows, 3, height, width). Without it a batch is a list of
+            tensors, even if all images have one size, because that is known only after reading them.
+        labels: "folder": the index (int64) of the file's class among the sorted class names. The class is the folder
+            directly under ``paths``, or the parent folder of a file from a pattern. A dict maps file names, or paths
+            relative to the folder, to numbers. None: no labels.
+        pixels: An image with more pixels, also during resizing, is a bad row, because a small file can decode to
+            more than the memory.
 
     Raises:
-        Refusal: no picture, a picture without a label, a size of more pixels than are allowed.
+        ConfigurationError: No image, an image without a label, or ``resize`` has more than ``pixels`` pixels.
     """
     return Pipeline(Images(paths, resize, labels, pixels))
 
 
 class Images(Source):
-    """Picture files.
+    """Image files.
 
     Attributes:
-        classes: the names of the classes, in the order of their numbers; empty where labels are not folders.
+        classes: Class names in the order of their indices; empty if the labels are not folders.
     """
 
-    def __init__(self, paths, resize=None, labels="folder", pixels: int = PIXELS):
+    def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        self.files = _files(paths)
+        self.files = _list_files(paths)
         self.classes: list[str] = []
+        self.labels: torch.Tensor | None = None
         if labels == "folder":
-            self.classes, self.labels = _by_folder(self.files)
-        else:
-            self.labels = None if labels is None else _by_name(self.files, labels)
-        self._marks = numpy.frombuffer(
-            mmap.mmap(-1, 8 * len(self.files)), numpy.int64
-        )  # 0: not known yet; processes share them
+            self.classes, self.labels = _label_by_folder(self.files)
+        elif labels is not None:
+            self.labels = _label_by_name(self.files, labels)
+        # version of each local file when it was first read, 0 before; worker processes share this memory
+        self._versions = numpy.frombuffer(mmap.mmap(-1, 8 * len(self.files)), numpy.int64)
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         paths = [self.files.path(row) for row in rows.tolist()]
-        pictures = pictures_of(rows.tolist(), paths, self.raw(rows.tolist(), paths), self.size, self.pixels)
-        return pictures if self.labels is None else (pictures, self.labels[torch.from_numpy(rows)])
+        batch = decode_images(rows.tolist(), paths, self.raw(rows.tolist(), paths), self.size, self.pixels)
+        return batch if self.labels is None else (batch, self.labels[torch.from_numpy(rows)])
 
     def fingerprint(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
-        for number in range(len(self.files)):
-            mark = _mark_of(self.files.path(number))
-            digest.update(repr(mark).encode())
-            about = mark[-1] if isinstance(mark[-1], list) else None  # of a local picture that is there
-            self._marks[number] = (
-                _number_of(mark[1], about[0]) if about else 0
-            )  # what is told now is what is read from now on
+        for row in range(len(self.files)):
+            signature = _signature(self.files.path(row))
+            digest.update(repr(signature).encode())
+            times = signature[-1] if isinstance(signature[-1], list) else None  # of a local file that exists
+            self._versions[row] = _version(signature[1], times[0]) if times else 0  # read checks against this version
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
-        return {"images": digest.hexdigest(), "labels": labels, **manner(self.size, self.pixels)}
+        return {"images": digest.hexdigest(), "labels": labels, **decoder_fingerprint(self.size, self.pixels)}
 
     def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:
-        """The bytes of some pictures; remote ones are asked for at once."""
-        came = fetch_ranges([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
-        for row, path, content in zip(rows, paths, came, strict=True):
-            yield self._content(row, path) if content is None else content
+        """Yields the bytes of the files; remote ones are requested concurrently."""
+        fetched = fetch_ranges([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
+        for row, path, content in zip(rows, paths, fetched, strict=True):
+            yield self._read_file(row, path) if content is None else content
 
-    def _content(self, row: int, path: str) -> bytes:
-        """The bytes of a picture; those of a local one are the ones that were read before, or told of by ``identity``."""
-        with _blaming(path), open_file(path) as file:
+    def _read_file(self, row: int, path: str) -> bytes:
+        """Reads a file.
+
+        Raises:
+            RunError: A local file has changed since it was first read or since ``fingerprint``.
+        """
+        with _blame_file(path), open_file(path) as file:
             if not is_remote(path):
-                about = os.fstat(file.fileno())
-                mark = _number_of(about.st_size, about.st_mtime_ns)
-                if self._marks[row] not in (0, mark):
-                    raise RunError(f"{path} changed since it was first read; start again when nobody writes to it")
-                self._marks[row] = mark
+                status = os.fstat(file.fileno())
+                version = _version(status.st_size, status.st_mtime_ns)
+                if self._versions[row] not in (0, version):
+                    raise RunError(f"{path} changed since it was first read; start again when nothing writes to it")
+                self._versions[row] = version
             return file.read()
+
+
+def content_of(path: str) -> bytes:
+    """Returns the bytes of an image file.
+
+    Raises:
+        ConfigurationError: This file cannot be read.
+        RunError: No file at this place can be read.
+    """
+    with _blame_file(path), open_file(path) as file:
+        return file.read()
 
 
 # ---- files and labels
 
 
-def _files(paths) -> Manifest:
-    if isinstance(paths, (str, os.PathLike)) and os.path.isdir(os.path.expanduser(paths)):
-        return manifest_of(os.path.expanduser(paths), SUFFIXES)
-    return manifest_of_paths(resolve_paths(paths, SUFFIXES))
+def _list_files(paths: Any) -> Manifest:
+    folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+    if os.path.isdir(folder):
+        return manifest_of(folder, SUFFIXES)
+    return manifest_of_paths(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
-def content_of(path: str) -> bytes:
-    """The bytes of a picture's file.
-
-    Raises:
-        Refusal: they cannot be had. Failure: of none of these files.
-    """
-    with _blaming(path), open_file(path) as file:
-        return file.read()
-
-
-def _mark_of(path: str) -> list:
-    """What changes when a picture does. One that cannot be had is a bad row; when it comes, that is a change."""
+def _signature(path: str) -> list:
+    """Returns the file signature; only the path for a file that cannot be read, which is a bad row."""
     try:
-        with _blaming(path):
+        with _blame_file(path):
             return file_signature(path)
     except ConfigurationError:
         return [path]
 
 
-def _number_of(size: int, changed: int) -> int:
-    """What of a local file's stamp tells of its content, as one number that is not 0."""
-    return hash((size, changed)) | 1
+def _version(size: int, modified_ns: int) -> int:
+    """Returns size and modification time of a local file as one nonzero integer."""
+    return hash((size, modified_ns)) | 1
 
 
 @contextmanager
-def _blaming(path: str) -> Iterator[None]:
-    """A Refusal inside blames this picture, if it is to blame; a login that has run out is no fault of it, nor is what the machine lacks."""
+def _blame_file(path: str) -> Iterator[None]:
+    """Turns a ConfigurationError into a RunError if the cause is not this file, such as an expired login."""
     try:
         yield
-    except ConfigurationError as refused:
-        if not is_lost(path, refused):
-            raise RunError(str(refused)) from None
+    except ConfigurationError as error:
+        if not is_lost(path, error):
+            raise RunError(str(error)) from None
         raise
 
 
-def _by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
-    """(names of the classes, class of each file)."""
+def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
+    """Returns (class names, class index of each file)."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.inside(int((files.parents == names.index("")).argmax()))
-        raise ConfigurationError(
-            f"{example} lies in no folder that would be its class; say labels=None, or labels={{file name: number}}"
-        )
+        why = f"{example} is in no folder that could be its class"
+        raise ConfigurationError(f"{why}; pass labels=None, or labels={{file name: number}}")
     classes = sorted(set(names))
-    number = {name: place for place, name in enumerate(classes)}
-    numbers = numpy.array([number[name] for name in names])
-    return classes, torch.from_numpy(numbers[files.parents])
+    index_of = {name: index for index, name in enumerate(classes)}
+    indices = numpy.array([index_of[name] for name in names])
+    return classes, torch.from_numpy(indices[files.parents])
 
 
-def _by_name(files: Manifest, labels: Mapping[str, float]) -> torch.Tensor:
+def _label_by_name(files: Manifest, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
-        raise ConfigurationError(f'labels is "folder", a dict from file name to number, or None; not {labels!r}')
-    numbers = []
-    for number in range(len(files)):
-        label = labels.get(files.inside(number), labels.get(files.name(number)))
+        raise ConfigurationError(f'labels= must be "folder", a dict from file name to number, or None, not {labels!r}')
+    values = []
+    for row in range(len(files)):
+        label = labels.get(files.inside(row), labels.get(files.name(row)))
+        if label is None:
+            raise ConfigurationError(f"{files.inside(row)} has no label")
         if not isinstance(label, Real):
-            raise ConfigurationError(
-                f"{files.inside(number)} has no label"
-                if label is None
-                else f"the label of {files.inside(number)} is no number: {label!r}"
-            )
-        numbers.append(label)
+            raise ConfigurationError(f"the label of {files.inside(row)} is not a number: {label!r}")
+        values.append(label)
     try:
-        return torch.tensor(numbers)
+        return torch.tensor(values)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"the labels are not what a tensor can hold: {format_error(error)}") from None
+        raise ConfigurationError(f"a tensor cannot hold the labels: {format_error(error)}") from None

@@ -1,130 +1,145 @@
-"""What stands for missing values: a number for all that lack one, or a value for each column that is named."""
+"""Replacement of missing values in tables: one number for all numeric columns, or a value for each named column."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
 
 
-def checked_fill(fill, types: Mapping[str, Any], there: Sequence[str]) -> float | dict | None:
-    """What stands for missing values.
+def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    """Returns the argument ``fill``: None, a number, or a dict from column to value.
 
     Args:
-        types: of the columns that are read; inside a struct, a column is called ``struct.column``.
-        there: all columns of the files.
+        fill: The argument.
+        types: Arrow types of the columns that are read; a column of a struct is named ``struct.column``.
+        columns: All columns of the files.
 
     Raises:
-        Refusal: it is neither a number nor a dict, or names a column that is not there.
+        ConfigurationError: It is neither a number nor a dict, or names an unknown column.
     """
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
     if not isinstance(fill, Mapping):
-        raise ConfigurationError(f"fill= is a number, or {{column: value}}, not {fill!r:.80}")
-    known = [*there, *(inner for name, kind in types.items() for inner in _inside(name, kind))]
+        raise ConfigurationError(f"fill= must be a number, or {{column: value}}, not {fill!r:.80}")
+    known = [*columns, *(inner for name, arrow_type in types.items() for inner in _struct_columns(name, arrow_type))]
     for name in fill:
         if name not in known:
-            raise ConfigurationError(f"fill= names a column {name!r} that is not there{suggest(str(name), known)}")
+            raise ConfigurationError(f"fill= names a column {name!r} that does not exist{suggest(str(name), known)}")
     return dict(fill)
 
 
-def filled(array, fill, name: str, where: str):
-    """``array`` without missing values. ``fill`` is one number for all numbers, or a dict from column to value."""
+def filled(array: Any, fill: Any, name: str, where: str) -> Any:
+    """Returns an Arrow array without missing values.
+
+    Args:
+        array: Arrow array.
+        fill: A number for all numeric columns, or a dict from column to value.
+        name: Column.
+        where: File and chunk, for errors.
+
+    Raises:
+        ConfigurationError: Values are missing, and ``fill`` has no value for this column, or one of another type.
+    """
     if not array.null_count:
         return array
     import pyarrow as pa
+    import pyarrow.types as types
 
     if isinstance(fill, Mapping):
         value = fill.get(name)
     else:
         value = fill if is_number(array.type) else None
     if value is None:
-        raise ConfigurationError(missing(name, array, fill, where))
+        argument = f"fill={{{name!r}: ...}}"
+        remedy = f"pass a value for them: {argument}" if isinstance(fill, Mapping) else f"pass fill=0 or {argument}"
+        raise ConfigurationError(f"{missing(name, array, 'values', where)}; {remedy}, or leave the column out")
     try:
-        return _with(_fitting(value, array.type), array)
+        value = _convert(value, array.type)
+        if types.is_null(array.type):
+            return pa.repeat(value, len(array))
+        return array.fill_null(pa.scalar(value, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        raise ConfigurationError(
-            f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}"
-        ) from None
+        why = f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill"
+        raise ConfigurationError(f"{why}: {format_error(error)}") from None
 
 
-def missing(name: str, array, fill, where: str) -> str:
-    by_name = f"fill={{{name!r}: ...}}"
-    remedy = (
-        f"say what stands for them: {by_name}" if isinstance(fill, Mapping) else f"fill them (fill=0, or {by_name})"
-    )
-    return f"column {name!r} lacks {array.null_count} of its {len(array)} values in {where}; {remedy} or leave the column out"
+def missing(name: str, array: Any, what: str, where: str) -> str:
+    """Returns the first part of the error message for missing values."""
+    return f"column {name!r} lacks {array.null_count} of its {len(array)} {what} in {where}"
 
 
-def missing_whole(name: str, array, where: str) -> str:
+def check_no_nulls(name: str, array: Any, where: str) -> None:
+    """Raises ConfigurationError if structs or lists are missing, which no value can fill."""
     import pyarrow.types as types
 
-    what = "structs" if types.is_struct(array.type) else "lists"
-    return f"column {name!r} lacks {array.null_count} of its {len(array)} {what} in {where}, which nothing can fill; leave the column out"
+    if array.null_count:
+        what = "structs" if types.is_struct(array.type) else "lists"
+        raise ConfigurationError(f"{missing(name, array, what, where)}, which no value can fill; leave the column out")
 
 
-def typed(table, kinds: Mapping[str, Any]):
-    """A table of guessed types, whose columns with gaps get the type that all files have together, by which they are filled.
+def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
+    """Casts columns with missing values to the common type of all files, which determines how they are filled.
 
-    A column whose fields are all empty has none of its own; as text these are empty texts.
+    For tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
     """
     import pyarrow.types as types
 
-    for number, name in enumerate(table.schema.names):
-        column, kind = table.column(number), kinds[name]
-        if (column.null_count or types.is_null(column.type)) and plain(column.type) != kind:
-            column = column.cast(kind, safe=False)  # big whole numbers are rounded as they are without gaps
-            table = table.set_column(number, name, column.fill_null("") if str(kind) == "large_string" else column)
+    for index, name in enumerate(table.schema.names):
+        column, arrow_type = table.column(index), common_types[name]
+        if (column.null_count or types.is_null(column.type)) and plain(column.type) != arrow_type:
+            column = column.cast(arrow_type, safe=False)  # rounds large integers as without missing values
+            if str(arrow_type) == "large_string":
+                column = column.fill_null("")
+            table = table.set_column(index, name, column)
     return table
 
 
-def without_empty(table, name: str):
-    """A table in one of whose columns of text an empty text is a missing one: a CSV file has no other way to say so."""
+def empty_to_null(table: Any, name: str) -> Any:
+    """Replaces empty strings of a column by missing values, which CSV cannot express otherwise."""
     import pyarrow as pa
     import pyarrow.compute as compute
 
     words = table.column(name)
-    there = compute.if_else(compute.equal(words, ""), pa.scalar(None, words.type), words)
-    return table.set_column(table.schema.get_field_index(name), name, there)
+    words = compute.if_else(compute.equal(words, ""), pa.scalar(None, words.type), words)
+    return table.set_column(table.schema.get_field_index(name), name, words)
 
 
-def _with(value, array):
-    """``array`` with a value of its type in the gaps."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    return pa.repeat(value, len(array)) if types.is_null(array.type) else array.fill_null(pa.scalar(value, array.type))
-
-
-def _fitting(value, kind):
-    """``value`` as Arrow takes it for a type; it would cut off the fraction of one for whole numbers.
+def _convert(value: Any, arrow_type: Any) -> Any:
+    """Returns ``value`` as the Python type for an Arrow type; Arrow itself would truncate a float for an integer.
 
     Raises:
-        ValueError, ArithmeticError: it would become another value.
+        ValueError: It would become another value.
+        ArithmeticError: It is NaN or infinite, and the type is not a float.
     """
     import pyarrow.types as types
 
-    if not is_number(kind):
+    if not is_number(arrow_type):
         return value
     if not isinstance(value, (Real, Decimal)):
-        raise ValueError("it is no number")
-    if types.is_decimal(kind):
+        raise ValueError("it is not a number")
+    value = cast(Any, value)
+    if types.is_decimal(arrow_type):
         return Decimal(str(value))
-    if types.is_boolean(kind) or types.is_integer(kind):
-        if value != int(value) or (types.is_boolean(kind) and value not in (0, 1)):
-            raise ValueError(f"it is no {'yes or no' if types.is_boolean(kind) else 'whole number'}")
-        return bool(value) if types.is_boolean(kind) else int(value)
+    if types.is_boolean(arrow_type):
+        if value not in (0, 1):
+            raise ValueError("it is neither true nor false")
+        return bool(value)
+    if types.is_integer(arrow_type):
+        if value != int(value):
+            raise ValueError("it is not an integer")
+        return int(value)
     return float(value)
 
 
-def _inside(path: str, kind) -> Iterator[str]:
-    """The names of the columns of a struct, and of the structs in it."""
+def _struct_columns(path: str, arrow_type: Any) -> Iterator[str]:
+    """Yields the names of the columns of a struct, and of the structs in it."""
     import pyarrow.types as types
 
-    for field in kind if types.is_struct(kind) else ():
+    for field in arrow_type if types.is_struct(arrow_type) else ():
         yield f"{path}.{field.name}"
-        yield from _inside(f"{path}.{field.name}", field.type)
+        yield from _struct_columns(f"{path}.{field.name}", field.type)

@@ -1,8 +1,8 @@
-"""Files that hold tables: how many rows they have in which runs, of what types, and one run of them.
+"""Files that hold tables: their schema, the number of rows of each chunk, and the decoded rows of one chunk.
 
-A *run* is what is read in one go: a row group of Parquet (https://parquet.apache.org/docs/file-format), a record batch of
-Feather (the Arrow file format, https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), the good lines of a CSV file that
-follow one another, or a bad one.
+A *chunk* is what is read at once: a row group of Parquet (https://parquet.apache.org/docs/file-format), a record batch
+of Feather (https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format), or in CSV one bad line or the good
+lines between two bad ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,215 +23,216 @@ import psutil
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats import argument_checks
-from hasten.data.formats.table_types import leads_elsewhere
+from hasten.data.formats.table_types import has_references
 from hasten.data.io.paths import BLAMING, FileMissingError, is_remote, open_file
 
-MOST_ROWS = 1 << 48  # of a file
-MOST_BAD = 100_000  # lines of a CSV file: with more it is rather read wrongly, and each is handed over and kept
+MAX_ROWS = 1 << 48  # of a file
+MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
 MISREAD = "are the delimiter and the header right?"
-NEVER = ("\n", "\r", '"', "\0")  # what cannot divide the fields of a CSV file
+NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the fields of a CSV file
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds: its Arrow schema, the rows of each run, and its bytes once unpacked.
+    """What one file holds.
 
     Attributes:
-        bad: runs that cannot be read, as far as it is known before they are, and why.
+        schema: Arrow schema; None for a file that cannot be opened.
+        chunks: Number of rows of each chunk.
+        bytes: Size after decompression.
+        bad: Index of a chunk -> why it cannot be read, as far as known before reading.
     """
 
     schema: Any
-    runs: list[int]
+    chunks: list[int]
     bytes: int
     bad: dict[int, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
-    """How one format is read. ``run`` is called from several threads at once."""
+    """How files of one format are read. Several threads may call ``chunk`` at once.
 
-    name: str  # of the format
-    run_name: str  # of a run, where a file can have several
+    Attributes:
+        name: Of the format.
+        chunk_name: Of a chunk, if a file can have several.
+        suffixes: Of the files.
+        settings: JSON values on which the rows depend besides the file.
+    """
+
+    name: str
+    chunk_name: str
     suffixes: tuple[str, ...]
-    settings: dict  # what its rows depend on, as plain JSON
+    settings: dict
 
     def manifest(self, path: str) -> Manifest: ...
 
-    def run(self, path: str, number: int, columns: list[str]) -> Any: ...
+    def chunk(self, path: str, index: int, columns: list[str]) -> Any: ...
 
-    def let_go(self) -> None:
-        """The rows have been read: what is kept only to read them faster may go."""
+    def release(self) -> None:
+        """Drops open files and parsed rows, which only make reading faster."""
 
 
 class Parquet:
-    name, run_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
+    """Parquet files; a chunk is a row group."""
 
-    def __init__(self):
-        self._kept = _Kept(self._open)
+    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
+
+    def __init__(self) -> None:
+        self._open_files = _OpenFile(self._open)
 
     def manifest(self, path: str) -> Manifest:
-        with opened_arrow(path) as file, _refusing(path, self.name):
+        with opened_arrow(path) as file, _translate_errors(path, self.name):
             from pyarrow.parquet import read_metadata
 
-            about = read_metadata(file)
-            groups = [about.row_group(number) for number in range(about.num_row_groups)]
-            return _manifest(
-                about.schema.to_arrow_schema(), [g.num_rows for g in groups], sum(g.total_byte_size for g in groups)
-            )
+            metadata = read_metadata(file)
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            size = sum(group.total_byte_size for group in groups)
+            return _checked_manifest(metadata.schema.to_arrow_schema(), [group.num_rows for group in groups], size)
 
-    def run(self, path: str, number: int, columns: list[str]):
-        return self._kept[path,].read_row_group(number, columns)
+    def chunk(self, path: str, index: int, columns: list[str]) -> Any:
+        return self._open_files[path,].read_row_group(index, columns)
 
-    def let_go(self) -> None:
-        self._kept = _Kept(self._open)
+    def release(self) -> None:
+        self._open_files = _OpenFile(self._open)
 
-    def _open(self, path: str):
+    def _open(self, path: str) -> Any:
         from pyarrow.parquet import ParquetFile
 
-        return ParquetFile(
-            opened_arrow(path), page_checksum_verification=True
-        )  # costs nothing where the pages have none
+        return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # free for pages without checksums
 
 
 class Feather:
-    name, run_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
+    """Feather (Arrow IPC) files; a chunk is a record batch."""
 
-    def __init__(self):
-        self._kept = _Kept(self._open)
+    name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
+
+    def __init__(self) -> None:
+        self._open_files = _OpenFile(self._open)
 
     def manifest(self, path: str) -> Manifest:
         import pyarrow as pa
         from pyarrow.ipc import MessageReader, read_record_batch
 
-        with opened_arrow(path, mapped=True) as file, _refusing(path, self.name):
+        with opened_arrow(path, mapped=True) as file, _translate_errors(path, self.name):
             schema = self._open(path).schema
-            file.seek(8)  # the bytes between the magic string and the footer are a stream of messages
-            messages = MessageReader.open_stream(file)
-            without_columns = pa.schema([])  # a batch read without columns still has its number of rows
-            runs = [
-                read_record_batch(message, without_columns).num_rows
-                for message in messages
-                if message.type == "record batch"
-            ]
-            return _manifest(schema, runs, file.size())
+            file.seek(8)  # between the magic string and the footer the file is a stream of messages
+            batches = (message for message in MessageReader.open_stream(file) if message.type == "record batch")
+            without_columns = pa.schema([])  # a batch that is read without columns still has its number of rows
+            rows = [read_record_batch(batch, without_columns).num_rows for batch in batches]
+            return _checked_manifest(schema, rows, file.size())
 
-    def run(self, path: str, number: int, columns: list[str]):
-        return self._kept[path, *columns].get_batch(number)
+    def chunk(self, path: str, index: int, columns: list[str]) -> Any:
+        return self._open_files[path, *columns].get_batch(index)
 
-    def let_go(self) -> None:
-        self._kept = _Kept(self._open)
+    def release(self) -> None:
+        self._open_files = _OpenFile(self._open)
 
-    def _open(self, path: str, *columns: str):
-        """Only the chosen columns are unpacked; not mapped into memory: who cuts off a file that is kills the process."""
+    def _open(self, path: str, *columns: str) -> Any:
+        """Opens a file so that only the given columns are decompressed.
+
+        The file is not memory-mapped, because a process that truncates a mapped file would kill this one.
+        """
         from pyarrow.ipc import IpcReadOptions, open_file
 
         file = opened_arrow(path)
-        chosen = [open_file(file).schema.get_field_index(name) for name in columns]
-        return open_file(file, options=IpcReadOptions(included_fields=chosen))
+        indices = [open_file(file).schema.get_field_index(name) for name in columns]
+        return open_file(file, options=IpcReadOptions(included_fields=indices))
 
 
 class Csv:
-    """Parsed once, whole, when its rows are counted; kept until the rows are asked for."""
+    """A CSV file is parsed completely when its rows are counted, and kept until they have been read."""
 
-    name, run_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
+    name, chunk_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 
-    def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None):
-        said = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii() and delimiter not in NEVER
-        if delimiter is not None and not said:
-            raise ConfigurationError(
-                f"csv(delimiter=) is one character that divides fields, as in delimiter=';', not {delimiter!r:.80}"
-            )
-        header = None if header is None else argument_checks.names("csv(header=)", header)
-        self.settings, self._parsed = {"delimiter": delimiter, "header": header}, {}
+    def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None) -> None:
+        is_character = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii()
+        if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
+            what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
+            raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
+        names = None if header is None else argument_checks.names("csv(header=)", header)
+        self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
+        self._parsed: dict[str, _ParsedCsv] = {}
 
     def manifest(self, path: str) -> Manifest:
-        lines = self._parsed[path] = self._parse(path)
-        runs = list(pairwise(lines.chunk_offsets))
-        bad = {number: lines.bad[first] for number, (first, _) in enumerate(runs) if first in lines.bad}
-        return Manifest(lines.good.schema, [last - first for first, last in runs], lines.good.nbytes, bad)
+        parsed = self._parsed[path] = self._parse(path)
+        chunks = list(pairwise(parsed.chunk_offsets))
+        bad = {index: parsed.bad[first] for index, (first, _) in enumerate(chunks) if first in parsed.bad}
+        return Manifest(parsed.good.schema, [last - first for first, last in chunks], parsed.good.nbytes, bad)
 
-    def run(self, path: str, number: int, columns: list[str]):
+    def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         if path not in self._parsed:
             self._parsed[path] = self._parse(path)
-        return self._parsed[path].run(number, columns)
+        return self._parsed[path].chunk(index, columns)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._parsed = {}
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_parsed": {}}
 
-    def _parse(self, path: str) -> _Lines:
+    def _parse(self, path: str) -> _ParsedCsv:
         import pyarrow as pa
 
-        odd = []
+        skipped = []
 
-        def skip(row) -> str:
-            odd.append(row)
-            return "skip" if len(odd) <= MOST_BAD else "error"
+        def skip(row: Any) -> str:
+            skipped.append(row)
+            return "skip" if len(skipped) <= MAX_BAD_LINES else "error"
 
-        # Arrow guesses types and finds the ends of rows block by block. Where that fails, the whole file is one block in which quoted
-        # fields may span lines. Only a single thread knows the numbers of the rows that it skips.
-        blocks, whole = {"block_size": 1 << 20}, {"block_size": 1 << 30}
-        with _refusing(
-            path, self.name, "has each line all its fields, are the delimiter and the header right, is it UTF-8?"
-        ):
-            for reading, parsing in (blocks, {}), (whole, {"newlines_in_values": True}):
+        # Arrow guesses types and finds the ends of rows block by block. If that fails, the whole file is one block in
+        # which quoted fields may span lines. Only a single thread knows the numbers of the rows that it skips.
+        in_blocks, in_one_block = {"block_size": 1 << 20}, {"block_size": 1 << 30}
+        hint = "does each line have all its fields, are the delimiter and the header right, is it UTF-8?"
+        with _translate_errors(path, self.name, hint):
+            for reading, parsing in (in_blocks, {}), (in_one_block, {"newlines_in_values": True}):
                 with suppress(pa.ArrowInvalid):
-                    return _Lines(self._table(path, reading, parsing), {})
+                    return _ParsedCsv(self._read(path, reading, parsing), {})
             _check_utf8(path)
+            parsing = {"newlines_in_values": True, "invalid_row_handler": skip}
             try:
-                table = self._table(
-                    path, whole | {"use_threads": False}, {"newlines_in_values": True, "invalid_row_handler": skip}
-                )
+                table = self._read(path, in_one_block | {"use_threads": False}, parsing)
             except pa.ArrowInvalid:
-                if len(odd) > MOST_BAD:
-                    raise ConfigurationError(
-                        f"{path} has more than {MOST_BAD:,} lines with too few fields or too many; {MISREAD}"
-                    ) from None
-                raise
-            return _Lines(table, self._bad_rows(path, odd, len(table)))
+                if len(skipped) <= MAX_BAD_LINES:
+                    raise
+                what = f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many"
+                raise ConfigurationError(f"{what}; {MISREAD}") from None
+            return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
-    def _table(self, path: str, reading: dict, parsing: dict):
+    def _read(self, path: str, reading: dict, parsing: dict) -> Any:
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
         delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
-        options = (
-            ReadOptions(column_names=self.settings["header"], **reading),
-            ParseOptions(delimiter=delimiter, **parsing),
-        )
-        with _unpacked(path) as file:
-            table = read_csv(file, *options)
+        read_options = ReadOptions(column_names=self.settings["header"], **reading)
+        with _decompressed(path) as file:
+            table = read_csv(file, read_options, ParseOptions(delimiter=delimiter, **parsing))
             _ = table.schema.names  # raises here if they are not UTF-8
             return table
 
-    def _bad_rows(self, path: str, odd: list, good: int) -> dict[int, str]:
+    def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:
         """Returns {position among all rows: error} of the rows that Arrow skipped.
 
         Raises:
             ValueError: The quote of a skipped row has swallowed other rows.
-            Refusal: At least as many rows are bad as good, so the delimiter or the header is wrong.
+            ConfigurationError: At least as many rows are bad as good, so the delimiter or the header is wrong.
         """
         first, bad = 1 if self.settings["header"] else 2, {}  # Arrow's number of the first row
-        for row in odd:
+        for row in skipped:
             position = row.number - first
             where = f"row {position} of the file, {row.text[:60]!r},"
-            if row.text.count('"') % 2 and (
-                "\n" in row.text or "\r" in row.text
-            ):  # within one line, a quote may stand for inches
+            spans_lines = "\n" in row.text or "\r" in row.text  # within one line a quote may mean inches
+            if row.text.count('"') % 2 and spans_lines:
                 raise ValueError(f"{where} opens a quote that is never closed")
-            bad[position] = (
-                f"{where} has {row.actual_columns} field{'s' * (row.actual_columns != 1)}, not {row.expected_columns}"
-            )
+            fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
+            bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            raise ConfigurationError(
-                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
-            )
+            what = f"{path} has no more good lines than bad ones"
+            raise ConfigurationError(f"{what}: {next(iter(bad.values()))}; {MISREAD}")
         return bad
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """The rows of a CSV file: a table of the good ones, and the errors of the bad ones by their positions among all rows."""
+class _ParsedCsv:
+    """The good rows of a CSV file as a table, and the errors of the bad ones by their positions among all rows."""
 
     good: Any
     bad: dict[int, str]
@@ -243,20 +244,17 @@ class _Lines:
 
     @cached_property
     def chunk_offsets(self) -> list[int]:
-        """The first row of every run, and the end. A bad row is a run, and so are the good rows between two bad ones."""
+        """The first row of every chunk, and the end. A bad row is a chunk, and so are the good rows between two."""
         rows = len(self.good) + len(self.bad)
-        return [
-            0,
-            *sorted({edge for position in self.positions for edge in (position, position + 1)} - {0, rows}),
-            rows,
-        ]
+        inner = {offset for position in self.positions for offset in (position, position + 1)} - {0, rows}
+        return [0, *sorted(inner), rows]
 
-    def run(self, number: int, columns: list[str]):
-        first, last = self.chunk_offsets[number : number + 2]
+    def chunk(self, index: int, columns: list[str]) -> Any:
+        first, last = self.chunk_offsets[index : index + 2]
         return self.good.select(columns).slice(first - bisect_left(self.positions, first), last - first)
 
 
-def _unpacked(path: str):
+def _decompressed(path: str) -> Any:
     """Opens a CSV file for Arrow; a gzipped one is decompressed."""
     import pyarrow as pa
 
@@ -265,33 +263,34 @@ def _unpacked(path: str):
 
 
 def _check_utf8(path: str) -> None:
-    """Raises ValueError if a file is not UTF-8: about a skipped row that is not, Arrow complains on standard error only."""
+    """Raises ValueError if a file is not UTF-8; about a skipped row that is not, Arrow prints to stderr only."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _unpacked(path) as file:
+    with _decompressed(path) as file:
         while block := file.read(1 << 20):
             decoder.decode(block)
     decoder.decode(b"", final=True)
 
 
-def check(run, rows: int) -> None:
-    """Makes sure that a decoded run has the rows that the file told of, and that no text or list leads out of its column.
+def check(chunk: Any, rows: int) -> None:
+    """Checks that a decoded chunk has ``rows`` rows, and that its text and lists do not point outside their columns.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: It is damaged.
     """
-    if run.num_rows != rows:
-        raise ValueError(f"it has {run.num_rows} rows, and the file tells of {rows}")
-    run.validate()
-    for kind, column in zip(run.schema.types, run.columns, strict=True):
-        if leads_elsewhere(kind):
+    if chunk.num_rows != rows:
+        raise ValueError(f"it has {chunk.num_rows} rows, and the file declares {rows}")
+    chunk.validate()
+    for arrow_type, column in zip(chunk.schema.types, chunk.columns, strict=True):
+        if has_references(arrow_type):
             column.validate(full=True)
 
 
-def opened_arrow(path: str, mapped: bool = False):
-    """A file for Arrow to read; ``mapped`` into memory where it is local.
+def opened_arrow(path: str, mapped: bool = False) -> Any:
+    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``.
 
     Raises:
-        Refusal: it is not there, or may not be read. Failure: this machine cannot open it.
+        ConfigurationError: The file does not exist or must not be read.
+        RunError: This machine cannot open it, for example because of too many open files.
     """
     import pyarrow as pa
 
@@ -300,28 +299,28 @@ def opened_arrow(path: str, mapped: bool = False):
     try:
         return pa.memory_map(path) if mapped else pa.OSFile(path)
     except OSError as error:
-        raise (FileMissingError if _blames_file(error) else RunError)(
-            f"cannot read {path}: {format_error(error)}"
-        ) from None
+        error_class = FileMissingError if _is_about_file(error) else RunError
+        raise error_class(f"cannot read {path}: {format_error(error)}") from None
 
 
-def _manifest(schema, runs: list[int], size: int) -> Manifest:
-    """What a file tells of itself, if it can be true.
+def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
+    """Returns the manifest.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: The file declares impossible values.
     """
-    _ = schema.names  # here it is told that they are no text
-    if min(runs, default=0) < 0 or sum(runs) > MOST_ROWS:
-        raise ValueError("it tells of numbers of rows that cannot be")
-    return Manifest(schema, runs, size)
+    _ = schema.names  # raises here if they are not UTF-8
+    if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
+        raise ValueError("it declares an impossible number of rows")
+    return Manifest(schema, chunks, size)
 
 
 @contextmanager
-def _refusing(path: str, name: str, hint: str = "was writing or copying it broken off?"):
-    """Arrow's complaints about a whole file as one clear line; what the machine lacks is no fault of the file."""
+def _translate_errors(path: str, name: str, hint: str = "was it written or copied completely?") -> Iterator[None]:
+    """Turns Arrow's errors about a file into FileMissingError, and those about this machine into RunError."""
     import pyarrow as pa
 
+    what = f"{path} is not a complete {name} file"
     try:
         yield
     except ConfigurationError:
@@ -329,35 +328,35 @@ def _refusing(path: str, name: str, hint: str = "was writing or copying it broke
     except MemoryError as error:
         if not asks_too_much(error):
             raise
-        raise FileMissingError(f"{path} is no whole {name} file: {format_error(error)}; {hint}") from None
+        raise FileMissingError(f"{what}: {format_error(error)}; {hint}") from None
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
-        if not _blames_file(error):
+        if not _is_about_file(error):
             raise RunError(f"cannot read {path}: {format_error(error)}") from None
-        raise FileMissingError(f"{path} is no whole {name} file: {format_error(error)}; {hint}") from None
+        raise FileMissingError(f"{what}: {format_error(error)}; {hint}") from None
 
 
 def asks_too_much(error: MemoryError) -> bool:
-    """Whether more was asked for than this machine has in all: then numbers in the file are broken, and it is not the machine that is small."""
-    asked = re.search(r"size (\d+)", str(error))
-    return asked is not None and int(asked[1]) > psutil.virtual_memory().total
+    """Whether more memory was requested than this machine has, which means that sizes in the file are damaged."""
+    requested = re.search(r"size (\d+)", str(error))
+    return requested is not None and int(requested[1]) > psutil.virtual_memory().total
 
 
-def _blames_file(error: Exception) -> bool:
-    """Whether it says something of the file: what Arrow, or an unpacker, says of its own accord has no number of the system's."""
-    number = getattr(error, "errno", None)
-    return number is None or number in BLAMING
+def _is_about_file(error: Exception) -> bool:
+    """Whether an error is about the content of a file: those of Arrow and of decompressors have no errno."""
+    errno = getattr(error, "errno", None)
+    return errno is None or errno in BLAMING
 
 
-class _Kept(threading.local):
-    """What a thread opened last, still open: runs are read in their order."""
+class _OpenFile(threading.local):
+    """The file that each thread opened last, because chunks are read in order."""
 
-    def __init__(self, open_file: Callable):
-        self._open, self._what, self._file = open_file, None, None
+    def __init__(self, open_file: Callable) -> None:
+        self._open, self._key, self._file = open_file, None, None
 
-    def __getitem__(self, what: tuple[str, ...]):
-        if (os.getpid(), what) != self._what:
-            self._file, self._what = self._open(*what), (os.getpid(), what)
+    def __getitem__(self, args: tuple[str, ...]) -> Any:
+        if (os.getpid(), args) != self._key:
+            self._file, self._key = self._open(*args), (os.getpid(), args)
         return self._file
 
-    def __reduce__(self):
-        return type(self), (self._open,)  # open files do not travel
+    def __reduce__(self) -> tuple:
+        return type(self), (self._open,)  # open files cannot be pickled

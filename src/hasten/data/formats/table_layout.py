@@ -1,4 +1,4 @@
-"""Which columns of a table are read, and what a batch of them looks like."""
+"""Which columns of a table are read, and the form of a batch of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats import argument_checks
 from hasten.data.formats.arrays import gathered
-from hasten.data.formats.table_columns import Classes, Matrix, Numbers, column
+from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns
 
@@ -22,49 +22,49 @@ class Layout:
     """What is read of a table.
 
     Attributes:
-        types: the plain Arrow type of every column that is read, the target's too.
-        inputs: the names of the columns besides the target.
-        target: the name of the column to learn, or None.
-        told: columns of which the user knows that a matrix rounds them.
+        types: Plain Arrow type of every column that is read, including the target.
+        inputs: Names of the columns other than the target.
+        target: Name of the column to predict, or None.
+        warned: Columns about whose rounding in a matrix the user has been warned.
     """
 
     types: dict[str, Any]
     inputs: list[str]
     target: str | None
-    told: set[str] = field(default_factory=set, compare=False)
+    warned: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(
         schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False
     ) -> Layout:
-        """The layout that was asked for, of files with these Arrow schemas, by path.
+        """Returns the layout for files with these Arrow schemas, by path.
 
         Args:
-            guessed: the types were guessed from text, so whole numbers in one file may be fractions in another.
+            schemas: Path -> schema.
+            columns: The argument ``columns`` of ``parquet``.
+            target: The argument ``target`` of ``parquet``.
+            guessed: The types were guessed from text, so integers in one file may be floats in another.
 
         Raises:
-            Refusal: there is no such column, the files differ, or the target cannot be learnt.
+            ConfigurationError: A column does not exist, the files differ, or the target has an unsuitable type.
         """
         columns = None if columns is None else argument_checks.names("columns=", columns)
         argument_checks.name("target=", target)
         path, schema = next(iter(schemas.items()))
-        wanted = list(
-            dict.fromkeys([*(schema.names if columns is None else columns), *([] if target is None else [target])])
-        )
+        wanted = [*(schema.names if columns is None else columns), *([] if target is None else [target])]
+        wanted = list(dict.fromkeys(wanted))
         for name in wanted:
             if name not in schema.names:
                 raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, schema.names)}")
         inputs = [name for name in wanted if name != target]
         if not inputs:
-            raise ConfigurationError(
-                f"no column of {path} is left to read" + (f" besides the target {target!r}" if target else "")
-            )
+            besides = f" besides the target {target!r}" if target else ""
+            raise ConfigurationError(f"no column of {path} is left to read{besides}")
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            raise ConfigurationError(
-                f"the target {target!r} is of type {types[target]}; it must be a number, a text or a list of fixed size"
-            )
+            what = f"the target {target!r} is of type {types[target]}"
+            raise ConfigurationError(f"{what}; it must be a number, text or a list of fixed size")
         return layout
 
     @property
@@ -78,91 +78,90 @@ class Layout:
 
     @property
     def blocking_columns(self) -> list[str]:
-        """The inputs that are no numbers, where some are and a target is to be predicted: without them, these would be a matrix."""
-        odd = [name for name in self.inputs if not is_number(self.types[name])]
-        return odd if self.target is not None and len(odd) < len(self.inputs) else []
+        """The inputs that are not numbers, if the others with a target would make a matrix without them."""
+        others = [name for name in self.inputs if not is_number(self.types[name])]
+        return others if self.target is not None and len(others) < len(self.inputs) else []
 
     @property
     def has_classes(self) -> bool:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """About how much memory so many rows take; ``unpacked``: what they take in the files, before compression."""
-        numbers = [kind for kind in self.types.values() if is_number(shape_of(kind)[1])]
-        packed = len(numbers) < len(self.types)  # text and the like, whose size only the files know
-        return (
-            sum(rows * 8 * math.prod(shape_of(kind)[0]) for kind in numbers) // (2 if self.is_matrix else 1)
-            + 2 * unpacked * packed
-        )
+        """Estimates the memory of ``rows`` rows.
+
+        Args:
+            rows: Number of rows.
+            unpacked: Bytes of the files after decompression.
+        """
+        numeric = [arrow_type for arrow_type in self.types.values() if is_number(shape_of(arrow_type)[1])]
+        size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
+        has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
+        return size // (2 if self.is_matrix else 1) + 2 * unpacked * has_others
 
     def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
-        """Room for so many rows."""
+        """Returns empty columns for ``count`` rows."""
+        matrix = MatrixColumn(self.inputs, count, self.warned) if self.is_matrix else None
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
-        return Rows(
-            Matrix(self.inputs, count, self.told) if self.is_matrix else None,
-            columns,
-            self.target,
-            self._target(count, classes),
-        )
+        return Rows(matrix, columns, self.target, self._target_column(count, classes))
 
-    def _target(self, count: int, classes: Sequence[str] | None):
+    def _target_column(self, count: int, classes: Sequence[str] | None) -> ClassColumn | NumberColumn | None:
         if self.target is None:
             return None
         if self.has_classes:
-            return Classes(classes, count, self.target)
-        shape, kind = shape_of(self.types[self.target])
-        fractions = tensor_type(kind).is_floating_point
-        return Numbers(torch.float32 if fractions else torch.int64, count, shape, self.target)
+            return ClassColumn(classes or [], count, self.target)
+        shape, arrow_type = shape_of(self.types[self.target])
+        is_float = tensor_type(arrow_type).is_floating_point
+        return NumberColumn(torch.float32 if is_float else torch.int64, count, shape, self.target)
 
 
 @dataclass
 class Rows:
-    """Decoded rows of a table: ``put`` in their order, ``read`` in any."""
+    """Decoded rows of a table: ``put`` adds them in order, ``read`` returns them in any order."""
 
-    matrix: Matrix | None
+    matrix: MatrixColumn | None
     columns: dict[str, Any]
     target_name: str | None
-    target: Any
+    target: ClassColumn | NumberColumn | None
 
-    def put(self, table, fill, where: str) -> None:
+    def put(self, table: Any, fill: Any, where: str) -> None:
         """Adds the rows of an Arrow table.
 
         Raises:
-            Refusal: values are missing, or are none of the target's classes.
+            ConfigurationError: Values are missing, or a value of the target is not one of its classes.
         """
         if self.matrix is not None:
             self.matrix.put(table, fill, where)
-        for name, each in self.columns.items():
-            each.put(table.column(name), fill, where)
-        if self.target is not None:  # what is learnt is not made up: it is filled by its name alone
+        for name, values in self.columns.items():
+            values.put(table.column(name), fill, where)
+        if self.target is not None:  # one fill value for all columns must not invent targets
             self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
 
-    def read(self, index: torch.Tensor):
-        """A matrix or a dict of columns; with a target the tuple (these, target)."""
+    def read(self, index: torch.Tensor) -> Any:
+        """Returns a matrix or a dict of columns; with a target the tuple (these, target)."""
         if self.matrix is not None:
             inputs = self.matrix.read(index)
         else:
-            inputs = {name: each.read(index) for name, each in self.columns.items()}
+            inputs = {name: values.read(index) for name, values in self.columns.items()}
         return inputs if self.target is None else (inputs, self.target.read(index))
 
 
-def merged(parts: list, order: torch.Tensor):
-    """Concatenates batches of equal layout, then puts their rows into another order."""
+def merged(parts: list, order: torch.Tensor) -> Any:
+    """Concatenates batches of equal layout, and puts their rows into another order."""
     columns = zip(*map(column_leaves, parts), strict=True)
     return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
 
 
-def _concatenated(parts: Sequence, order: torch.Tensor):
+def _concatenated(parts: Sequence, order: torch.Tensor) -> torch.Tensor | list:
     if isinstance(parts[0], torch.Tensor):
-        return gathered(torch.cat(parts), order)
+        return gathered(torch.cat(list(parts)), order)
     rows = [row for part in parts for row in part]
-    return [rows[number] for number in order.tolist()]
+    return [rows[index] for index in order.tolist()]
 
 
 def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed: bool) -> dict[str, Any]:
-    """The plain type of the wanted columns (None for all), which must be the same in every file."""
+    """Returns the plain types of the wanted columns (None: all), which must be the same in every file."""
     common: dict[str, Any] = {}
-    seen = set()  # most files have the very same schema
+    seen = set()  # most files have equal schemas
     first = next(iter(schemas))
     for path, schema in schemas.items():
         if schema in seen:
@@ -172,32 +171,32 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         common = common or dict(types)
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
-                holder, lacker = (first, path) if name in common else (path, first)
-                raise ConfigurationError(
-                    f"the files differ: {holder} has a column {name!r}, {lacker} has not; say columns=[...] that all have"
-                )
-            if (joined := _joined(common[name], types[name], guessed)) is None:
-                raise ConfigurationError(
-                    f"the files differ: column {name!r} is of type {common[name]} in {first}, and of type {types[name]} in {path}"
-                )
+                having, lacking = (first, path) if name in common else (path, first)
+                what = f"the files differ: {having} has a column {name!r}, {lacking} has not"
+                raise ConfigurationError(f"{what}; pass columns=[...] with columns of all files")
+            joined = _join_types(common[name], types[name], guessed)
+            if joined is None:
+                what = f"the files differ: column {name!r} is of type {common[name]} in {first}"
+                raise ConfigurationError(f"{what}, and of type {types[name]} in {path}")
             common[name] = joined
     return common
 
 
-def _types(schema, wanted: list[str] | None, path: str) -> dict[str, Any]:
+def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
     names = [name for name in schema.names if wanted is None or name in wanted]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigurationError(f"{path} has two columns named {twice!r}; rename one")
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ConfigurationError(f"{path} has two columns named {repeated!r}; rename one")
     return {name: plain(schema.field(name).type) for name in names}
 
 
-def _joined(one, other, guessed: bool):
-    """The type that holds the values of both, or None."""
+def _join_types(one: Any, other: Any, guessed: bool) -> Any:
+    """Returns the type that holds the values of both, or None."""
     import pyarrow as pa
 
     if one == other:
         return one
-    kinds = {str(one), str(other)}
-    if "null" in kinds and guessed:
+    names = {str(one), str(other)}
+    if "null" in names and guessed:
         return other if str(one) == "null" else one
-    return pa.float64() if guessed and kinds == {"int64", "double"} else None
+    return pa.float64() if guessed and names == {"int64", "double"} else None

@@ -1,4 +1,4 @@
-"""Arrow's types: which are numbers, which tensors hold them, which of them are the same to us."""
+"""Arrow types: which are numbers, which torch dtypes hold them, which of them are treated alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-TENSORS = {
+TORCH_DTYPES = {
     "bool": torch.bool,
     "int8": torch.int8,
     "int16": torch.int16,
@@ -23,51 +23,53 @@ TENSORS = {
 }
 
 
-def is_number(kind) -> bool:
-    """Whether an Arrow type can be one column of a float matrix: whole numbers, fractions, yes and no; times cannot."""
+def is_number(arrow_type: Any) -> bool:
+    """Whether a column of this Arrow type can be in a float matrix: integers, floats, decimals, booleans; not times."""
     import pyarrow.types as types
 
-    return str(kind) in TENSORS or types.is_decimal(kind)
+    return str(arrow_type) in TORCH_DTYPES or types.is_decimal(arrow_type)
 
 
-def plain(kind):
-    """The Arrow type under which a column is treated: dictionaries as their entries, text, bytes and lists with 64-bit offsets."""
+def plain(arrow_type: Any) -> Any:
+    """Returns the type as which a column is read.
+
+    Dictionaries and run-end encoded columns as their values; text, bytes and lists with 64-bit offsets.
+    """
     import pyarrow as pa
     import pyarrow.types as types
 
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return plain(kind.value_type)
-    if types.is_string(kind) or types.is_string_view(kind):
+    if types.is_dictionary(arrow_type) or types.is_run_end_encoded(arrow_type):
+        return plain(arrow_type.value_type)
+    if types.is_string(arrow_type) or types.is_string_view(arrow_type):
         return pa.large_string()
-    if types.is_binary(kind) or types.is_binary_view(kind):
+    if types.is_binary(arrow_type) or types.is_binary_view(arrow_type):
         return pa.large_binary()
-    return pa.large_list(kind.value_type) if types.is_list(kind) or types.is_list_view(kind) else kind
+    is_list = types.is_list(arrow_type) or types.is_list_view(arrow_type)
+    return pa.large_list(arrow_type.value_type) if is_list else arrow_type
 
 
-def shape_of(kind) -> tuple[tuple[int, ...], Any]:
-    """The shape of a row, and the type of what is in it: lists of a fixed size nest."""
+def shape_of(arrow_type: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns (shape of a row, type of its elements); nested lists of fixed sizes are dimensions."""
     import pyarrow as pa
     import pyarrow.types as types
 
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return tuple(kind.shape), kind.value_type
+    if isinstance(arrow_type, pa.FixedShapeTensorType):
+        return tuple(arrow_type.shape), arrow_type.value_type
     shape = ()
-    while types.is_fixed_size_list(kind):
-        shape, kind = (*shape, kind.list_size), kind.value_type
-    return shape, kind
+    while types.is_fixed_size_list(arrow_type):
+        shape, arrow_type = (*shape, arrow_type.list_size), arrow_type.value_type
+    return shape, arrow_type
 
 
-def tensor_type(kind) -> torch.dtype:
-    """The dtype that holds the values of an Arrow type."""
+def tensor_type(arrow_type: Any) -> torch.dtype:
+    """Returns the dtype that holds the values of an Arrow type; a time is the int64 count of its unit."""
     import pyarrow.types as types
 
-    return (
-        torch.float64 if types.is_decimal(kind) else TENSORS.get(str(kind), torch.int64)
-    )  # a time is its count of units
+    return torch.float64 if types.is_decimal(arrow_type) else TORCH_DTYPES.get(str(arrow_type), torch.int64)
 
 
-def leads_elsewhere(kind) -> bool:
-    """Whether a column of an Arrow type tells where its values are: text, lists and dictionaries do, by numbers that may be damaged."""
+def has_references(arrow_type: Any) -> bool:
+    """Whether columns of this type contain offsets or indices of values, which damage may point outside the column."""
     import pyarrow.types as types
 
-    return not (types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind))
+    return not (types.is_primitive(arrow_type) or types.is_null(arrow_type) or types.is_decimal(arrow_type))

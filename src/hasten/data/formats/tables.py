@@ -21,40 +21,38 @@ def parquet(
     classes: Sequence[str] | None = None,
     gigabytes: float | None = None,
 ) -> Pipeline:
-    """Rows of Parquet files.
+    """Rows of Parquet files (https://parquet.apache.org/docs/file-format).
 
-    With a ``target``, and numbers alone in the other columns, a batch is ``(matrix, target)``: float32 (n, columns) in the
-    order of ``columns``, and the target as int64 (whole numbers, yes and no) or float32 (fractions). A target of text
-    is int64 too: the numbers of its ``classes``. With other columns beside it, a batch is ``(dict of columns, target)``, and
-    without a target the dict alone: numbers and lists of a fixed size are tensors (n, ...) of their own type, times count
-    their unit as int64, structs are dicts of columns, text and bytes are lists, and lists of unequal length are lists of
-    tensors where they hold numbers. In the matrix, whole numbers above 2**24 are rounded, which a Notice tells.
+    With a ``target``, and only numbers in the other columns, a batch is ``(matrix, target)``: float32, shape
+    (n, columns), in the order of ``columns``, and the target as int64 (integers, booleans) or float32 (floats). A text
+    target is the int64 index of its class. With other columns a batch is ``(dict of columns, target)``, and without a
+    target the dict: numbers and lists of fixed size are tensors (n, ...) of their own dtype, times int64 counts of
+    their unit, structs dicts of columns, text and bytes lists, lists of different lengths lists of tensors if they hold
+    numbers. The matrix rounds integers above 2**24; a HastenWarning names such columns.
 
-    A row group that does not decode is a run of bad rows, and a file that cannot be opened is one bad row. Wrong bytes that decode all
-    the same are noticed where the writer left checksums of the pages (pyarrow: ``write_page_checksum=True``), and in text and lists where
-    they lead out of their column.
+    A row group that cannot be decoded is a range of bad rows, and a file that cannot be opened is one bad row. Damaged
+    bytes that can be decoded are detected if the file has page checksums (pyarrow: ``write_page_checksum=True``), and
+    in text and lists if they point outside their column.
 
-    A table that fits is held in memory, decoded. Of a bigger one, ``.shuffle(window=4)`` mixes a few row groups at a time:
-    fully shuffled, nearly every row of a batch would have a row group decoded for it; or put ``.cache("disk")`` first.
+    A table that fits is held decoded in memory. For a larger one, ``.shuffle(window=4)`` mixes a few row groups at a
+    time; fully shuffled, nearly every row of a batch would decode a row group, unless ``.cache("disk")`` precedes it.
 
     Args:
-        paths: files, folders or patterns, local or remote (``s3://...``); all files must have the same columns.
-        columns: those to read, besides the target; None for all.
-        target: the column to learn.
-        fill: what stands for a missing number, or {column: value}, also of text, times and the target, which a number alone never
-            fills; without it, missing values are refused. Whole numbers are filled by whole numbers only. NaN is not missing: it
-            is a number that the files hold, and stays.
-        classes: the words of a text target in the order of their numbers; None sorts the words that the files hold. Say them
-            where two sets of files, training and validation, may not hold the same words.
-        gigabytes: (10**9 bytes) of memory for decoded rows; None for a quarter of what is free, or of what the
-            container allows, divided among the ranks of this machine.
+        paths: Files, folders or patterns, local or remote (``s3://...``). All files must have the same columns.
+        columns: Columns to read besides the target; None: all.
+        target: The column to predict.
+        fill: Replacement of missing numbers, or {column: value}, also for text, times and the target, which a single
+            number never fills. Without it missing values are refused. Integer columns accept only integers. NaN in the
+            files is a number, not a missing value.
+        classes: Values of a text target in the order of their indices; None: the values in the files, sorted. Pass them
+            if training and validation files may not contain the same values.
+        gigabytes: Memory for decoded rows in 10**9 bytes; None: a quarter of what is free or what the container
+            allows, divided among the ranks on this machine.
 
     Raises:
-        Refusal: no file that can be opened, no such column (the nearest names are told), files that differ, missing values, a setting
-            that makes no sense.
-        Failure: a file that changed while it was read, a remote one that does not answer, or a machine that cannot open more files.
-
-    Source: https://parquet.apache.org/docs/file-format
+        ConfigurationError: No file can be opened, an unknown column, files with different columns, missing values, or
+            an invalid argument.
+        RunError: A file changed while it was read, a server does not answer, or too many files are open.
     """
     return Pipeline(Table(Parquet(), paths, columns, target, fill, classes, gigabytes))
 
@@ -68,13 +66,13 @@ def feather(
     classes: Sequence[str] | None = None,
     gigabytes: float | None = None,
 ) -> Pipeline:
-    """Rows of Feather (Arrow) files; written without compression, they are read fastest.
+    """Rows of Feather (Arrow) files; uncompressed ones are read fastest.
 
-    The format has no checksums: a file that is cut off is refused, and a record batch that does not decode, or whose text or lists
-    lead out of it, is a run of bad rows, but wrong bytes in a column of numbers are other numbers. Keep them where the disk or the
-    network watches over them, or take Parquet.
+    The format has no checksums. A truncated file is refused, and a record batch that cannot be decoded, or whose text
+    or lists point outside it, is a range of bad rows; but damaged bytes in a numeric column are other numbers. Use
+    Parquet with page checksums where neither disk nor network detects damage.
 
-    Everything else is as for ``parquet``. Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+    Everything else is as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
     return Pipeline(Table(Feather(), paths, columns, target, fill, classes, gigabytes))
 
@@ -89,18 +87,24 @@ def csv(
     delimiter: str | None = None,
     header: Sequence[str] | None = None,
 ) -> Pipeline:
-    """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory; convert bigger ones to Parquet.
+    """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory.
 
-    Types are guessed from the values. An empty field is a missing number, and a missing class of a text target; in other columns of
-    text it is an empty text. A line with too few fields, or too many, is a bad row; where those are no fewer than the others, or more than
-    100,000, everything is refused, also where there are other files: the delimiter or the header will be another. A quote that swallows
-    the lines after such a line makes its file one that cannot be opened. Bad lines divide a file into runs, and all is in memory:
-    ``.shuffle()`` without a ``window`` mixes it best.
+    Convert larger files to Parquet. Types are inferred from the values. An empty field is a missing number, or a
+    missing class of a text target; in other text columns it is an empty string. A line with too few or too many fields
+    is a bad row. If such lines are at least as many as the others, or more than 100,000, all files are refused, because
+    the delimiter or the header is wrong. A file in which the quote of a bad line swallows the following lines cannot be
+    opened. Bad lines divide a file into chunks, and all rows are in memory, so ``.shuffle()`` without a ``window``
+    mixes best.
 
     Args:
-        delimiter: one character; None for a comma, or a tab where the name ends in ``.tsv``.
-        header: the columns' names, for files whose first line does not hold them.
+        paths: As for ``parquet``.
+        columns: As for ``parquet``.
+        target: As for ``parquet``.
+        fill: As for ``parquet``.
+        classes: As for ``parquet``.
+        delimiter: One character; None: a comma, or a tab in files named ``.tsv``.
+        header: Names of the columns, for files whose first line does not contain them.
 
-    Everything else is as for ``parquet``. Source: https://www.rfc-editor.org/rfc/rfc4180
+    Errors are as for ``parquet``. Format: https://www.rfc-editor.org/rfc/rfc4180
     """
     return Pipeline(Table(Csv(delimiter, header), paths, columns, target, fill, classes, float("inf")))

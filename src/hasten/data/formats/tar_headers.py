@@ -1,8 +1,8 @@
 """Finds the members of a tar file and their byte ranges with the standard library's ``tarfile``.
 
 The contents of members are not read. ``tarfile`` alone accepts some damaged archives: it ends silently at an invalid
-header and reads an invalid pax size as 0. The checks here turn such archives into a ``Damaged`` error. Finding a member
-takes about 25 µs of CPU time.
+header and reads an invalid pax size as 0. The checks here turn such archives into a ``DamagedTarError``. Finding a
+member takes about 25 µs of CPU time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterator
+from typing import IO, Any, cast
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_EXTENDED_HEADER = 1 << 16  # bytes; tarfile before Python 3.11.10 parses a long malicious header in quadratic time
@@ -17,7 +18,7 @@ DECIMAL = re.compile(r"[0-9]{1,18}").fullmatch
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 
 
-class Damaged(ValueError):
+class DamagedTarError(ValueError):
     """The bytes are not a tar file, or not a complete one.
 
     The message continues a sentence that starts with the path of the file.
@@ -31,45 +32,45 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         content: The bytes of an uncompressed tar archive.
 
     Raises:
-        Damaged: The archive is compressed, truncated or damaged, or it has a sparse member.
+        DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
         why = f"is compressed with {compression}, so that no sample can be found by number"
-        raise Damaged(f"{why}; unpack it to a plain tar file first")
+        raise DamagedTarError(f"{why}; unpack it to a plain tar file first")
     file, offset = _Reader(content), 0
     try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as archive:
+        with tarfile.open(fileobj=cast(IO[bytes], file), mode="r:", encoding="utf-8") as archive:
             while (member := archive.next()) is not None:
                 _check(member, len(content))
                 if member.isreg():
                     yield member.name, member.offset_data, member.offset_data + member.size
-                archive.members.clear()  # tarfile would keep the headers of all members in memory
+                cast(Any, archive).members.clear()  # tarfile would keep the headers of all members in memory
                 offset = archive.offset
-    except Damaged:
+    except DamagedTarError:
         raise
     except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError) as error:
         if offset == 0 and content[257:262] != b"ustar":
-            raise Damaged("is no tar file") from None
+            raise DamagedTarError("is not a tar file") from None
         truncated = file.position >= len(content)
         why = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
-        raise Damaged(f"{why}: {error}") from None
+        raise DamagedTarError(f"{why}: {error}") from None
     last = bytes(content[offset : offset + BLOCK])
     if len(last) < BLOCK:
-        raise Damaged("is cut off: it does not end as a tar file does")
+        raise DamagedTarError("is cut off: it does not end as a tar file does")
     if any(last):  # tarfile ends at an invalid header as if it were the end of the archive
-        raise Damaged(f"is damaged: the header at byte {offset} does not fit its checksum")
+        raise DamagedTarError(f"is damaged: the header at byte {offset} does not fit its checksum")
 
 
 def _check(member: tarfile.TarInfo, size: int) -> None:
-    """Raises ``Damaged`` if the byte range of a member cannot be right."""
+    """Raises ``DamagedTarError`` if the byte range of a member cannot be right."""
     if not DECIMAL(member.pax_headers.get("size", "0")):
-        raise Damaged(f"is damaged: the extended header at byte {member.offset} cannot be read")
+        raise DamagedTarError(f"is damaged: the extended header at byte {member.offset} cannot be read")
     if member.size < 0:
-        raise Damaged(f"is damaged: the header at byte {member.offset} holds a negative size")
+        raise DamagedTarError(f"is damaged: the header at byte {member.offset} holds a negative size")
     if member.issparse():
-        raise Damaged(f"has a sparse member at byte {member.offset}; write it again without holes")
+        raise DamagedTarError(f"has a sparse member at byte {member.offset}; write it again without holes")
     if member.isreg() and member.offset_data + member.size > size:
-        raise Damaged(f"is cut off: {member.name} continues after the end of the file")
+        raise DamagedTarError(f"is cut off: {member.name} continues after the end of the file")
 
 
 class _Reader:
@@ -86,7 +87,7 @@ class _Reader:
 
     def read(self, size: int) -> bytes:
         if size > MAX_EXTENDED_HEADER:
-            raise Damaged(f"is damaged: the extended header at byte {self.position - BLOCK} has {size} bytes")
+            raise DamagedTarError(f"is damaged: the extended header at byte {self.position - BLOCK} has {size} bytes")
         part = bytes(self.content[self.position : self.position + max(0, size)])
         self.position += len(part)
         return part

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy
 import torch
@@ -15,9 +16,8 @@ import torch
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats import argument_checks
 
-Summary = dict[
-    str, tuple[str | None, int]
-]  # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
+# of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
+Summary = dict[str, tuple[str | None, int]]
 
 # example.proto and feature.proto of TensorFlow, as a FileDescriptorProto
 # https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
@@ -73,7 +73,7 @@ def encode_example(features: Mapping) -> bytes:
         features: Name -> byte string, text or number, list of them, array or tensor.
 
     Raises:
-        Refusal: A value has another type, or does not fit into an int64.
+        ConfigurationError: A value has another type, or does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -83,9 +83,7 @@ def encode_example(features: Mapping) -> bytes:
         try:
             message.value.extend(values)
         except ValueError as error:
-            raise ConfigurationError(
-                f"feature {name!r} does not fit into the int64 values of an Example: {error}"
-            ) from None
+            raise ConfigurationError(f"feature {name!r} does not fit into int64 values: {error}") from None
     return example.SerializeToString(deterministic=True)
 
 
@@ -120,51 +118,49 @@ def infer_features(
         target: Feature that is read even if ``wanted`` does not name it; it comes last.
 
     Raises:
-        Refusal: No message has such a feature, or its kind differs between messages.
+        ConfigurationError: No message has such a feature, or its kind differs between messages.
     """
     known = sorted({name for sample in samples for name in sample})
-    names = [name for name in (known if wanted is None else wanted) if name != target] + (
-        [target] if target in known else []
-    )
+    names = [name for name in (known if wanted is None else wanted) if name != target]
+    if target in known:
+        names.append(target)
     features = []
     for name in names:
         if name not in known:
             raise ConfigurationError(f"there is no feature {name!r}{suggest(name, known)}")
         kinds = sorted({kind for sample in samples if (kind := sample.get(name, (None, 0))[0])})
         if len(kinds) != 1:
-            found = "in some records " + " and ".join(kinds) if kinds else "empty"
+            found = "of different types in the records: " + " and ".join(kinds) if kinds else "empty in all records"
             raise ConfigurationError(f"feature {name!r} is {found}; leave it out of features=")
         counts = {sample.get(name, (None, 0))[1] for sample in samples}
         shape = None if len(counts) > 1 else () if counts == {1} else (counts.pop(),)
         form = wanted[name] if isinstance(wanted, Mapping) and name in wanted else shape
         features.append(Feature(name, kinds[0], *_parse_form(name, kinds[0], form)))
     if not features:
-        raise ConfigurationError("features= names nothing to be read" if known else "the records hold no features")
+        raise ConfigurationError("features= is empty" if known else "the records hold no features")
     return features
 
 
 @cache
-def example_class() -> type:
+def example_class() -> Any:
     """Returns the ``protobuf`` class of Example.
 
     The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default
     pool.
 
     Raises:
-        Refusal: ``protobuf`` is not installed.
+        ConfigurationError: ``protobuf`` is not installed.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
     except ImportError:
-        raise ConfigurationError(
-            "TFRecord files of Examples are read by protobuf: pip install 'hasten[data]'"
-        ) from None
+        raise ConfigurationError("TFRecord files of Examples require protobuf: pip install 'hasten[data]'") from None
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(DESCRIPTOR, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
-def _parse(message: bytes):
+def _parse(message: bytes) -> Any:
     from google.protobuf.message import DecodeError
 
     try:
@@ -173,12 +169,12 @@ def _parse(message: bytes):
         raise ValueError(str(error)) from None
 
 
-def _kind_and_length(feature) -> tuple[str | None, int]:
+def _kind_and_length(feature: Any) -> tuple[str | None, int]:
     field = feature.WhichOneof("kind")
     return (field.removesuffix("_list"), len(getattr(feature, field).value)) if field else (None, 0)
 
 
-def _as_list(name: str, value) -> tuple[str, list]:
+def _as_list(name: str, value: Any) -> tuple[str, list]:
     """Returns the kind and the flat list of the values of a feature."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
@@ -187,26 +183,24 @@ def _as_list(name: str, value) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        raise ConfigurationError(
-            f"feature {name!r} is a {type(value).__name__}; an Example holds byte strings, floats and whole numbers"
-        )
+        what = f"feature {name!r} is a {type(value).__name__}"
+        raise ConfigurationError(f"{what}; an Example holds byte strings, floats and integers")
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
 
 
-def _parse_form(name: str, kind: str, form) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
     """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
 
     Raises:
-        Refusal: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds no byte
-            strings.
+        ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
+            no byte strings.
     """
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            raise ConfigurationError(
-                f"feature {name!r} holds {kind} values, no byte strings to be read as {raw}; give its shape alone"
-            )
+            why = f"feature {name!r} holds {kind} values, not byte strings that contain {raw}"
+            raise ConfigurationError(f"{why}; pass only its shape")
     return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy
 import torch
@@ -28,14 +29,14 @@ from hasten.data.formats.tf_example import Feature, normalize_example
 
 FIELD_1, FIELD_2 = 0x0A, 0x12  # tags of fields 1 and 2 with a length
 LIST_TAGS = {"bytes": 0x0A, "float": 0x12, "int64": 0x1A}  # tags of the lists in a Feature
+Bounds = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]
+
 MAX_LENGTH_BYTES, MAX_INT64_BYTES = 5, 10  # of a varint
-LONG_PIECE = (
-    256  # bytes; pieces of at least this mean length are copied one by one, shorter ones by one indexing operation
-)
+LONG_PIECE = 256  # bytes; longer pieces (mean length) are copied one by one, shorter ones by one indexing operation
 LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same length
 
 
-class MalformedExample(ValueError):
+class MalformedExampleError(ValueError):
     """A message cannot be read.
 
     Attributes:
@@ -43,7 +44,7 @@ class MalformedExample(ValueError):
         reason: What is wrong with it.
     """
 
-    def __init__(self, index: int, reason: str):
+    def __init__(self, index: Any, reason: str) -> None:
         super().__init__(reason)
         self.index, self.reason = int(index), reason
 
@@ -62,42 +63,45 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
         lists of bytes for byte strings.
 
     Raises:
-        MalformedExample: A message is damaged, lacks a feature, or holds another number of values than the feature's
-            shape.
+        MalformedExampleError: A message is damaged, lacks a feature, or holds another number of values than the
+            feature's shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
         data, starts, ends = _normalize(data, starts, ends, numpy.flatnonzero(~readable.all(axis=0)))
         first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():  # in the usual encoding, so the list is of another kind
-        number, index = numpy.unravel_index(readable.argmin(), readable.shape)
-        feature = features[number]
-        raise MalformedExample(
-            index, f"feature {feature.name!r} is no list of {feature.kind} values as in the other records"
-        )
+        position, index = numpy.unravel_index(readable.argmin(), readable.shape)
+        feature = features[position]
+        why = f"feature {feature.name!r} does not hold {feature.kind} values as in the other records"
+        raise MalformedExampleError(index, why)
     columns = {}
     for kind, decode in DECODERS.items():
-        if numbers := [number for number, feature in enumerate(features) if feature.kind == kind]:
-            try:
-                values, counts = decode(data, first[numbers].ravel(), last[numbers].ravel())
-            except MalformedExample as error:
-                position, index = divmod(error.index, len(starts))
-                raise MalformedExample(index, f"feature {features[numbers[position]].name!r}: {error.reason}") from None
-            counts = counts.reshape(len(numbers), -1)
-            offsets = _offsets(counts.sum(axis=1)).tolist()
-            for number, count, begin, end in zip(numbers, counts, offsets, offsets[1:], strict=False):
-                columns[features[number].name] = _column(data, values[begin:end], count, features[number])
+        of_kind = [position for position, feature in enumerate(features) if feature.kind == kind]
+        if not of_kind:
+            continue
+        try:
+            values, counts = decode(data, first[of_kind].ravel(), last[of_kind].ravel())
+        except MalformedExampleError as error:
+            position, index = divmod(error.index, len(starts))
+            raise MalformedExampleError(
+                index, f"feature {features[of_kind[position]].name!r}: {error.reason}"
+            ) from None
+        counts = counts.reshape(len(of_kind), -1)
+        offsets = _offsets(counts.sum(axis=1)).tolist()
+        for position, count, begin, end in zip(of_kind, counts, offsets, offsets[1:], strict=False):
+            columns[features[position].name] = _column(data, values[begin:end], count, features[position])
     return {feature.name: columns[feature.name] for feature in features}
 
 
-def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, unusual: numpy.ndarray):
+def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, unusual: numpy.ndarray) -> Bounds:
     """Returns the batch as (data, starts, ends) with its unusual messages encoded in the usual way."""
     messages = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     for index in unusual.tolist():
         try:
             messages[index] = normalize_example(messages[index])
         except ValueError as error:
-            raise MalformedExample(index, f"it is no tf.train.Example: {error}") from None
+            raise MalformedExampleError(index, f"it is not a tf.train.Example: {error}") from None
     offsets = _offsets([len(message) for message in messages])
     return numpy.frombuffer(b"".join(messages), numpy.uint8), offsets[:-1], offsets[1:]
 
@@ -105,7 +109,7 @@ def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, 
 # ---- locate the values of each feature in each message
 
 
-def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]):
+def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> Bounds:
     """Finds the packed numbers, or the byte strings with their tags, of each feature of each message.
 
     Returns:
@@ -124,14 +128,14 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
     return numpy.where(present, first, 0), numpy.where(present, last, 0), (readable | ~present) & usual
 
 
-def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]):
+def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]) -> Bounds:
     """Finds the Feature messages.
 
     Returns:
         (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
     """
     found = numpy.zeros((2, len(names), len(starts)), numpy.int64)
-    number = {name: position for position, name in enumerate(names)}
+    row_of = {name: position for position, name in enumerate(names)}
     at, stop, usual = _read_field(data, starts, FIELD_1)
     usual = (usual & (stop == ends)) | (starts == ends)
     rows = numpy.flatnonzero(usual & (starts < ends) & (at < stop))
@@ -139,8 +143,8 @@ def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
     while len(rows):  # the next map entry of every message that has one
         if (entry := _read_equal_keys(data, at, stop)) is not None:
             name, value, at = entry
-            if name in number:
-                found[0, number[name], rows], found[1, number[name], rows] = value, at
+            if name in row_of:
+                found[0, row_of[name], rows], found[1, row_of[name], rows] = value, at
             remaining = at < stop
         else:
             entry, at, valid = _read_field(data, at, FIELD_1)
@@ -148,14 +152,14 @@ def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.nda
             value, value_end, has_value = _read_field(data, key_end, FIELD_2)
             valid &= has_key & has_value & (value_end == at) & (at <= stop)
             for name, which in _group_by_key(data, key, key_end, numpy.flatnonzero(valid)):
-                if name in number:
-                    found[0, number[name], rows[which]] = value[which]
-                    found[1, number[name], rows[which]] = value_end[which]
+                if name in row_of:
+                    found[0, row_of[name], rows[which]] = value[which]
+                    found[1, row_of[name], rows[which]] = value_end[which]
             usual[rows[~valid]] = False
             remaining = valid & (at < stop)
         if not remaining.all():
             rows, at, stop = rows[remaining], at[remaining], stop[remaining]
-    return *found, usual
+    return found[0], found[1], usual
 
 
 def _read_equal_keys(
@@ -193,7 +197,7 @@ def _group_by_key(
         indices = indices[~equal]
 
 
-def _read_field(data: numpy.ndarray, at: numpy.ndarray, tag: int | numpy.ndarray):
+def _read_field(data: numpy.ndarray, at: numpy.ndarray, tag: int | numpy.ndarray) -> Bounds:
     """Reads (start of the content, its end, whether the tag matches) of a field with a length at each position."""
     matches = data.take(at, mode="clip") == tag
     length, start = _read_varints(data, at + 1, MAX_LENGTH_BYTES)
@@ -221,7 +225,7 @@ def _decode_floats(
 ) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the values, float32, and how many each piece holds."""
     if (broken := (ends - starts) % 4 > 0).any():
-        raise MalformedExample(broken.argmax(), "a list of floats is cut off")
+        raise MalformedExampleError(broken.argmax(), "a list of floats is truncated")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
 
 
@@ -235,14 +239,14 @@ def _decode_integers(
     counts = numpy.diff(numpy.searchsorted(last_bytes, offsets))
     filled = numpy.flatnonzero(ends > starts)
     if (endless := payload[offsets[filled + 1] - 1] > 0x7F).any():
-        raise MalformedExample(filled[endless.argmax()], "a number has no end")
+        raise MalformedExampleError(filled[endless.argmax()], "a number has no end")
     if len(last_bytes) == len(payload):
         return torch.from_numpy(payload.astype(numpy.int64)), counts
     first_bytes = numpy.concatenate([[0], last_bytes[:-1] + 1])
     lengths = last_bytes - first_bytes + 1
     if lengths.max() > MAX_INT64_BYTES:
         index = numpy.searchsorted(offsets, first_bytes[lengths.argmax()], "right") - 1
-        raise MalformedExample(index, "a number is longer than 64 bits")
+        raise MalformedExampleError(index, "a number is longer than 64 bits")
     return torch.from_numpy(_read_varints(payload, first_bytes, MAX_INT64_BYTES)[0]), counts
 
 
@@ -256,7 +260,7 @@ def _decode_strings(
         first, last, valid = _read_field(data, at, FIELD_1)
         valid &= last <= ends[pieces]
         if not valid.all():
-            raise MalformedExample(pieces[valid.argmin()], "a byte string is damaged")
+            raise MalformedExampleError(pieces[valid.argmin()], "a byte string is damaged")
         owners.append(pieces)
         bounds.append(numpy.stack([first, last], axis=1))
         remaining = last < ends[pieces]
@@ -271,13 +275,13 @@ DECODERS = {"bytes": _decode_strings, "float": _decode_floats, "int64": _decode_
 # ---- columns
 
 
-def _column(data: numpy.ndarray, values: torch.Tensor | numpy.ndarray, counts: numpy.ndarray, feature: Feature):
-    """Shapes the values of one feature, given sample after sample, into a column."""
+def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Feature) -> torch.Tensor | list:
+    """Shapes the values of one feature, which are in the order of the samples, into a column."""
     if feature.kind == "bytes" and feature.raw is None:
-        view = memoryview(data)
+        view = memoryview(cast(Any, data))
         values = [bytes(view[start:end]) for start, end in values.tolist()]
     elif feature.kind == "bytes":
-        values, counts = _decode_raw(data, values, counts, feature)
+        values, counts = _decode_raw(data, values, counts, feature.name, cast(torch.dtype, feature.raw))
     if feature.shape is not None:
         _check_counts(counts, math.prod(feature.shape), feature.name, "values")
         if isinstance(values, torch.Tensor):
@@ -290,26 +294,24 @@ def _column(data: numpy.ndarray, values: torch.Tensor | numpy.ndarray, counts: n
 
 
 def _decode_raw(
-    data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, feature: Feature
+    data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, numpy.ndarray]:
     """Returns the numbers in byte strings, one string a sample, and how many each sample holds."""
-    _check_counts(counts, 1, feature.name, "byte strings")
+    _check_counts(counts, 1, name, "byte strings")
     starts, ends = bounds.T
-    numbers, rest = numpy.divmod(ends - starts, feature.raw.itemsize)
+    numbers, rest = numpy.divmod(ends - starts, dtype.itemsize)
     if rest.any():
-        raise MalformedExample(
-            (rest > 0).argmax(), f"the bytes of feature {feature.name!r} are no whole number of {feature.raw}"
-        )
-    return torch.from_numpy(_concatenate(data, starts, ends)).view(feature.raw), numbers
+        why = f"the bytes of feature {name!r} are not a multiple of the size of {dtype}"
+        raise MalformedExampleError((rest > 0).argmax(), why)
+    return torch.from_numpy(_concatenate(data, starts, ends)).view(dtype), numbers
 
 
 def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) -> None:
     if (wrong := counts != expected).any():
         index = wrong.argmax()
         hint = f"; features={{{name!r}: None}} reads lists of unequal length" if what == "values" else ""
-        raise MalformedExample(
-            index, f"feature {name!r} has {counts[index]} {what}, not {expected} as in the other records{hint}"
-        )
+        why = f"feature {name!r} has {counts[index]} {what}, not {expected} as in the other records{hint}"
+        raise MalformedExampleError(index, why)
 
 
 def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> numpy.ndarray:
@@ -320,11 +322,10 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
     if 0 < size < LARGE_PIECE * count and (lengths == lengths[0]).all():
         return _concatenate_equal(data, starts, int(lengths[0]))
     if size < LONG_PIECE * count:
-        return data.take(
-            numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths), mode="clip"
-        )  # "clip" skips a check
+        positions = numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths)
+        return data.take(positions, mode="clip")  # "clip" skips a check
     flat = acquire((size,), torch.uint8).numpy()
-    target, source = memoryview(flat), memoryview(data)
+    target, source = memoryview(cast(Any, flat)), memoryview(cast(Any, data))
     for (first, last), start, end in zip(pairwise(offsets.tolist()), starts.tolist(), ends.tolist(), strict=True):
         target[first:last] = source[start:end]
     return flat
@@ -347,6 +348,6 @@ def _windows(data: numpy.ndarray, width: int) -> numpy.ndarray:
     return numpy.ndarray((len(data) - width + 1, width), numpy.uint8, data, strides=(1, 1))
 
 
-def _offsets(lengths) -> numpy.ndarray:
+def _offsets(lengths: Any) -> numpy.ndarray:
     """Returns where each piece begins once all are concatenated, and the total; shape (pieces + 1,)."""
     return numpy.concatenate([[0], numpy.cumsum(lengths, dtype=numpy.int64)])

@@ -4,8 +4,8 @@ A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
 
     uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
 
-so the positions of the records are known only after one walk through the file. After that any record is read directly.
-The walk reads twelve bytes per record, and skips over records of equal length many at a time.
+so the positions of the records are known only after one pass through the file, which builds an index. It reads twelve
+bytes per record, and skips over records of equal length many at a time. Then any record is read directly.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -21,7 +22,7 @@ from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
-from hasten.data.formats.tf_example_vectorized import MalformedExample, parse_examples
+from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
 from hasten.data.io.paths import FileMissingError, check_unchanged, is_lost, is_remote, mapped_bytes, resolve_paths
@@ -31,10 +32,10 @@ from hasten.data.source import BadRow, Source, refuse_bad
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
-SAMPLED = 64  # records that are inspected to learn which features there are
-AT_ONCE = 1 << 14  # records of equal length that the walk skips at a time
-EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the walk tries to skip
-RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the walk reports its progress
+PROBED_RECORDS = 64  # records that are inspected to learn which features there are
+MAX_SKIPPED = 1 << 14  # records of equal length that the index skips at a time
+EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the index tries to skip
+RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the index reports its progress
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -47,6 +48,9 @@ def tfrecord(
     """Samples from TFRecord files of ``tf.train.Example`` messages.
 
     A batch is a dict of columns. Floats are float32, integers int64, of shape (rows, *shape); byte strings are a list.
+    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without
+    ``verify`` the records before the damage cannot be trusted either, and the file is a single bad row.
+    Messages: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
 
     Args:
         paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is
@@ -57,13 +61,8 @@ def tfrecord(
         target: The feature to predict; a batch is then the tuple (other features in their order, target).
         verify: Compares every record with its checksum when it is first read.
 
-    A file that is damaged, truncated or unreadable counts as one bad row after the records before the damage. Without
-    ``verify`` the records before the damage cannot be trusted either, and the file is a single bad row.
-
     Raises:
-        Refusal: No file holds a complete record, or a feature does not exist.
-
-    Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
+        ConfigurationError: No file holds a complete record, or a feature does not exist.
     """
     argument_checks.name("target=", target)
     if features is not None:
@@ -79,26 +78,26 @@ class Examples(Source):
         lost: {file: reason} of the damaged files.
     """
 
-    def __init__(self, records: Records, features=None, target: str | None = None):
+    def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
-        (summaries, _) = once(["kinds of values of records", records.verify], records.stamps, self._summarize_sample)
+        (summaries, _) = once(
+            ["kinds of values of records", records.verify], records.signatures, self._summarize_sample
+        )
         self.features = infer_features(summaries, features, target)
         names = [feature.name for feature in self.features]
         if target is not None and target not in names:
-            raise ConfigurationError(f"there is no feature {target!r} to be the target{suggest(target, names)}")
+            raise ConfigurationError(f"target= names a feature {target!r} that does not exist{suggest(target, names)}")
         if target is not None and len(names) == 1:
-            raise ConfigurationError(
-                f"{target!r} is the only feature; without a target there is nothing to predict it from"
-            )
+            raise ConfigurationError(f"the target {target!r} is the only feature; nothing is left to predict it from")
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         data, starts, ends = self.raw(rows)
         try:
             columns = parse_examples(data, starts, ends, self.features)
-        except MalformedExample as error:
+        except MalformedExampleError as error:
             row = int(rows[error.index])
             raise BadRow(row, self.records.where(row), error.reason) from None
         if self.target is None:
@@ -112,12 +111,8 @@ class Examples(Source):
 
     def fingerprint(self) -> dict:
         features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
-        return {
-            "tfrecord": self.records.stamps,
-            "features": features,
-            "target": self.target,
-            "verify": self.records.verify,
-        }
+        files = {"tfrecord": self.records.signatures, "verify": self.records.verify}
+        return {**files, "features": features, "target": self.target}
 
     def chunk_offsets(self) -> numpy.ndarray:
         return self.records.chunk_offsets
@@ -126,8 +121,8 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> Found:
-        """Summarizes messages from all over the files. Bad ones are skipped and reported when they are read."""
-        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(numpy.int64))
+        """Summarizes messages spread over all files. Bad ones are skipped here and reported when they are read."""
+        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
             try:
@@ -136,7 +131,7 @@ class Examples(Source):
             except BadRow as fault:
                 faults.append(str(fault))
             except ValueError as error:
-                faults.append(f"{self.records.where(row)} is no tf.train.Example: {error}")
+                faults.append(f"{self.records.where(row)} is not a tf.train.Example: {error}")
         if not summaries:
             raise ConfigurationError(faults[0])
         return summaries, []
@@ -146,31 +141,30 @@ class Records:
     """The records of some files, by index.
 
     Attributes:
-        stamps: Signatures of the files at the time of the walk.
-        edges: Index of the first record of each file, and the total; shape (files + 1,).
-        begins, ends: Where the data of each record lie in their file; shape (records,).
-        unproven: Whether the checksum of each record is still to be compared.
+        signatures: Signatures of the files when they were indexed.
+        chunk_offsets: Index of the first record of each file, and the total; shape (files + 1,).
+        begins: First byte of the data of each record in its file, shape (records,).
+        ends: The byte after them, shape (records,).
+        unverified: Whether the checksum of each record is still to be compared, shape (records,).
         bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
     """
 
-    def __init__(self, paths: list[str], verify: bool = True):
-        walks = load_or_build_index(paths, ["records", verify], partial(_walked, verify=verify))
-        self.stamps, self.verify = [stamp for stamp, _, _ in walks], verify
-        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in walks]
-        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in walks]
+    def __init__(self, paths: list[str], verify: bool = True) -> None:
+        indices = load_or_build_index(paths, ["records", verify], partial(_index_file, verify=verify))
+        self.signatures, self.verify = [signature for signature, _, _ in indices], verify
+        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
+        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
         self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
-        self.unproven = numpy.full(len(self.begins), verify)
-        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in walks]
+        self.unverified = numpy.full(len(self.begins), verify)
+        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in indices]
         self.bad = {
             row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None
         }
         if len(self.begins) == len(self.bad):
-            raise (
-                FileMissingError(next(iter(self.bad.values()))[1])
-                if self.bad
-                else ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
-            )
+            if self.bad:
+                raise FileMissingError(next(iter(self.bad.values()))[1])
+            raise ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -188,39 +182,34 @@ class Records:
             BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
         """
         refuse_bad(rows, self.bad)
-        starts, ends, files = (
-            self.begins[rows],
-            self.ends[rows],
-            numpy.searchsorted(self.chunk_offsets, rows, "right") - 1,
-        )
-        if len(rows) and (files == files[0]).all() and not is_remote(path := self.stamps[files[0]][0]):
-            check_unchanged(path, self.stamps[files[0]])
+        starts, ends = self.begins[rows], self.ends[rows]
+        files = numpy.searchsorted(self.chunk_offsets, rows, "right") - 1
+        if len(rows) and (files == files[0]).all() and not is_remote(path := self.signatures[files[0]][0]):
+            check_unchanged(path, self.signatures[files[0]])
             content = mapped_bytes(path)
         else:
             first, last = _contiguous_runs(files, starts, ends)
-            content = b"".join(read_ranges(self.stamps, files[first], starts[first], ends[last] + TAIL))
+            content = b"".join(read_ranges(self.signatures, files[first], starts[first], ends[last] + TAIL))
             lengths = ends[last] + TAIL - starts[first]
             shift = numpy.repeat(numpy.cumsum(lengths) - lengths - starts[first], last - first + 1)
             starts, ends = starts + shift, ends + shift
-        if self.unproven[rows].any():
+        if self.unverified[rows].any():
             self._verify(rows, content, starts, ends)
         return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
-        """Returns file, record and byte of a record for a message."""
+        """Returns file, record and byte of a record, for error messages."""
         file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
-        return f"{self.stamps[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
+        return f"{self.signatures[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
 
     def _verify(
         self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
     ) -> None:
-        """Compares records with the checksums stored behind them, and remembers those that match."""
+        """Compares records with the checksums stored after them, and marks those that match as verified."""
         stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
-        cut = getattr(
-            content, "obj", content
-        ).__getitem__  # an mmap object gives bytes, a memoryview of it would give views
+        cut = getattr(content, "obj", content).__getitem__  # an mmap returns bytes, a memoryview of it would not
         wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
-        self.unproven[rows[~wrong]] = False
+        self.unverified[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
             raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
@@ -230,8 +219,9 @@ def frame_records(records: Iterable[bytes]) -> bytes:
     """Returns records with their framing, as the content of a TFRecord file."""
     records = list(records)
     lengths = [struct.pack("<Q", len(record)) for record in records]
-    marks = [[mark.tobytes() for mark in masked(crc32c(pieces)).astype("<u4")] for pieces in (lengths, records)]
-    return b"".join(part for framing in zip(lengths, marks[0], records, marks[1], strict=True) for part in framing)
+    checksums = [[value.tobytes() for value in masked(crc32c(items)).astype("<u4")] for items in (lengths, records)]
+    frames = zip(lengths, checksums[0], records, checksums[1], strict=True)
+    return b"".join(part for frame in frames for part in frame)
 
 
 def _contiguous_runs(
@@ -246,18 +236,18 @@ def _contiguous_runs(
     return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
 
 
-# ---- walk through a file
+# ---- index of a file
 
 
-def _walked(stamp: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
+def _index_file(signature: list, tell: Tell, verify: bool) -> tuple[Found, str | None]:
     """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
     starts = ends = numpy.empty(0, numpy.int64)
     try:
-        starts, ends, reason = _undamaged(whole(stamp, tell), stamp[0], verify, tell)
-    except ConfigurationError as refused:
-        if not is_lost(stamp[0], refused):
+        starts, ends, reason = _undamaged(whole(signature, tell), signature[0], verify, tell)
+    except ConfigurationError as error:
+        if not is_lost(signature[0], error):
             raise
-        reason = str(refused)
+        reason = str(error)
     return (None, [starts, ends]), reason
 
 
@@ -277,7 +267,9 @@ def _undamaged(
         return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
-        reason = f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, goes on after the end of the file"
+        reason = (
+            f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, continues after the end of the file"
+        )
         return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
     return starts, ends, None
 
@@ -287,9 +279,9 @@ def _describe_damage(content: memoryview, record: int, position: int) -> str:
     if kind := COMPRESSED.get(bytes(content[:2])):
         return f"is compressed with {kind}, so that no record can be found by number; unpack it first"
     if record == 0:
-        return "is no TFRecord file, or its first bytes are damaged: the first length does not fit its checksum"
+        return "is not a TFRecord file, or its first bytes are damaged: the first length does not match its checksum"
     where = f"the length of record {record}, at byte {position}"
-    return f"is damaged: {where}, does not fit its checksum; write the file again"
+    return f"is damaged: {where}, does not match its checksum; write the file again"
 
 
 def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -320,8 +312,8 @@ def _find_records(content: memoryview, tell: Tell) -> tuple[numpy.ndarray, numpy
 
 
 def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
-    """Counts the complete records from this position on that have the same length, at most ``AT_ONCE``."""
-    count = min((len(data) - at) // stride, AT_ONCE)
+    """Counts the complete records from this position on that have the same length, at most ``MAX_SKIPPED``."""
+    count = min((len(data) - at) // stride, MAX_SKIPPED)
     if count < 2:
         return 1
     lengths = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
@@ -332,8 +324,8 @@ def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
 def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
     """Returns the first record whose length does not match its checksum."""
     data = numpy.frombuffer(content, numpy.uint8)
-    for first in range(0, len(starts), AT_ONCE):
-        heads = data.take(starts[first : first + AT_ONCE, None] + numpy.arange(-HEAD, 0), mode="clip")
+    for first in range(0, len(starts), MAX_SKIPPED):
+        heads = data.take(starts[first : first + MAX_SKIPPED, None] + numpy.arange(-HEAD, 0), mode="clip")
         wrong = masked(crc32c_of_rows(heads[:, :8])) != heads[:, 8:].copy().view("<u4")[:, 0]
         if wrong.any():
             return first + int(wrong.argmax())

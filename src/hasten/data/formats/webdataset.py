@@ -1,8 +1,8 @@
-"""Tar shards in WebDataset's layout: files whose names agree up to the first dot are one sample, ``0017.jpg`` and ``0017.cls``.
+"""Tar shards in the WebDataset layout.
 
-A shard's headers are walked through once, and nothing is ever unpacked to disk; after that every sample is read by its
-position, in any order. Layout: https://github.com/webdataset/webdataset; headers: POSIX pax and ustar, GNU long names
-(https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html).
+Files whose names agree up to the first dot are one sample (``0017.jpg``, ``0017.cls``). The headers of a shard are read
+once; then every sample is read by its position, in any order. Nothing is unpacked to disk.
+Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
 from hasten.data.formats import argument_checks
-from hasten.data.formats.decoding import PIXELS, manner, pictures_of, size_of
-from hasten.data.formats.tar_headers import Damaged, members
+from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
+from hasten.data.formats.tar_headers import DamagedTarError, members
 from hasten.data.io.index_cache import Tell, load_or_build_index, once
 from hasten.data.io.metadata_cache import Found
 from hasten.data.io.paths import FileMissingError, is_lost, resolve_paths
@@ -29,10 +29,10 @@ from hasten.data.io.range_reader import read_ranges, whole
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
 
-SAMPLED = 32  # samples that are looked at to learn what shape arrays have
-TOLD = 1 << 10  # members, after which the walk tells how far it is
-PICTURES = ("jpg", "jpeg", "png")
-BROKEN = (ValueError, OverflowError, RecursionError, MemoryError)  # what decoders raise
+PROBED_SAMPLES = 32  # read to find the shape of arrays
+MEMBERS_PER_REPORT = 1 << 10  # members of a shard after which the index reports its progress
+IMAGE_TYPES = ("jpg", "jpeg", "png")
+DECODE_ERRORS = (ValueError, OverflowError, RecursionError, MemoryError)
 
 
 def webdataset(
@@ -42,25 +42,25 @@ def webdataset(
     resize: int | tuple[int, int] | None = None,
     pixels: int = PIXELS,
 ) -> Pipeline:
-    """Samples from tar files, a column for each ending: a batch is a dict of them.
+    """Samples from tar files; a batch is a dict with a column for each file extension.
 
-    What a column holds follows from the last part of its ending: ``jpg``, ``jpeg``, ``png`` pictures (uint8, shape (3, height,
-    width)); ``cls`` whole numbers (int64); ``npy`` arrays, one tensor where all have the same shape; ``json`` what it says;
-    ``txt`` text; anything else bytes. What is no tensor is a list.
+    The last part of the extension determines the type: ``jpg``, ``jpeg``, ``png`` are images (uint8, shape
+    (3, height, width)); ``cls`` integers (int64); ``npy`` arrays, one tensor if all have the same shape; ``json`` JSON
+    values; ``txt`` text; everything else bytes. What is not a tensor is a list.
 
-    A sample that lacks the picture's ending and has a picture of another one gives that, unless some sample has both.
-    A shard that is damaged, cut off, or cannot be read is one bad row after the samples that are whole in it.
+    If a sample lacks an image column but has an image with another image extension, that is used, unless some sample
+    has both. A shard that is damaged, truncated or unreadable counts as one bad row after its complete samples.
 
     Args:
-        paths: files, folders or patterns, local or remote; not compressed. A remote file is read once to find its samples; where they are
-            is kept.
-        columns: the endings that are wanted; None for all of the first sample.
-        target: the ending to predict; a batch is then the tuple (other columns in their order, target).
-        resize: as in ``images``.
-        pixels: as in ``images``.
+        paths: Files, folders or patterns, local or remote; not compressed. A remote file is read once to find its
+            samples; the index is cached.
+        columns: Extensions to read; None: all of the first sample.
+        target: The extension to predict; a batch is then the tuple (other columns in order, target).
+        resize: As in ``images``.
+        pixels: As in ``images``.
 
     Raises:
-        Refusal: no file with a whole sample; a member whose path leads out of the folder; an ending that is not there.
+        ConfigurationError: No complete sample, a member whose path leaves the archive, or an unknown extension.
     """
     return Pipeline(Shards(paths, columns, target, resize, pixels))
 
@@ -69,50 +69,55 @@ class Shards(Source):
     """Samples in tar files.
 
     Attributes:
-        keys: what the names of each sample's files begin with.
-        bad: {row: (file, why)} of what is damaged: each stands for the rest of its file.
-        lost: the same, {file: why}.
+        signatures: File signature of each shard.
+        keys: The common part of the names of each sample's files.
+        positions: Extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing.
+        bad: {row: (file, why)}: each such row stands for the damaged rest of its file.
+        lost: {file: why} of the damaged files.
     """
 
-    def __init__(self, paths, columns=None, target=None, resize=None, pixels: int = PIXELS):
+    def __init__(
+        self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
+    ) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
         columns = None if columns is None else argument_checks.names("columns=", columns)
-        target = None if target is None else _ending(argument_checks.name("target=", target))
+        target = argument_checks.name("target=", target)
+        target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
-        walks = load_or_build_index(files, ["samples"], _walked)
-        self.stamps = [mark for mark, _, _ in walks]
-        keys = [words["keys"] if why is None else [*words["keys"], ""] for _, (words, _), why in walks]
+        indices = load_or_build_index(files, ["samples"], _index_shard)
+        self.signatures = [signature for signature, _, _ in indices]
+        keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
         self.keys = [*chain.from_iterable(keys)]
-        self._edges = numpy.cumsum([0, *map(len, keys)])
-        ends = self._edges[1:].tolist()
+        self._offsets = numpy.cumsum([0, *map(len, keys)])
+        last_rows = (self._offsets[1:] - 1).tolist()
+        reasons = [why for _, _, why in indices]
         self.bad = {
-            end - 1: (file, why) for file, end, (_, _, why) in zip(files, ends, walks, strict=True) if why is not None
+            row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None
         }
         self.lost = dict(self.bad.values())
-        samples = [some for _, some, _ in walks]
-        if not any(words["keys"] for words, _ in samples):
-            raise (
-                FileMissingError(next(iter(self.lost.values())))
-                if self.lost
-                else ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
-            )
-        self.columns, self.target = _wanted(samples, columns, target), target
-        self.places = self._placed(samples)
-        self.shapes = {name: self._shape(name) for name in self.columns if _kind(name) == "npy"}
+        samples = [index for _, index, _ in indices]
+        if not any(info["keys"] for info, _ in samples):
+            if self.lost:
+                raise FileMissingError(next(iter(self.lost.values())))
+            raise ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
+        self.columns, self.target = _select_columns(samples, columns, target), target
+        self.positions = self._find_positions(samples)
+        self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def chunk_offsets(self) -> numpy.ndarray:
-        return self._edges
+        return self._offsets
 
     def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(row, *bad) for row, bad in self.bad.items()]
 
     def fingerprint(self) -> dict:
-        return {"shards": self.stamps, "columns": self.columns, "target": self.target, **manner(self.size, self.pixels)}
+        files = {"shards": self.signatures, "columns": self.columns, "target": self.target}
+        return {**files, **decoder_fingerprint(self.size, self.pixels)}
 
-    def read(self, rows: numpy.ndarray):
+    def read(self, rows: numpy.ndarray) -> Any:
         refuse_bad(rows, self.bad)
         columns = {name: self._column(name, rows) for name in self.columns}
         if self.target is None:
@@ -120,193 +125,191 @@ class Shards(Source):
         target = columns.pop(self.target)
         return *columns.values(), target
 
-    def _placed(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
-        """{column: (begin, end) of each row's file}, -1 where there is none.
+    def _find_positions(self, samples: list[Found]) -> dict[str, numpy.ndarray]:
+        """Returns ``positions``. An image extension replaces another one where a sample lacks that.
 
-        A picture is one whatever it ends in: where a sample has no ``.jpg``, its ``.png`` stands in the column. Not so where some sample has
-        both, which then mean different things.
+        It does not if some sample has both, because then they mean different things.
         """
-        endings = {ending for words, _ in samples for ending in words["endings"]}
-        column_of = {ending: _column_of(ending, self.columns) for ending in endings}
-        places = {
-            ending: numpy.full((len(self), 2), -1, numpy.int64)
-            for ending, name in column_of.items()
-            if name is not None
-        }
-        for first, (words, (files,)) in zip(self._edges[:-1].tolist(), samples, strict=True):
-            for number, ending in enumerate(words["endings"]):
-                if ending in places:
-                    own = files[files[:, 1] == number]
-                    places[ending][first + own[:, 0]] = own[:, 2:]
-        for ending in sorted(places.keys() - set(self.columns)):
-            stead, own = places[column_of[ending]], places.pop(ending)
-            if not ((stead >= 0) & (own >= 0)).any():
-                stead[:] = numpy.maximum(stead, own)
-        return places
+        extensions = {extension for info, _ in samples for extension in info["endings"]}
+        column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
+        wanted = [extension for extension, name in column_of.items() if name is not None]
+        positions = {extension: numpy.full((len(self), 2), -1, numpy.int64) for extension in wanted}
+        for first, (info, (files,)) in zip(self._offsets[:-1].tolist(), samples, strict=True):
+            for index, extension in enumerate(info["endings"]):
+                if extension in positions:
+                    found = files[files[:, 1] == index]
+                    positions[extension][first + found[:, 0]] = found[:, 2:]
+        for extension in sorted(positions.keys() - set(self.columns)):
+            column, other = positions[str(column_of[extension])], positions.pop(extension)
+            if not ((column >= 0) & (other >= 0)).any():
+                column[:] = numpy.maximum(column, other)
+        return positions
 
-    def _column(self, name: str, rows: numpy.ndarray):
+    def _column(self, name: str, rows: numpy.ndarray) -> Any:
         contents = self.raw(name, rows)
-        kind = _kind(name)
-        if kind in PICTURES:
+        kind = _type(name)
+        if kind in IMAGE_TYPES:
             where = [f"{self._where(row)}.{name}" for row in rows.tolist()]
-            return pictures_of(rows.tolist(), where, iter(contents), self.size, self.pixels)
+            return decode_images(rows.tolist(), where, iter(contents), self.size, self.pixels)
         values = []
         for row, content in zip(rows.tolist(), contents, strict=True):
             try:
                 values.append(DECODERS[kind](content) if kind in DECODERS else content)
-            except BROKEN as error:
-                raise BadRow(
-                    row, f"{self._where(row)}.{name}", f"it is no {kind} file ({format_error(error)})"
-                ) from None
+            except DECODE_ERRORS as error:
+                why = f"it is not a {kind} file ({format_error(error)})"
+                raise BadRow(row, f"{self._where(row)}.{name}", why) from None
         if kind == "cls":
             return torch.tensor(values, dtype=torch.int64)
-        return self._stacked(name, rows, values) if kind == "npy" else values
+        return self._stack(name, rows, values) if kind == "npy" else values
 
-    def _stacked(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]):
-        """Arrays in one tensor, where those that were looked at have one shape and type."""
-        if (like := self.shapes[name]) is None:
+    def _stack(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+        """Stacks arrays into one tensor if the probed ones have a common shape and dtype."""
+        common = self.shapes[name]
+        if common is None:
             return values
         for row, value in zip(rows.tolist(), values, strict=True):
-            if (value.shape, value.dtype) != like:
-                shape, dtype = list(value.shape), value.dtype
-                raise BadRow(
-                    row,
-                    f"{self._where(row)}.{name}",
-                    f"its shape {shape} or type {dtype} differs from {list(like[0])}, {like[1]}",
-                )
-        batch = acquire((len(values), *like[0]), like[1])
+            if (value.shape, value.dtype) != common:
+                why = f"its shape {list(value.shape)} or type {value.dtype} differs from {list(common[0])}, {common[1]}"
+                raise BadRow(row, f"{self._where(row)}.{name}", why)
+        batch = acquire((len(values), *common[0]), common[1])
         return torch.stack(values, out=batch) if values else batch
 
-    def _shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
-        """The one (shape, type) that some arrays from everywhere have."""
-        alike, _ = once(["shape of arrays", name], self.stamps, lambda: self._seen(name))
-        return (torch.Size(alike[0]), getattr(torch, alike[1])) if alike else None
+    def _common_shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Returns the (shape, dtype) of arrays probed from all shards; None if they differ."""
+        common, _ = once(["shape of arrays", name], self.signatures, lambda: self._probe_shapes(name))
+        return (torch.Size(common[0]), getattr(torch, common[1])) if common else None
 
-    def _seen(self, name: str) -> Found:
-        """[shape, type] of these arrays; None where they differ."""
-        there = numpy.flatnonzero(self.places[name][:, 0] >= 0)
-        rows = there[numpy.unique(numpy.linspace(0, len(there) - 1, SAMPLED).astype(numpy.int64))]
-        seen = set()
+    def _probe_shapes(self, name: str) -> Found:
+        present = numpy.flatnonzero(self.positions[name][:, 0] >= 0)
+        rows = present[numpy.unique(numpy.linspace(0, len(present) - 1, PROBED_SAMPLES).astype(numpy.int64))]
+        forms = set()
         for content in self.raw(name, rows):
             try:
-                array = _array(content)
-                seen.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
-            except BROKEN:
-                continue  # told when it is read
-        return seen.pop() if len(seen) == 1 else None, []
+                array = _decode_array(content)
+            except DECODE_ERRORS:
+                continue  # reported when the row is read
+            forms.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
+        return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
-        """The bytes of one file of each sample."""
-        begins, ends = self.places[name][rows].T
+        """Returns the bytes of one file of each sample."""
+        begins, ends = self.positions[name][rows].T
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
             raise BadRow(row, self._where(row), f"it has no file that ends in .{name}")
-        return read_ranges(self.stamps, numpy.searchsorted(self._edges, rows, "right") - 1, begins, ends)
+        return read_ranges(self.signatures, self._shard_of(rows), begins, ends)
+
+    def _shard_of(self, rows: Any) -> Any:
+        return numpy.searchsorted(self._offsets, rows, "right") - 1
 
     def _where(self, row: int) -> str:
-        return f"{self.stamps[int(numpy.searchsorted(self._edges, row, 'right')) - 1][0]}, {self.keys[row]}"
+        return f"{self.signatures[int(self._shard_of(row))][0]}, {self.keys[row]}"
 
 
-def _walked(mark: list, tell: Tell) -> tuple[Found, str | None]:
-    """Where the files of each whole sample lie: {"keys" of the samples, "endings"}, and [sample, ending, begin, end] of each file."""
-    keys, endings, files, why = [], {}, [], None
+def _index_shard(signature: list, tell: Tell) -> tuple[Found, str | None]:
+    """Finds the files of every complete sample of a shard.
+
+    Returns:
+        ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the reason
+        why a damaged shard has no more samples.
+    """
+    keys: list[str] = []
+    extensions: dict[str, int] = {}
+    files: list[tuple[int, int, int, int]] = []
+    why = None
     try:
-        for key, parts in _samples(mark, tell):
-            for ending, place in parts.items():
-                files += len(keys), endings.setdefault(ending, len(endings)), *place
+        for key, parts in _samples(signature, tell):
+            for extension, (begin, end) in parts.items():
+                files.append((len(keys), extensions.setdefault(extension, len(extensions)), begin, end))
             keys.append(key)
-    except ConfigurationError as refused:
-        if not is_lost(mark[0], refused):
+    except ConfigurationError as error:
+        if not is_lost(signature[0], error):
             raise
-        why = str(refused)
-    return ({"keys": keys, "endings": [*endings]}, [numpy.array(files, numpy.int64).reshape(-1, 4)]), why
+        why = str(error)
+    array = numpy.array(files, numpy.int64).reshape(-1, 4)
+    return ({"keys": keys, "endings": [*extensions]}, [array]), why
 
 
-def _samples(mark: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """(key, {ending: (begin, end)}) of each sample of a shard."""
-    path = mark[0]
-    before, parts = None, {}
+def _samples(signature: list, tell: Tell) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+    """Yields (key, {extension: (begin, end)}) of each sample of a shard."""
+    path = signature[0]
+    current: str | None = None
+    parts: dict[str, tuple[int, int]] = {}
     try:
-        for number, (name, begin, end) in enumerate(members(whole(mark, tell))):
-            if number % TOLD == 0:
+        for index, (name, begin, end) in enumerate(members(whole(signature, tell))):
+            if index % MEMBERS_PER_REPORT == 0:
                 tell(begin)
-            _inside(path, name)
+            _check_inside(path, name)
             folder, slash, file = name.removeprefix("./").rpartition("/")
-            stem, dot, ending = file.partition(".")
-            if not dot or not stem or not ending or stem.startswith("__"):
-                continue  # a note about the shard, or a hidden file
-            key = f"{folder}{slash}{stem}"
-            if key != before and parts:
-                yield before, parts
+            stem, dot, extension = file.partition(".")
+            if not dot or not stem or not extension or stem.startswith("__"):
+                continue  # metadata of the shard, or a hidden file
+            key, extension = f"{folder}{slash}{stem}", extension.lower()
+            if current is not None and key != current and parts:
+                yield current, parts
                 parts = {}
-            if ending.lower() in parts:
-                raise ConfigurationError(
-                    f"{path} has two files {name}; a sample has each ending once, and its files stand together"
-                )
-            before, parts[ending.lower()] = key, (begin, end)
-    except Damaged as error:
+            if extension in parts:
+                why = f"{path} has two files {name}"
+                raise ConfigurationError(f"{why}; the files of a sample must be adjacent and have different extensions")
+            current, parts[extension] = key, (begin, end)
+    except DamagedTarError as error:
         raise FileMissingError(f"{path} {error}") from None
-    if parts:
-        yield before, parts
+    if current is not None and parts:
+        yield current, parts
 
 
-def _inside(path: str, name: str) -> None:
+def _check_inside(path: str, name: str) -> None:
     if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-        raise ConfigurationError(
-            f"{path} has a member {name!r}, whose path leads out of the folder; do not trust this file"
-        )
+        raise ConfigurationError(f"{path} has a member {name!r}, whose path leaves the archive; do not trust this file")
 
 
-def _wanted(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
-    known = {name for words, _ in samples for name in words["endings"]}
-    words, (files,) = next(some for some in samples if some[0]["keys"])
-    of_first = [words["endings"][ending] for _, ending, *_ in files[files[:, 0] == 0].tolist()]
-    names = [_ending(name) for name in (of_first if columns is None else columns)]
+def _select_columns(samples: list[Found], columns: Sequence[str] | None, target: str | None) -> list[str]:
+    known = {extension for info, _ in samples for extension in info["endings"]}
+    info, (files,) = next(index for index in samples if index[0]["keys"])
+    of_first = [info["endings"][extension] for _, extension, *_ in files[files[:, 0] == 0].tolist()]
+    names = [_extension(name) for name in (of_first if columns is None else columns)]
     for name in [*names, *([] if target is None else [target])]:
         if name not in known:
             raise ConfigurationError(f"no sample has a file that ends in .{name}{suggest(name, known)}")
     names = [name for name in names if name != target]
     if not names:
-        raise ConfigurationError(
-            "without another column than the target there is nothing to predict it from"
-            if target
-            else "no column was named"
-        )
+        why = f"no column is left besides the target {target!r}" if target else "columns= is empty"
+        raise ConfigurationError(f"{why}; name at least one column to predict from")
     return names if target is None else [*names, target]
 
 
-# ---- what is in a file
+# ---- content of files
 
 
-def _ending(name: str) -> str:
+def _extension(name: str) -> str:
     return name.lstrip(".").lower()
 
 
-def _column_of(ending: str, columns: list[str]) -> str | None:
-    """The column that files of an ending belong to."""
-    if ending in columns or _kind(ending) not in PICTURES:
-        return ending if ending in columns else None
-    stem = ending.rpartition(".")[0]
-    return next((name for name in columns if _kind(name) in PICTURES and name.rpartition(".")[0] == stem), None)
+def _column_of(extension: str, columns: list[str]) -> str | None:
+    """Returns the column to which files with this extension belong."""
+    if extension in columns or _type(extension) not in IMAGE_TYPES:
+        return extension if extension in columns else None
+    stem = extension.rpartition(".")[0]
+    return next((name for name in columns if _type(name) in IMAGE_TYPES and name.rpartition(".")[0] == stem), None)
 
 
-def _kind(name: str) -> str:
+def _type(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _array(content: bytes) -> torch.Tensor:
+def _decode_array(content: bytes) -> torch.Tensor:
     try:
         array = numpy.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except Exception as error:  # a damaged header is parsed as Python, which raises nearly anything
+    except Exception as error:  # NumPy parses the header as Python, so a damaged one raises nearly any type
         raise ValueError(format_error(error)) from None
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise ValueError(f"it holds {array.dtype}, not numbers")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))
 
 
-DECODERS: dict[str, Callable[[Any], Any]] = {
+DECODERS: dict[str, Callable[[bytes], Any]] = {
     "cls": lambda content: int(numpy.int64(int(content))),
-    "json": lambda content: json.loads(content),
+    "json": json.loads,
     "txt": lambda content: content.decode(),
-    "npy": _array,
+    "npy": _decode_array,
 }

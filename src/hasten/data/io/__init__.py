@@ -1,1 +1,1 @@
-"""Local and remote files: path resolution, byte ranges, change detection, and caches of what was found in files."""
+"""Local and remote files: path resolution, byte ranges, change detection, and caches of file lists and indexes."""

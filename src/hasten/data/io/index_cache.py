@@ -1,8 +1,8 @@
-"""Index cache: a file that does not state where its records are is read once, and the positions are cached.
+"""Index cache: a file without an index of its records is read once, and the positions of the records are cached.
 
-An index is valid as long as the file's size and version are; the file is then not read. Not cached is the index of a
-file that is damaged, that changed just now, or whose server states no version, and of small files. Building one that
-takes long reports progress.
+A cached index is valid while the size and the version of the file are the same; the file is then not read. Not cached
+are the indexes of small files, of damaged files, of files that changed within the last two seconds, and of remote
+files without a version. Progress is reported while a large file is read.
 """
 
 from __future__ import annotations
@@ -14,109 +14,112 @@ from time import perf_counter
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.cache.populate import noticing
-from hasten.data.io.metadata_cache import SETTLED, Found, load, store
+from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, Found, load, store
 from hasten.data.io.paths import file_signature, is_lost, is_remote
-from hasten.data.io.remote import AT_ONCE
+from hasten.data.io.remote import MAX_REQUESTS
 
-WORTH = 1_000_000  # bytes of the files; the index of smaller ones is not cached
+MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
-Tell = Callable[[int], None]  # called with the number of bytes of a file that have been read
-Walk = Callable[[list, Tell], tuple[Found, str | None]]
+Tell = Callable[[int], None]  # called with the number of bytes of the file that have been read
+BuildIndex = Callable[[list, Tell], tuple[Found, str | None]]
 
 
-def load_or_build_index(paths: list[str], of: list, walk: Walk) -> list[tuple[list, Found, str | None]]:
-    """The index of each file, from the cache or from reading it.
+def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, Found, str | None]]:
+    """Returns the index of each file, from the cache or from reading the file.
 
     Args:
-        of: what the index is of, as progress names it, and whatever else it depends on besides the file;
-        JSON-serializable.
-        walk: ``(stamp, tell) -> (index, why it is incomplete)``; the second is None for a file that is not damaged.
+        paths: The files.
+        key: What the index contains, as the progress message names it, and whatever it depends on besides the file;
+            JSON-serializable.
+        build: ``(signature, report) -> (index, reason why it is incomplete)``; the reason is None for an intact file.
 
     Returns:
-        (stamp, index, why it is incomplete or None) of each file.
+        (file signature, index, reason why it is incomplete or None) of each file.
     """
-    with ThreadPoolExecutor(min(len(paths), AT_ONCE)) as pool:  # a remote stamp takes a round trip
-        marks = list(pool.map(_marked, paths) if any(map(is_remote, paths)) else map(_marked, paths))
-    known = [_recalled(of, [mark]) for mark in marks]
-    ahead = [mark for mark, found in zip(marks, known, strict=True) if found is None]
-    where = ahead[0][0] if len(ahead) == 1 else f"{len(ahead)} files"
-    tell, passed, walks = _telling(f"finding the {of[0]} of {where}", sum(size or 0 for _, size, _ in ahead)), 0, []
-    for mark, found in zip(marks, known, strict=True):
-        why = None
-        if found is None:
-            began = time.time_ns()
-            found, why = walk(mark, lambda position, passed=passed: tell(passed + position))
-            passed += mark[1] or 0
-            tell(passed)
-            if why is None:
-                _keep(of, [mark], found, began)
-        walks.append((mark, found, why))
-    return walks
+    with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
+        signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))
+    cached = [_load(key, [signature]) for signature in signatures]
+    missing = [signature for signature, index in zip(signatures, cached, strict=True) if index is None]
+    files = missing[0][0] if len(missing) == 1 else f"{len(missing)} files"
+    report = _progress_reporter(f"finding the {key[0]} of {files}", sum(size or 0 for _, size, _ in missing))
+    done, results = 0, []
+    for signature, index in zip(signatures, cached, strict=True):
+        damage = None
+        if index is None:
+            start_ns = time.time_ns()
+            index, damage = build(signature, lambda position, done=done: report(done + position))
+            done += signature[1] or 0
+            report(done)
+            if damage is None:
+                _store(key, [signature], index, start_ns)
+        results.append((signature, index, damage))
+    return results
 
 
-def once(of: list, marks: list[list], find: Callable[[], Found]) -> Found:
-    """``find()``, or its cached result if the files with these stamps have not changed since."""
-    if (found := _recalled(of, marks)) is None:
-        began = time.time_ns()
-        found = find()
-        _keep(of, marks, found, began)
-    return found
+def once(key: list, signatures: list[list], compute: Callable[[], Found]) -> Found:
+    """Returns ``compute()``, or its cached result if the files with these signatures have not changed since."""
+    entry = _load(key, signatures)
+    if entry is None:
+        start_ns = time.time_ns()
+        entry = compute()
+        _store(key, signatures, entry, start_ns)
+    return entry
 
 
-def _marked(path: str) -> list:
-    """The stamp of a file. A missing file gets an empty one: reading it raises the reason."""
+def _signature(path: str) -> list:
+    """The signature of a file. A missing file gets an empty one: reading it raises the error."""
     try:
         return file_signature(path)
-    except ConfigurationError as refused:
-        if not is_lost(path, refused):
+    except ConfigurationError as error:
+        if not is_lost(path, error):
             raise
         return [path, 0, None]
 
 
-# ---- cached, as long as the files are the same
+# ---- cache entries
 
 
-def _recalled(of: list, marks: list[list]) -> Found | None:
-    entry = load(_key(of, marks)) if _is_worth_it(marks) else None
-    if entry is None or entry[0]["files"] != _versions(marks):
+def _load(key: list, signatures: list[list]) -> Found | None:
+    entry = load(_entry_key(key, signatures)) if _is_cacheable(signatures) else None
+    if entry is None or entry[0]["files"] != _versions(signatures):
         return None
     return entry[0]["found"], entry[1]
 
 
-def _keep(of: list, marks: list[list], found: Found, began: int) -> None:
-    """Caches what was found, unless a local file can have changed since ``began`` without a new modification time."""
-    newest = max(
-        (max(version) for _, _, version in marks if isinstance(version, list)), default=0
-    )  # servers' clocks may differ
-    if _is_worth_it(marks) and newest < began - SETTLED:
-        store(_key(of, marks), {"files": _versions(marks), "found": found[0]}, found[1])
+def _store(key: list, signatures: list[list], entry: Found, start_ns: int) -> None:
+    """Caches an entry, unless a local file can have changed since ``start_ns`` without a new modification time."""
+    times = (max(version) for _, _, version in signatures if isinstance(version, list))  # a server's clock may differ
+    if _is_cacheable(signatures) and max(times, default=0) < start_ns - TIMESTAMP_GRANULARITY_NS:
+        store(_entry_key(key, signatures), {"files": _versions(signatures), "found": entry[0]}, entry[1])
 
 
-def _key(of: list, marks: list[list]) -> list:
-    return [*of, [path for path, _, _ in marks]]
+def _entry_key(key: list, signatures: list[list]) -> list:
+    return [*key, [path for path, _, _ in signatures]]
 
 
-def _versions(marks: list[list]) -> list[list]:
+def _versions(signatures: list[list]) -> list[list]:
     """Sizes and versions, without the addresses, which may contain passwords."""
-    return [mark[1:] for mark in marks]
+    return [signature[1:] for signature in signatures]
 
 
-def _is_worth_it(marks: list[list]) -> bool:
-    return all(version is not None for _, _, version in marks) and sum(size or 0 for _, size, _ in marks) >= WORTH
+def _is_cacheable(signatures: list[list]) -> bool:
+    size = sum(size or 0 for _, size, _ in signatures)
+    return size >= MIN_BYTES and all(version is not None for _, _, version in signatures)
 
 
 # ---- progress
 
 
-def _telling(what: str, total: int) -> Tell:
-    """``tell(bytes read so far)`` gives a Notice with pace and time left now and then, if there is long to wait."""
-    watch, began, behind = noticing(), perf_counter(), 0
+def _progress_reporter(message: str, total: int) -> Tell:
+    """Returns ``report(bytes read so far)``, which warns now and then with the rate and the time left."""
+    watch, start, position = noticing(), perf_counter(), 0
 
-    def tell(passed: int) -> None:
-        nonlocal behind
-        behind = min(max(behind, passed), total)  # downloading and then reading the same bytes reports them twice
-        if behind:
-            spent = max(perf_counter() - began, 1e-9)
-            watch(f"{what}, {behind / spent / 1e6:,.0f} MB/s", behind / total, spent * (total - behind) / behind)
+    def report(done: int) -> None:
+        nonlocal position
+        position = min(max(position, done), total)  # downloading and then reading the same bytes reports them twice
+        if position:
+            elapsed = max(perf_counter() - start, 1e-9)
+            rate = f"{message}, {position / elapsed / 1e6:,.0f} MB/s"
+            watch(rate, position / total, elapsed * (total - position) / position)
 
-    return tell
+    return report

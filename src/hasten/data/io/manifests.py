@@ -1,8 +1,8 @@
-"""The list of files in a folder, cached: opening a million images takes an instant the second time.
+"""Cached lists of the files in a folder: opening a million images takes an instant the second time.
 
-A cached list is valid as long as the modification time of every folder in it is the same: adding, removing or renaming
-a file changes that of its folder. Overwriting a file does not, nor does it change the list. Remote folders are listed
-every time, as they have no such times.
+A cached list is valid while the modification time of every folder in it is the same. Adding, removing or renaming a
+file changes the time of its folder; overwriting a file changes neither that time nor the list. Remote folders have no
+such times and are listed every time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.io.dir_walk import walk
-from hasten.data.io.metadata_cache import SETTLED, load, store
+from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, load, store
 
-WORTH = 1000  # files; the list of a smaller folder is not cached
+MIN_FILES = 1000  # the list of a smaller folder is not cached
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files by index, in arrays that forked processes share: they would copy a million ``str`` when reading them.
+    """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read.
 
     Attributes:
-        root: the common beginning of all paths; may be empty.
-        folders: relative to the root, sorted.
-        parents: index of each file's folder, int32, shape (files,).
-        letters: all file names one after the other, UTF-8, uint8.
-        ends: the end of each name in ``letters``, int64, shape (files,).
+        root: The common beginning of all paths; may be empty.
+        folders: Relative to the root, sorted.
+        parents: Index of each file's folder, int32, shape (files,).
+        letters: All file names, one after the other, UTF-8, uint8.
+        ends: The end of each name in ``letters``, int64, shape (files,).
     """
 
     root: str
@@ -58,55 +58,56 @@ class Manifest:
 
 
 def manifest_of(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
-    """The files below a folder whose names end in one of the suffixes, sorted by folder and name.
+    """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
 
     Raises:
-        Refusal: there is none, or a folder cannot be read.
+        ConfigurationError: There is none, or a folder cannot be read.
     """
     root = os.path.abspath(folder)
     key = ["files in a folder", root, suffixes]
-    manifest = _recalled(key, root)
+    manifest = _load(key, root)
     if manifest is None:
-        began, files, times = time.time_ns(), {}, {}
-        for inner, time_ns, names in walk(root):
-            files[inner], times[inner] = [name for name in names if name.lower().endswith(suffixes)], time_ns
-        manifest = _made(root, files)
-        if len(manifest) >= WORTH and max(times.values()) < began - SETTLED:
-            store(
-                key, {"folders": manifest.folders, "times": times}, [manifest.parents, manifest.letters, manifest.ends]
-            )
+        start_ns, files, times = time.time_ns(), {}, {}
+        for path, modified_ns, names in walk(root):
+            files[path], times[path] = [name for name in names if name.lower().endswith(suffixes)], modified_ns
+        manifest = _build(root, files)
+        if len(manifest) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
+            arrays = [manifest.parents, manifest.letters, manifest.ends]
+            store(key, {"folders": manifest.folders, "times": times}, arrays)
     if not len(manifest):
         raise ConfigurationError(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
     return manifest
 
 
 def manifest_of_paths(paths: Iterable[str]) -> Manifest:
-    """Files given by their paths."""
+    """Returns the manifest of files given by their paths."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
         files.setdefault(folder, []).append(name)
-    return _made("", files)
+    return _build("", files)
 
 
-def _made(root: str, files: dict[str, list[str]]) -> Manifest:
+def _build(root: str, files: dict[str, list[str]]) -> Manifest:
     folders = sorted(folder for folder, names in files.items() if names)
     names = [os.fsencode(name) for folder in folders for name in sorted(files[folder])]
+    counts = [len(files[folder]) for folder in folders]
     return Manifest(
         root=root,
         folders=folders,
-        parents=numpy.repeat(numpy.arange(len(folders), dtype=numpy.int32), [len(files[folder]) for folder in folders]),
+        parents=numpy.repeat(numpy.arange(len(folders), dtype=numpy.int32), counts),
         letters=numpy.frombuffer(b"".join(names), numpy.uint8),
         ends=numpy.cumsum(numpy.fromiter(map(len, names), numpy.int64, len(names))),
     )
 
 
-def _recalled(key: list, root: str) -> Manifest | None:
-    """The cached list, if no folder has changed since."""
+def _load(key: list, root: str) -> Manifest | None:
+    """The cached list, if no folder in it has changed since."""
     entry = load(key)
+    if entry is None:
+        return None
+    info, arrays = entry
     with suppress(OSError):
-        if entry is not None and all(
-            os.stat(os.path.join(root, inner)).st_mtime_ns == then for inner, then in entry[0]["times"].items()
-        ):
-            return Manifest(root, entry[0]["folders"], *entry[1])
+        if all(os.stat(os.path.join(root, path)).st_mtime_ns == ns for path, ns in info["times"].items()):
+            return Manifest(root, info["folders"], *arrays)
     return None

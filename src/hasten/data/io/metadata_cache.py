@@ -1,8 +1,7 @@
-"""Metadata cache: what took long to find out about files, stored in the user's cache directory for the next start.
+"""Metadata cache: stores file lists and indexes in the user's cache directory for later processes.
 
-An entry is JSON followed by plain arrays, under a hash of its key and its content. An entry that is damaged, truncated
-or stored under another key is ignored as if it did not exist. Loading executes no code. joblib and diskcache would
-pickle.
+An entry is JSON followed by NumPy arrays, preceded by a hash of its key and content. A damaged or truncated entry, or
+one stored under another key, counts as missing. Loading executes no code; joblib and diskcache would use pickle.
 """
 
 from __future__ import annotations
@@ -20,24 +19,22 @@ import numpy
 
 from hasten.data.cache.cache_disk import default_folder
 
-FORM = 2  # version of the format, and of the code that computes the content
-SETTLED = (
-    2_000_000_000  # nanoseconds: a file that changed more recently may change again without a new modification time
-)
-HASH = 16  # bytes
-TROUBLE = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
+FORMAT = 2  # version of the file format, and of the code that computes the content
+TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp
+HASH_BYTES = 16
+ERRORS = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 
 Found = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
-def load(about: list) -> Found | None:
-    """The entry under a key; None if there is none, or a damaged one."""
-    key = _key(about)
-    with suppress(*TROUBLE):
-        content = _place(key).read_bytes()
-        if content[:HASH] == _hash(key, memoryview(content)[HASH:]):
+def load(key: list) -> Found | None:
+    """Returns the entry under a key, or None if it is missing or damaged."""
+    key_bytes = _key_bytes(key)
+    with suppress(*ERRORS):
+        content = _path(key_bytes).read_bytes()
+        if content[:HASH_BYTES] == _hash(key_bytes, memoryview(content)[HASH_BYTES:]):
             file = io.BytesIO(content)
-            file.seek(HASH)
+            file.seek(HASH_BYTES)
             arrays = []
             while file.tell() < len(content):
                 arrays.append(numpy.load(file, allow_pickle=False))
@@ -45,37 +42,37 @@ def load(about: list) -> Found | None:
     return None
 
 
-def store(about: list, words, arrays: list[numpy.ndarray]) -> None:
+def store(key: list, data: Any, arrays: list[numpy.ndarray]) -> None:
     """Stores an entry, written to a temporary file and renamed. If that fails, nothing is stored and nothing is raised.
 
     Args:
-        about: the key, JSON-serializable.
-        words: JSON-serializable data.
-        arrays: of any shape and number type.
+        key: JSON-serializable.
+        data: JSON-serializable.
+        arrays: Of any shape and numeric dtype.
     """
-    key, content = _key(about), io.BytesIO()
-    for array in (numpy.frombuffer(json.dumps(words).encode(), numpy.uint8), *arrays):
+    key_bytes, content = _key_bytes(key), io.BytesIO()
+    for array in (numpy.frombuffer(json.dumps(data).encode(), numpy.uint8), *arrays):
         numpy.save(content, array, allow_pickle=False)
-    with suppress(*TROUBLE):
-        path = _place(key)
+    with suppress(*ERRORS):
+        path = _path(key_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{uuid4().hex}")
         try:
-            temporary.write_bytes(_hash(key, content.getbuffer()) + content.getbuffer())
+            temporary.write_bytes(_hash(key_bytes, content.getbuffer()) + content.getbuffer())
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _key(about: list) -> bytes:
-    return json.dumps([FORM, *about]).encode()
+def _key_bytes(key: list) -> bytes:
+    return json.dumps([FORMAT, *key]).encode()
 
 
-def _place(key: bytes) -> Path:
+def _path(key: bytes) -> Path:
     return default_folder() / "manifests" / f"{_hash(key, b'').hex()}.manifest"
 
 
-def _hash(key: bytes, content) -> bytes:
-    digest = hashlib.blake2b(key, digest_size=HASH)
+def _hash(key: bytes, content: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(key, digest_size=HASH_BYTES)
     digest.update(content)
     return digest.digest()

@@ -18,60 +18,56 @@ from typing import BinaryIO
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
-from hasten.data.io.dir_walk import Mark, entries, is_folder, matcher, walk
+from hasten.data.io.dir_walk import FolderId, entries, is_folder, matcher, walk
 
-NUMBERS = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
-BLAMING = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.ELOOP,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EINVAL,
-)  # the fault of a file, not the machine
-MAPPED = 128  # files that stay mapped: each counts towards the process's limit of open files, usually 1,024
+NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
+# Errors of one file, as opposed to errors of the machine or the disk.
+BLAMING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EINVAL)
+MAX_MAPPED_FILES = 128  # each counts towards the process's limit of open files, usually 1,024
 
 
 class FileMissingError(ConfigurationError):
-    """A file is missing, unreadable or damaged. Where there are other files, it counts as a bad row."""
+    """A file is missing, unreadable or damaged. If there are other files, it counts as a bad row."""
 
 
 def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
-    """All files that some paths or patterns select, sorted, each once.
+    """Returns all files that some paths or patterns select, sorted, each once.
 
     Args:
-        patterns: files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range
-            of numbers), local or remote. A folder, also one that a pattern matches, stands for all files below it
-            except hidden ones; one that links lead to as well is read once.
-        suffixes: endings (``.parquet``) of the files that a folder stands for; empty for all.
+        patterns: Files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range
+            of numbers), local or remote. A folder, also one that a pattern matches, selects all files below it except
+            hidden ones. A folder that is also reachable through links is read once.
+        suffixes: Endings (``.parquet``) of the files that a folder selects; empty for all.
 
     Raises:
-        Refusal: a pattern matches nothing, a file does not exist, or the file system cannot be reached.
+        ConfigurationError: A pattern matches nothing, or a file or folder cannot be read.
+        RunError: A server did not answer.
     """
     patterns = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     if not patterns:
-        raise ConfigurationError("no file was named")
+        raise ConfigurationError("no file was given")
+    suffixes = tuple(suffix.lower() for suffix in suffixes)
     files: set[str] = set()
     for pattern in patterns:
         if not isinstance(pattern, (str, os.PathLike)):
-            raise ConfigurationError(f"a file is named by a text or a path, not by {pattern!r:.80}")
+            raise ConfigurationError(f"a file is given by a str or a Path, not by {pattern!r:.80}")
         if not os.fspath(pattern):
-            raise ConfigurationError("a file was named by an empty text")
+            raise ConfigurationError("a file was given by an empty str")
         matches = remote.matches if is_remote(pattern) else _local_matches
-        for each in _expanded(plain(pattern)):
-            some = set(matches(each, tuple(suffix.lower() for suffix in suffixes)))
-            if not some:
-                raise ConfigurationError(_nothing(each, suffixes))
-            files |= some
+        for expanded in _expand_numbers(plain(pattern)):
+            selected = set(matches(expanded, suffixes))
+            if not selected:
+                raise ConfigurationError(_no_match_message(expanded, suffixes))
+            files |= selected
     return sorted(files)
 
 
 def open_file(path: str) -> BinaryIO:
-    """A file opened for reading bytes at any position.
+    """Opens a file for reading bytes at any position.
 
     Raises:
-        Refusal: it does not exist, or may not be read.
-        Failure: its server did not answer four times.
+        ConfigurationError: It does not exist, or access is denied.
+        RunError: Its server failed four times.
     """
     if is_remote(path):
         return io.BufferedReader(remote.RemoteFile(path), 1 << 20)
@@ -82,24 +78,24 @@ def open_file(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """The bytes of a local file, mapped into memory read-only. Truncating the file kills its readers (SIGBUS).
+    """Maps a local file into memory, read-only. Truncating the file kills its readers (SIGBUS).
 
     Raises:
-        Refusal: it does not exist, or may not be read.
+        ConfigurationError: It does not exist, or access is denied.
     """
     _, size, version = file_signature(path)
     return _mapped(path, size, *version)
 
 
 def file_signature(path: str) -> list:
-    """[path, size in bytes, version], which changes when the file does.
+    """Returns [path, size in bytes, version], which changes when the file does.
 
-    The version of a local file is [modification time, change time] in nanoseconds. The change time cannot be set back.
-    The inode number adds nothing, and some network file systems assign new ones every day.
+    The version of a local file is [modification time, change time] in nanoseconds; programs cannot set the change time
+    back. The inode number is left out: some network file systems assign new ones every day.
 
     Raises:
-        Refusal: it does not exist.
-        Failure: its server did not answer.
+        ConfigurationError: The file does not exist.
+        RunError: Its server did not answer.
     """
     if is_remote(path):
         return remote.remote_signature(path)
@@ -110,144 +106,143 @@ def file_signature(path: str) -> list:
     return [os.path.abspath(path), info.st_size, [info.st_mtime_ns, info.st_ctime_ns]]
 
 
-def check_unchanged(path: str, before: list) -> None:
-    """Checks that a file has not changed since its stamp was taken.
+def check_unchanged(path: str, signature: list) -> None:
+    """Checks that a file has not changed since its signature was taken.
 
     Raises:
-        Failure: it changed, or was removed.
+        RunError: It changed, or is no longer readable.
     """
     try:
-        same = _content(file_signature(path)) == _content(before)
-    except ConfigurationError as gone:
-        raise RunError(f"{path} went away while it was being read: {gone}") from None
-    if not same:
-        raise RunError(f"{path} changed while it was being read; start again when nobody writes to it")
+        is_same = _content_version(file_signature(path)) == _content_version(signature)
+    except ConfigurationError as error:
+        raise RunError(f"{path} became unreadable while it was being read: {error}") from None
+    if not is_same:
+        raise RunError(f"{path} changed while it was being read; start again when no process writes to it")
 
 
-def _content(stamp: list) -> tuple:
-    """(size, version) without the change time of a local file, which changes also when a backup links to the file."""
-    _, size, version = stamp
+def _content_version(signature: list) -> tuple:
+    """(size, version) without the change time of a local file, which also changes when a backup links to the file."""
+    _, size, version = signature
     return size, version[0] if isinstance(version, list) else version
 
 
-def is_lost(path: str, refused: ConfigurationError) -> bool:
-    """Whether an error is the fault of one file: it is missing, unreadable or damaged.
+def is_lost(path: str, error: ConfigurationError) -> bool:
+    """Whether an error is limited to one file: it is missing, unreadable or damaged.
 
-    An expired login, missing software and a wrong delimiter are not: every file would fail.
+    An expired login, a missing package or a wrong delimiter is not: every file would fail.
     """
     if is_remote(path):
-        return isinstance(refused, (FileMissingError, remote.NotFoundError))
-    return (
-        isinstance(refused, FileMissingError) or getattr(refused.__context__, "errno", None) in BLAMING
-    )  # an OSError behind it
+        return isinstance(error, (FileMissingError, remote.NotFoundError))
+    return isinstance(error, FileMissingError) or getattr(error.__context__, "errno", None) in BLAMING
 
 
 def is_remote(path: str | Path) -> bool:
+    """Whether a path is an address with a scheme other than ``file``."""
     return "://" in str(path) and not str(path).startswith("file://")
 
 
 def plain(pattern: str | Path) -> str:
-    """A path as text, a local one without ``file://`` and with ``~`` expanded."""
+    """Returns a path as str, a local one without ``file://`` and with ``~`` expanded."""
     text = os.fspath(pattern)
     return text if is_remote(text) else os.path.expanduser(text.removeprefix("file://"))
 
 
-def _expanded(pattern: str) -> Iterator[str]:
-    """A pattern for each number of ``{000..099}``, as WebDataset's users name their shards."""
-    if (numbers := NUMBERS.search(pattern)) is None:
+def _expand_numbers(pattern: str) -> Iterator[str]:
+    """Yields the pattern for each number of ``{000..099}``, the usual notation for WebDataset shards."""
+    if (match := NUMBER_RANGE.search(pattern)) is None:
         yield pattern
         return
-    first, last = numbers.groups()
+    first, last = match.groups()
     if int(last) < int(first):
-        raise ConfigurationError(f"{numbers[0]} in {pattern} counts backwards; say {{{last}..{first}}}")
+        raise ConfigurationError(f"{match[0]} in {pattern} counts backwards; write {{{last}..{first}}}")
     for number in range(int(first), int(last) + 1):
-        yield from _expanded(f"{pattern[: numbers.start()]}{number:0{len(first)}}{pattern[numbers.end() :]}")
+        yield from _expand_numbers(f"{pattern[: match.start()]}{number:0{len(first)}}{pattern[match.end() :]}")
 
 
 def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     if os.path.isfile(pattern):
         yield pattern
     elif os.path.isdir(pattern):
-        yield from (path + name for path, names in _inside(pattern, set()) for name in names if _wanted(name, suffixes))
+        for path, names in _walk_files(pattern, set()):
+            yield from (path + name for name in names if _has_suffix(name, suffixes))
     elif has_magic(pattern):
-        yield from _globbed(pattern, suffixes)
+        yield from _glob(pattern, suffixes)
 
 
-def _inside(folder: str, met: set[Mark]) -> Iterator[tuple[str, list[str]]]:
-    """(path with a slash at its end, names of the files) of a folder and every folder in it that is not in ``met``."""
-    return ((os.path.join(folder, inner, ""), names) for inner, _, names in walk(folder, met))
+def _walk_files(folder: str, visited: set[FolderId]) -> Iterator[tuple[str, list[str]]]:
+    """(path ending in a slash, names of the files) of a folder and every folder in it that is not in ``visited``."""
+    return ((os.path.join(folder, path, ""), names) for path, _, names in walk(folder, visited))
 
 
-def _wanted(name: str, suffixes: tuple[str, ...]) -> bool:
+def _has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
     return not suffixes or name.lower().endswith(suffixes)
 
 
-def _globbed(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+def _glob(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     """The files that a pattern selects, and those below the folders that it selects, each once.
 
-    A folder is read under its own name where that is selected too, and under a link's otherwise. The types of entries
-    come with the listing, without a ``stat`` for each file: a million files take a second.
+    A folder that is selected by its own name and by a link is read by its own name. The types of entries come with the
+    listing, without a ``stat`` for each file: a million files take a second.
     """
-    folder, name = os.path.split(pattern)
-    matches, searched, folders = matcher("*" if name == "**" else name), {}, []
-    for each in _once(_folders(folder), searched):
-        for entry in entries(each):
+    parent, name = os.path.split(pattern)
+    matches, searched, selected = matcher("*" if name == "**" else name), {}, []
+    for folder in _unique_folders(_glob_folders(parent), searched):
+        for entry in entries(folder):
             if matches(entry.name):
-                path = os.path.join(each, entry.name)
+                path = os.path.join(folder, entry.name)
                 if is_folder(entry):
-                    folders.append((entry.is_symlink(), path))
+                    selected.append((entry.is_symlink(), path))
                 else:
                     yield path
-    selected = {path for _, path in folders}
-    passed = {mark for mark, each in searched.items() if not any(above in selected for above in _upwards(each))}
-    met = set(passed)
-    for _, each in sorted(folders):
-        if (mark := _mark(each)) in passed:  # selected through a link
-            passed.remove(mark)
-            met.remove(mark)
-        for path, names in _inside(each, met):
-            was_searched = _mark(path) in searched
-            yield from (
-                path + name for name in names if _wanted(name, suffixes) and not (was_searched and matches(name))
-            )
+    selected_paths = {path for _, path in selected}
+    # Folders whose matching files have been yielded, and that are not to be walked as part of a selected folder.
+    skipped = {key for key, path in searched.items() if not any(above in selected_paths for above in _parents(path))}
+    visited = set(skipped)
+    for _, folder in sorted(selected):
+        if (key := _folder_id(folder)) in skipped:  # selected through a link
+            skipped.remove(key)
+            visited.remove(key)
+        for path, names in _walk_files(folder, visited):
+            was_searched = _folder_id(path) in searched
+            names = (name for name in names if _has_suffix(name, suffixes) and not (was_searched and matches(name)))
+            yield from (path + name for name in names)
 
 
-def _upwards(folder: str) -> Iterator[str]:
-    """A folder and its parents, as far as its path names them."""
+def _parents(folder: str) -> Iterator[str]:
+    """A folder and its parents, as far as its path contains them."""
     while folder:
         yield folder
         above = os.path.dirname(folder)
         folder = above if above != folder else ""
 
 
-def _folders(pattern: str) -> Iterator[str]:
+def _glob_folders(pattern: str) -> Iterator[str]:
     """The folders that a pattern selects; ``**`` is any depth."""
     if not has_magic(pattern):
         if os.path.isdir(pattern or "."):
             yield pattern
         return
-    above, name = os.path.split(pattern)
+    parent, name = os.path.split(pattern)
     matches = matcher(name)
-    for each in _folders(above):
+    for folder in _glob_folders(parent):
         if name == "**":
-            yield from (os.path.join(each, inner) if inner else each for inner, _, _ in walk(each))
+            yield from (os.path.join(folder, path) if path else folder for path, _, _ in walk(folder))
         elif has_magic(name):
-            yield from (
-                os.path.join(each, entry.name) for entry in entries(each) if matches(entry.name) and is_folder(entry)
-            )
-        elif os.path.isdir(os.path.join(each, name)):
-            yield os.path.join(each, name)
+            found = (entry.name for entry in entries(folder) if matches(entry.name) and is_folder(entry))
+            yield from (os.path.join(folder, each) for each in found)
+        elif os.path.isdir(os.path.join(folder, name)):
+            yield os.path.join(folder, name)
 
 
-def _once(folders: Iterable[str], met: dict[Mark, str]) -> Iterator[str]:
-    """Each folder once, under its own name rather than a link's; it is added to ``met``."""
-    for folder in sorted(folders, key=lambda each: (os.path.realpath(each) != os.path.abspath(each), each)):
-        if (mark := _mark(folder)) not in met:
-            met[mark] = folder
+def _unique_folders(folders: Iterable[str], visited: dict[FolderId, str]) -> Iterator[str]:
+    """Yields each folder once, by its own name rather than a link's, and adds it to ``visited``."""
+    for folder in sorted(folders, key=lambda path: (os.path.realpath(path) != os.path.abspath(path), path)):
+        if (key := _folder_id(folder)) not in visited:
+            visited[key] = folder
             yield folder
 
 
-def _mark(folder: str) -> Mark:
+def _folder_id(folder: str) -> FolderId:
     try:
         info = os.stat(folder or ".")
     except OSError as error:
@@ -255,31 +250,31 @@ def _mark(folder: str) -> Mark:
     return info.st_dev, info.st_ino
 
 
-def _nothing(pattern: str, suffixes: tuple[str, ...]) -> str:
+def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
     """Why a pattern selects no file, and which similar names exist."""
     if is_remote(pattern):
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
-        return (
-            f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}"
-            if suffixes
-            else f"the folder {pattern} is empty"
-        )
+        if suffixes:
+            return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}"
+        return f"the folder {pattern} is empty"
     if os.path.exists(pattern):
-        return f"{pattern} is no regular file"
+        return f"{pattern} is not a regular file"
     if os.path.islink(pattern):
-        return f"{pattern} is a link that leads nowhere"
+        return f"{pattern} is a link to a missing file"
     folder, name = os.path.split(pattern)
-    what = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
-    if has_magic(folder) or not os.path.isdir(folder or "."):
-        return what if has_magic(folder) else f"{what}: there is no folder {folder}"
-    there = [entry.name for entry in entries(folder)]
-    return what + (
-        suggest(name, sorted(there)[:20] if has_magic(name) else there) if there else ": the folder is empty"
-    )
+    message = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
+    if has_magic(folder):
+        return message
+    if not os.path.isdir(folder or "."):
+        return f"{message}: there is no folder {folder}"
+    names = [entry.name for entry in entries(folder)]
+    if not names:
+        return f"{message}: the folder is empty"
+    return message + suggest(name, sorted(names)[:20] if has_magic(name) else names)
 
 
-@lru_cache(maxsize=MAPPED)
+@lru_cache(maxsize=MAX_MAPPED_FILES)
 def _mapped(path: str, size: int, *version: int) -> memoryview:
     if not size:
         return memoryview(b"")  # an empty file cannot be mapped

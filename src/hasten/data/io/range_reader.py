@@ -1,12 +1,12 @@
-"""Reads byte ranges of local and remote files, safe in several threads and processes at once.
+"""Reads byte ranges of local and remote files; safe in several threads and processes at once.
 
 Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads
-it. A local file is checked for changes at every read; a remote one every ``SECONDS_BETWEEN_LOOKS``, because that takes
-a request.
+it. A local file is checked for changes at every read; a remote file, where a check is a request, every
+``REMOTE_CHECK_INTERVAL_S``.
 
-Remote ranges that lie apart, as shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A single range,
-as rows in order are, is read through an open file with fsspec's read-ahead cache: the next batch is then usually here
-already.
+Remote ranges that lie apart, as those of shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A
+single range, as of rows in order, is read through an open file with fsspec's read-ahead cache, which usually contains
+the next batch already.
 """
 
 from __future__ import annotations
@@ -26,52 +26,57 @@ from hasten.core.errors import RunError
 from hasten.data.io import remote
 from hasten.data.io.paths import check_unchanged, is_remote, mapped_bytes, open_file
 
-SECONDS_BETWEEN_LOOKS = 10.0  # between two checks of a remote file, in each thread
+REMOTE_CHECK_INTERVAL_S = 10.0  # between two checks of a remote file, in each thread
 GAP, LONGEST = 64 << 10, 16 << 20  # bytes: remote ranges at most GAP apart are merged, up to LONGEST
-OPEN = 16  # remote files that a thread keeps open: each holds some megabytes of read-ahead
-PIECE = 4 << 20  # bytes of a whole remote file that are requested at a time
+MAX_OPEN_FILES = 16  # remote files that a thread keeps open; each holds some megabytes of read-ahead
+DOWNLOAD_CHUNK = 4 << 20  # bytes of a whole remote file that are requested at a time
 
-_own = threading.local()  # each thread has its own open remote files: {path: (stamp, time of the last check, file)}
+_thread = threading.local()  # open remote files of each thread: {path: (signature, time of the last check, file)}
 
 
-def read_ranges(stamps: list[list], files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray) -> list[bytes]:
-    """The bytes of some ranges, in the order asked for.
+def read_ranges(
+    signatures: list[list], files: numpy.ndarray, begins: numpy.ndarray, ends: numpy.ndarray
+) -> list[bytes]:
+    """Returns the bytes of some ranges, in the given order.
 
     Args:
-        stamps: of all files, as they were when the positions were found.
-        files: int64, shape (n,): the index of each range's file in ``stamps``.
-        begins, ends: int64, shape (n,): each range's position in its file, in bytes.
+        signatures: Of all files, taken when the positions were found.
+        files: Index of each range's file in ``signatures``, int64, shape (n,).
+        begins: First byte of each range in its file, int64, shape (n,).
+        ends: End of each range in its file, exclusive, int64, shape (n,).
 
     Raises:
-        Failure: a file has changed since its stamp was taken, or cannot be read.
+        RunError: A file has changed since its signature was taken, or cannot be read.
     """
     parts = [b""] * len(files)
-    remote_files = [file for file in numpy.unique(files).tolist() if is_remote(stamps[file][0])]
-    for file in numpy.unique(files).tolist():
+    unique_files = numpy.unique(files).tolist()
+    remote_files = [file for file in unique_files if is_remote(signatures[file][0])]
+    for file in unique_files:
         if file not in remote_files:
-            with _local_reader(stamps[file]) as read:
+            with _local_reader(signatures[file]) as read:
                 for index in numpy.flatnonzero(files == file).tolist():
-                    parts[index] = _read_fully(read, stamps[file][0], int(begins[index]), int(ends[index]))
+                    parts[index] = _read_fully(read, signatures[file][0], int(begins[index]), int(ends[index]))
     if remote_files:
         indices = numpy.flatnonzero(numpy.isin(files, remote_files))
         ranges = zip(files[indices].tolist(), begins[indices].tolist(), ends[indices].tolist(), strict=True)
-        for index, part in zip(indices.tolist(), _read_remote(stamps, list(ranges)), strict=True):
+        for index, part in zip(indices.tolist(), _read_remote(signatures, list(ranges)), strict=True):
             parts[index] = part
     return parts
 
 
-def _read_remote(stamps: list[list], ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
-    """The bytes of remote ranges (file, begin, end); those that lie close together are requested as one."""
+def _read_remote(signatures: list[list], ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
+    """The bytes of remote ranges (file, begin, end); ranges that lie close together are merged into one request."""
     from fsspec.utils import merge_offset_ranges
 
     merged = list(zip(*merge_offset_ranges(*map(list, zip(*ranges, strict=True)), GAP, LONGEST), strict=True))
-    contents: list[bytes | None] = [None] * len(merged)
+    fetched: list[bytes | None] = [None] * len(merged)
     if len(merged) > 1:
-        _check_oldest([stamps[file] for file in dict.fromkeys(file for file, _, _ in merged)])
-        contents = remote.fetch_ranges([(stamps[file][0], begin, end) for file, begin, end in merged])
-    for index, (file, begin, end) in enumerate(merged):
-        if contents[index] is None:  # read alone: as a stream; or again, with retries and a clear error
-            contents[index] = _read_stream(stamps[file], begin, end)
+        _check_oldest([signatures[file] for file in dict.fromkeys(file for file, _, _ in merged)])
+        fetched = remote.fetch_ranges([(signatures[file][0], begin, end) for file, begin, end in merged])
+    contents = [  # a single range is read as a stream; so is a failed one, with retries and a clear error
+        _read_stream(signatures[file], begin, end) if content is None else content
+        for (file, begin, end), content in zip(merged, fetched, strict=True)
+    ]
     starts = [(file, begin) for file, begin, _ in merged]
     for file, begin, end in ranges:
         index = bisect_right(starts, (file, begin)) - 1
@@ -79,24 +84,24 @@ def _read_remote(stamps: list[list], ranges: list[tuple[int, int, int]]) -> Iter
         yield contents[index][begin - offset : end - offset]
 
 
-def whole(stamp: list, tell: Callable[[int], None]) -> memoryview:
-    """All bytes of a file; those of a local file are mapped. ``tell`` is called with the bytes downloaded so far."""
-    path, content = stamp[0], bytearray()
+def whole(signature: list, report: Callable[[int], None]) -> memoryview:
+    """Returns all bytes of a file, a local one mapped; ``report`` is called with the number of bytes downloaded."""
+    path, content = signature[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)
     with open_file(path) as file:
-        while piece := file.read(PIECE):
-            content += piece
-            tell(len(content))
-    check_unchanged(path, stamp)
+        while chunk := file.read(DOWNLOAD_CHUNK):
+            content += chunk
+            report(len(content))
+    check_unchanged(path, signature)
     return memoryview(content)
 
 
 @contextmanager
-def _local_reader(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
+def _local_reader(signature: list) -> Iterator[Callable[[int, int], bytes]]:
     """``(size, position) -> bytes`` of a local file that has not changed."""
-    path = stamp[0]
-    check_unchanged(path, stamp)
+    path = signature[0]
+    check_unchanged(path, signature)
     with open_file(path) as file:
         try:
             yield lambda size, position: os.pread(file.fileno(), size, position)
@@ -104,46 +109,47 @@ def _local_reader(stamp: list) -> Iterator[Callable[[int, int], bytes]]:
             raise RunError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read_stream(stamp: list, begin: int, end: int) -> bytes:
-    file = _remote_file(stamp)
+def _read_stream(signature: list, begin: int, end: int) -> bytes:
+    file = _remote_file(signature)
 
     def read(size: int, position: int) -> bytes:
         file.seek(position)
         return file.read(size)
 
-    return _read_fully(read, stamp[0], begin, end)
+    return _read_fully(read, signature[0], begin, end)
 
 
 def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: int) -> bytes:
     part = read(end - begin, begin)
-    while len(part) < end - begin:  # a file system may return less than was asked for
-        if not (more := read(end - begin - len(part), begin + len(part))):
-            raise RunError(f"{path} is shorter than it was; start again when nobody writes to it")
+    while len(part) < end - begin:  # a file system may return less than requested
+        more = read(end - begin - len(part), begin + len(part))
+        if not more:
+            raise RunError(f"{path} is shorter than it was; start again when no process writes to it")
         part += more
     return part
 
 
-def _check_oldest(stamps: list[list]) -> None:
-    """Checks whether the remote file whose last check is longest ago has changed, if that is long enough ago."""
-    checks = _own.__dict__.setdefault("checks", {})
-    now, oldest = time.monotonic(), min(stamps, key=lambda stamp: checks.get(stamp[0], 0.0))
-    if now - checks.get(oldest[0], -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS:
+def _check_oldest(signatures: list[list]) -> None:
+    """Checks for changes the remote file whose last check is the oldest, if that is older than the interval."""
+    checks = _thread.__dict__.setdefault("checks", {})
+    now, oldest = time.monotonic(), min(signatures, key=lambda signature: checks.get(signature[0], 0.0))
+    if now - checks.get(oldest[0], -REMOTE_CHECK_INTERVAL_S) >= REMOTE_CHECK_INTERVAL_S:
         check_unchanged(oldest[0], oldest)
         checks[oldest[0]] = now
 
 
-def _remote_file(stamp: list) -> BinaryIO:
+def _remote_file(signature: list) -> BinaryIO:
     """A remote file opened by this thread of this process: a forked process must not share its parent's connections."""
-    if getattr(_own, "process", None) != os.getpid():
-        _own.process, _own.files = os.getpid(), OrderedDict()
-    path, now = stamp[0], time.monotonic()
-    before, checked, file = _own.files.pop(path, (None, 0.0, None))
-    if before != stamp or now - checked >= SECONDS_BETWEEN_LOOKS:
-        check_unchanged(path, stamp)
+    if getattr(_thread, "process", None) != os.getpid():
+        _thread.process, _thread.files = os.getpid(), OrderedDict()
+    path, now = signature[0], time.monotonic()
+    opened_signature, checked, file = _thread.files.pop(path, (None, 0.0, None))
+    if opened_signature != signature or now - checked >= REMOTE_CHECK_INTERVAL_S:
+        check_unchanged(path, signature)
         checked = now
-    if before != stamp:  # what was read ahead belongs to an earlier content of the file
+    if opened_signature != signature:  # the read-ahead buffer belongs to earlier content of the file
         file = open_file(path)
-    _own.files[path] = stamp, checked, file
-    if len(_own.files) > OPEN:
-        _own.files.popitem(last=False)
+    _thread.files[path] = signature, checked, file
+    if len(_thread.files) > MAX_OPEN_FILES:
+        _thread.files.popitem(last=False)
     return file

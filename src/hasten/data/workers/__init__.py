@@ -1,1 +1,1 @@
-"""Where batches are computed (the caller, threads, worker processes), their transport, and the copy to a device."""
+"""Computes batches in the caller, in threads or in worker processes, and copies them to a device."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.data import WorkerConfig, bitwise_equal
+from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import Map
@@ -24,10 +24,11 @@ from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
 from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
+from hasten.utils.tree import bitwise_equal
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
 ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
-MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache that the user did not request
+MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache that the user has not requested
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,29 +36,29 @@ class AutotunedRunner:
     """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays.
 
     Attributes:
+        autotuner: Searches the worker configuration.
         timeout: Seconds that one batch may take; None waits forever.
         in_threads: Whether the first configuration computes in threads.
         kinds: Worker kinds that may be tried: "threads", "processes".
-        kept: {"source": the cached source}, empty without a cache.
+        active_cache: {"source": the cached source}, empty without a cache.
     """
 
     autotuner: LoaderAutotuner
     timeout: float | None = None
     in_threads: bool = False
     kinds: tuple[str, ...] = ()
-    kept: dict[str, Source] = field(default_factory=dict)
+    active_cache: dict[str, Cache] = field(default_factory=dict)
 
-    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        def enter(workers: WorkerConfig, done: int) -> Iterator:
-            return runner_of(workers, self.timeout)(make, numbers[done:])
+    def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
+        def open_iterator(workers: WorkerConfig, done: int) -> Iterator:
+            return runner_of(workers, self.timeout)(make, indices[done:])
 
-        return self.autotuner.iterate(
-            enter, SearchSpace(self.kinds, self.autotuner.cores, self.autotuner.memory_budget)
-        )
+        space = SearchSpace(self.kinds, self.autotuner.cores, self.autotuner.memory_budget)
+        return self.autotuner.iterate(open_iterator, space)
 
     @property
     def tuned_settings(self) -> dict:
-        """The settings found so far: threads or processes, ahead, cache."""
+        """The settings found so far: threads or processes, prefetch, cache."""
         return self.autotuner.tuned_settings
 
     @property
@@ -82,10 +83,10 @@ class AutotunedRunner:
                 old.workers,
                 cores=old.cores,
                 memory_budget=old.memory_budget,
-                passes=old.passes,
+                epochs=old.epochs,
                 on_converged=old.on_converged,
             ),
-            kept={},
+            active_cache={},
         )
 
     def bulk_runner(self) -> Runner:
@@ -101,71 +102,63 @@ class AutotunedRunner:
         data that reading everything once would pay.
         """
         autotuner, where = self.autotuner, self.autotuner.cache
-        if (
-            where is None
-            and start == 0
-            and self._would_pay(epoch)
-            and worth_keeping(source, maps, faults)
-            and repeatable(source, maps)
-        ):
-            where = self._where_they_fit(source, maps, faults)
-            if self._filled(source, maps, where, faults):
+        may_try = where is None and start == 0 and self._would_pay(epoch)
+        if may_try and is_cacheable(source, maps, faults) and is_repeatable(source, maps):
+            where = self._choose_location(source, maps, faults)
+            if self._fill(source, maps, where, faults):
                 autotuner.try_cache(where)
-                _warn_about_disk(self.kept["source"])
+                _warn_about_disk(self.active_cache["source"])
             else:
                 autotuner.cache = "no"
-        elif where in ("memory", "disk") and not self._filled(source, maps, where, faults):
+        elif where in ("memory", "disk") and not self._fill(source, maps, where, faults):
             autotuner.cache = "no"
         if autotuner.cache == "no":
-            self.kept.clear()
-        return self.kept.get("source")
+            self.active_cache.clear()
+        return self.active_cache.get("source")
 
     def _would_pay(self, epoch: int) -> bool:
         """Whether the time that steps wait in the remaining epochs exceeds one epoch, about what filling takes."""
-        remaining = ASSUMED_EPOCHS if self.autotuner.passes is None else self.autotuner.passes - epoch
-        return (
-            self.autotuner.converged
-            and self.autotuner.wait_fraction > WAIT_TOLERANCE
-            and self.autotuner.wait_fraction * remaining > 1
-        )
+        waiting = self.autotuner.wait_fraction  # None until the search has converged
+        remaining = ASSUMED_EPOCHS if self.autotuner.epochs is None else self.autotuner.epochs - epoch
+        return waiting is not None and waiting > WAIT_TOLERANCE and waiting * remaining > 1
 
-    def _where_they_fit(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
+    def _choose_location(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
         """Returns "memory", or "disk" if the samples do not fit into the memory budget."""
         try:
             first, _ = read_first(cached(source, maps, "memory", None, None, None), faults)
         except (ConfigurationError, RunError):
-            return "memory"  # neither works: filling the cache reports the reason
+            return "memory"  # neither works; filling the cache reports the reason
         return "memory" if bytes_of(first, len(source)) <= self.autotuner.memory_budget() else "disk"
 
-    def _filled(self, source: Source, maps: tuple[Map, ...], where: str, faults: BadRowPolicy) -> bool:
-        """Fills or updates the cache. Returns False, with a Notice that gives the reason, if that fails."""
+    def _fill(self, source: Source, maps: tuple[Map, ...], where: str, faults: BadRowPolicy) -> bool:
+        """Fills or updates the cache. Returns False, with a warning that gives the reason, if that fails."""
         try:
-            kept = self.kept.get("source")
-            if kept is None:
-                kept = cached(source, maps, where, self._gigabytes(where), None, None)
-                if not repeatable(source, maps):
-                    raise ConfigurationError("they are random: they differ each time they are made")
-            kept.prepare(self.bulk_runner(), faults)
-        except (ConfigurationError, RunError) as why:
-            warnings.warn(f"the samples are not kept ({where}): {why}", HastenWarning, stacklevel=2)
+            cache = self.active_cache.get("source")
+            if cache is None:
+                cache = cached(source, maps, where, self._gigabytes(where), None, None)
+                if not is_repeatable(source, maps):
+                    raise ConfigurationError("they are random: reading them twice gives different values")
+            cache.prepare(self.bulk_runner(), faults)
+        except (ConfigurationError, RunError) as error:
+            warnings.warn(f"the samples are not cached ({where}): {error}", HastenWarning, stacklevel=2)
             return False
-        self.kept["source"] = kept
+        self.active_cache["source"] = cache
         return True
 
     def _gigabytes(self, where: str) -> float | None:
-        """Returns the limit for the cache; None is the usual one, for a place that the user or an earlier run chose."""
+        """Returns the limit of the cache; None, the default, on a disk that the user or an earlier run chose."""
         if where == "memory":
             return self.autotuner.memory_budget() / 1e9
         return max(1, MAX_DISK_FRACTION * free_disk(default_folder())) / 1e9 if self.autotuner.cache is None else None
 
 
-def worth_keeping(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
-    """Whether a cache could help: samples are not in memory in final form, no map is random, no bad row is allowed."""
+def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
+    """Whether a cache could help: samples are not final in memory, no map is random, no bad rows are skipped."""
     in_memory = not maps and isinstance(source, (Arrays, Cache))
     return not (in_memory or faults.max_rows or any(stage.stage is not None for stage in maps))
 
 
-def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
+def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
     """Whether some samples are equal when they are read twice, without using the global random generators.
 
     The states of the generators reveal a random map even if it seldom changes a sample.
@@ -187,14 +180,13 @@ def repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
     return bitwise_equal(*results)
 
 
-def _warn_about_disk(kept: Cache) -> None:
-    """Gives a Notice about a cache on disk that the user did not request."""
-    if isinstance(kept, DiskCache):
-        size, folder = bytes_of(kept.kept, len(kept)) / 1e9, CacheDirectory(kept.folder, kept.made_of).whole
-        message = (
-            f"the samples do not fit into the memory budget, so they are tried from the disk: {size:.3g} GB in {folder}"
-        )
-        warnings.warn(f"{message}, which stay there until somebody deletes them", HastenWarning, stacklevel=2)
+def _warn_about_disk(cache: Cache) -> None:
+    """Warns about a cache on disk that the user has not requested."""
+    if isinstance(cache, DiskCache) and cache.identity is not None:
+        size, folder = bytes_of(cache.columns, len(cache)) / 1e9, CacheDirectory(cache.folder, cache.identity).path
+        reason = "the samples do not fit into the memory budget"
+        message = f"{reason}; trying a cache on disk: {size:.3g} GB in {folder}, which stay until you delete them"
+        warnings.warn(message, HastenWarning, stacklevel=2)
 
 
 def _generator_states() -> list:

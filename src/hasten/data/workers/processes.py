@@ -27,44 +27,47 @@ import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.source import BadRow
-from hasten.data.workers.runners import stuck
+from hasten.data.workers.runners import timeout_message
 from hasten.data.workers.shm_transport import SharedBuffer, deserialize, serialize
 from hasten.engine.error_messages import line_in_users_code
 
 PARENT_CHECK_INTERVAL_S = 2.0  # of an idle worker
-CAUSES = {signal.SIGKILL: ", as the system does when memory runs out", signal.SIGSEGV: ", a fault in compiled code"}
+SIGNAL_CAUSES = {
+    signal.SIGKILL: " (the system does this when memory runs out)",
+    signal.SIGSEGV: " (a fault in compiled code)",
+}
 
 
 @dataclass(frozen=True)
 class ProcessRunner:
     """Computes batches in forked worker processes.
 
-    A worker that dies is replaced once, at the batch that it was computing. If its replacement dies there too, a
-    Failure is raised.
+    A worker that dies is replaced once, at the batch that it was computing. If its replacement dies at the same batch,
+    a RunError is raised.
 
     Attributes:
         processes: Number of workers.
-        ahead: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a Failure; None waits forever.
+        prefetch: Finished batches that may wait for the caller.
+        timeout: Seconds that one batch may take before a RunError; None waits forever.
     """
 
     processes: int
     prefetch: int = 2
     timeout: float | None = None
 
-    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        slots, workers = 1 + -(-self.prefetch // self.processes), []
+    def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
+        buffers, workers = 1 + -(-self.prefetch // self.processes), []  # buffers of each worker
         try:
-            for _ in range(min(self.processes, len(numbers))):
-                workers.append(_Worker(make, slots))  # one by one, so that those already started end if a fork fails
-            requested = slots * len(workers)  # batches in flight
-            for position, number in enumerate(numbers[:requested]):
-                workers[position % len(workers)].ask(number)
-            for position in range(len(numbers)):
+            for _ in range(min(self.processes, len(indices))):
+                workers.append(_Worker(make, buffers))  # one by one, so that those already started end if a fork fails
+            in_flight = buffers * len(workers)
+            for position, index in enumerate(indices[:in_flight]):
+                workers[position % len(workers)].request(index)
+            for position in range(len(indices)):
                 worker = workers[position % len(workers)]
-                batch = worker.answer(self.timeout)
-                if position + requested < len(numbers):
-                    worker.ask(numbers[position + requested])
+                batch = worker.result(self.timeout)
+                if position + in_flight < len(indices):
+                    worker.request(indices[position + in_flight])
                 yield batch
                 del batch  # otherwise its memory cannot be reused for the next one
         finally:
@@ -73,32 +76,32 @@ class ProcessRunner:
 
 
 class _Worker:
-    """The parent's handle of one worker process, which answers requests for batches in their order."""
+    """The parent's handle of one worker process, which answers requests for batches in order."""
 
-    def __init__(self, make: Callable[[int], Any], slots: int):
+    def __init__(self, make: Callable[[int], Any], buffers: int):
         self.make = make
-        self.slots = [SharedBuffer() for _ in range(slots)]
-        self.free = deque(range(slots))
-        self.asked: deque[tuple[int, int]] = deque()  # (index of the batch, slot) of each open request
-        self.second_try = False
+        self.buffers = [SharedBuffer() for _ in range(buffers)]
+        self.free = deque(range(buffers))
+        self.requests: deque[tuple[int, int]] = deque()  # (index of the batch, index of the buffer), oldest first
+        self.is_second_try = False
         self._start()
 
-    def ask(self, number: int) -> None:
-        self.asked.append((number, self.free.popleft()))
-        self._send(self.asked[-1])
+    def request(self, index: int) -> None:
+        self.requests.append((index, self.free.popleft()))
+        self._send(self.requests[-1])
 
-    def answer(self, timeout: float | None):
-        """Returns the next batch.
+    def result(self, timeout: float | None) -> Any:
+        """Returns the batch of the oldest request.
 
         Raises:
-            Failure: It exceeds the timeout, or the process died twice in a row.
+            RunError: It exceeds the timeout, or the process died twice in a row.
         """
-        while (message := self._received(timeout)) is None:
-            self._revive()
-        self.second_try = False
-        _, slot = self.asked.popleft()
-        succeeded, result = deserialize(message, self.slots[slot])
-        self.free.append(slot)
+        while (message := self._receive(timeout)) is None:
+            self._replace()
+        self.is_second_try = False
+        _, buffer = self.requests.popleft()
+        succeeded, result = deserialize(message, self.buffers[buffer])
+        self.free.append(buffer)
         if not succeeded:
             raise result
         return result
@@ -110,53 +113,52 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        for slot in self.slots:
-            slot.close()
+        for buffer in self.buffers:
+            buffer.close()
 
     def _start(self) -> None:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            raise ConfigurationError(
-                "processes need fork, which this system has not; use threads: .prefetch(threads=2)"
-            ) from None
+            message = "worker processes require fork, which this system does not support"
+            raise ConfigurationError(f"{message}; use threads: .prefetch(threads=2)") from None
         self.pipe, child_pipe = context.Pipe()
-        args = self.make, child_pipe, self.slots, os.getpid()
+        args = self.make, child_pipe, self.buffers, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
         self.process.start()
         child_pipe.close()
 
-    def _send(self, job: tuple[int, int]) -> None:
-        with suppress(OSError):  # the process died; ``answer`` detects it
-            self.pipe.send(job)
+    def _send(self, request: tuple[int, int]) -> None:
+        with suppress(OSError):  # the process died, which ``result`` detects
+            self.pipe.send(request)
 
-    def _received(self, timeout: float | None) -> bytes | None:
+    def _receive(self, timeout: float | None) -> bytes | None:
         """Returns the next message, or None if the process is dead."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
-            raise RunError(stuck(self.asked[0][0], timeout, f"worker process {self.process.pid}"))
+            assert timeout is not None
+            raise RunError(timeout_message(self.requests[0][0], timeout, f"worker process {self.process.pid}"))
         try:
             return self.pipe.recv_bytes() if self.pipe in ready or self.pipe.poll() else None
         except (EOFError, OSError):
             return None
 
-    def _revive(self) -> None:
+    def _replace(self) -> None:
         self.process.join()
-        process, batch = f"worker process {self.process.pid}", f"batch {self.asked[0][0]} of the pass"
-        message = f"{process} {_cause(self.process.exitcode)} while it made {batch}"
-        if self.second_try:
-            raise RunError(
-                f"{message}, and so did the one before it; look at the data of this batch and at the memory in use"
-            )
-        warnings.warn(f"{message}; another one continues there", HastenWarning, stacklevel=2)
-        self.second_try = True
+        batch = f"batch {self.requests[0][0]} of the epoch"
+        message = f"worker process {self.process.pid} {_exit_cause(self.process.exitcode)} while computing {batch}"
+        if self.is_second_try:
+            hint = "check the data of this batch and the memory in use"
+            raise RunError(f"{message}, and so did the process before it; {hint}")
+        warnings.warn(f"{message}; another process repeats this batch", HastenWarning, stacklevel=2)
+        self.is_second_try = True
         self.pipe.close()
         self._start()
-        for job in self.asked:
-            self._send(job)
+        for request in self.requests:
+            self._send(request)
 
 
-def _work(make: Callable[[int], Any], pipe: Connection, slots: list[SharedBuffer], parent: int) -> None:
+def _work(make: Callable[[int], Any], pipe: Connection, buffers: list[SharedBuffer], parent: int) -> None:
     """Main function of a worker: computes requested batches until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -166,27 +168,27 @@ def _work(make: Callable[[int], Any], pipe: Connection, slots: list[SharedBuffer
             while not pipe.poll(PARENT_CHECK_INTERVAL_S):
                 if os.getppid() != parent:
                     return
-            number, slot = pipe.recv()
-            pipe.send_bytes(_packed(make, number, slots[slot]))
+            index, buffer = pipe.recv()
+            pipe.send_bytes(_compute(make, index, buffers[buffer]))
     except (EOFError, OSError):
-        return  # the parent is gone
+        return  # the parent ended
 
 
-def _packed(make: Callable[[int], Any], number: int, slot: SharedBuffer) -> bytes:
-    """Serializes (True, batch) or (False, exception); tensors are in the slot."""
+def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> bytes:
+    """Serializes (True, batch) or (False, exception); tensors are in the buffer."""
     try:
-        return serialize((True, make(number)), slot)
+        return serialize((True, make(index)), buffer)
     except Exception as error:
-        return serialize((False, _picklable(error)), slot)
+        return serialize((False, _picklable(error)), buffer)
 
 
 def _picklable(error: Exception) -> Exception:
     """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose.
 
-    An exception that cannot be pickled becomes a Failure with its message.
+    An exception that cannot be pickled becomes a RunError with its message.
     """
     try:
-        error.raised_at = line_in_users_code(error)
+        error.raised_at = line_in_users_code(error)  # pyright: ignore[reportAttributeAccessIssue]  # read by the engine
         if not isinstance(error, (RunError, ConfigurationError, BadRow)):
             error.add_note(f"in worker process {os.getpid()}:\n{''.join(traceback.format_exception(error))}")
         return pickle.loads(pickle.dumps(error))
@@ -194,8 +196,8 @@ def _picklable(error: Exception) -> Exception:
         return RunError(format_error(error))
 
 
-def _cause(code: int) -> str:
-    if code >= 0:
+def _exit_cause(code: int | None) -> str:
+    if code is None or code >= 0:
         return f"ended with exit code {code}"
     number = signal.Signals(-code)
-    return f"was killed by {number.name}{CAUSES.get(number, '')}"
+    return f"was killed by {number.name}{SIGNAL_CAUSES.get(number, '')}"

@@ -1,7 +1,7 @@
-"""Runners: compute batches in the caller, in threads or in worker processes. All give the same batches.
+"""Runners: compute batches in the caller, in threads or in worker processes. All yield the same batches.
 
 A runner takes a function from the index of a batch to the batch, and the indices. It yields the batches in order and
-computes at most ``ahead`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
+computes at most ``prefetch`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from hasten.core.errors import RunError
 
 
 class Runner(Protocol):
-    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator: ...
+    """Computes batches: ``(function from index to batch, indices) -> iterator over the batches in order``."""
+
+    def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator: ...
 
 
 @dataclass(frozen=True)
 class InlineRunner:
     """Computes each batch in the caller when it is requested."""
 
-    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
-        for number in numbers:
-            yield make(number)  # inside a generator a stray StopIteration is an error, not the end of the pass
+    def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
+        for index in indices:
+            yield make(index)  # inside a generator, a StopIteration of the user's code is an error, not the last batch
 
 
 @dataclass(frozen=True)
@@ -37,49 +39,48 @@ class ThreadRunner:
 
     Attributes:
         threads: Number of threads.
-        ahead: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a Failure; None waits forever.
+        prefetch: Finished batches that may wait for the caller.
+        timeout: Seconds that one batch may take before a RunError; None waits forever.
     """
 
     threads: int = 1
     prefetch: int = 2
     timeout: float | None = None
 
-    def __call__(self, make: Callable[[int], Any], numbers: range) -> Iterator:
+    def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
-        waiting: deque[tuple[int, Future]] = deque()
-        threads = [
-            Thread(target=_work, args=(make, jobs), name=f"hasten-data-{i}", daemon=True) for i in range(self.threads)
-        ]
+        pending: deque[tuple[int, Future]] = deque()
+        names = [f"hasten-data-{thread}" for thread in range(self.threads)]
+        threads = [Thread(target=_work, args=(make, jobs), name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
-        stuck = False
+        hangs = False
         try:
-            for number in numbers:
-                waiting.append((number, Future()))
-                jobs.put(waiting[-1])
-                if len(waiting) >= self.threads + self.prefetch:
-                    yield self._result(*waiting.popleft())
-            while waiting:
-                yield self._result(*waiting.popleft())
-        except _Stuck:
-            stuck = True  # a thread cannot be ended from outside: it is left behind
+            for index in indices:
+                pending.append((index, Future()))
+                jobs.put(pending[-1])
+                if len(pending) >= self.threads + self.prefetch:
+                    yield self._result(*pending.popleft())
+            while pending:
+                yield self._result(*pending.popleft())
+        except _BatchTimeoutError:
+            hangs = True  # a thread cannot be ended from outside: it keeps running
             raise
         finally:
-            for _, future in waiting:
+            for _, future in pending:
                 future.cancel()
             for _ in threads:
                 jobs.put(None)
             for thread in threads:
-                thread.join(0 if stuck else self.timeout)
+                thread.join(0 if hangs else self.timeout)
 
-    def _result(self, number: int, future: Future):
+    def _result(self, index: int, future: Future) -> Any:
         try:
             return future.result(self.timeout)
         except TimeoutError:
-            if future.done():
+            if future.done() or self.timeout is None:
                 raise  # raised by the function itself
-            raise _Stuck(stuck(number, self.timeout, "a thread")) from None
+            raise _BatchTimeoutError(timeout_message(index, self.timeout, "a thread")) from None
 
 
 def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
@@ -103,13 +104,13 @@ def in_threads(runner: Runner) -> bool:
     return bool(workers_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
 
 
-def stuck(number: int, seconds: float, who: str) -> str:
+def timeout_message(index: int, seconds: float, worker: str) -> str:
     """Returns the error message for a batch that exceeds the timeout."""
-    hint = "see what it waits for, or .prefetch(timeout=)"
-    return f"batch {number} of the pass did not come within {seconds:g} s: {who} hangs in it; {hint}"
+    hint = "check what it waits for, or raise .prefetch(timeout=)"
+    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
 
 
-class _Stuck(RunError):
+class _BatchTimeoutError(RunError):
     """A thread did not finish its batch within the timeout."""
 
 
@@ -119,9 +120,9 @@ def _work(make: Callable[[int], Any], jobs: SimpleQueue) -> None:
         del job  # otherwise this thread keeps the batch in memory until the next one
 
 
-def _finish(make: Callable[[int], Any], number: int, future: Future) -> None:
+def _finish(make: Callable[[int], Any], index: int, future: Future) -> None:
     if future.set_running_or_notify_cancel():
         try:
-            future.set_result(make(number))
+            future.set_result(make(index))
         except BaseException as error:
             future.set_exception(error)

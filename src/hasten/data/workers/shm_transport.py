@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import tempfile
+from typing import Any
 
 import numpy
 import torch
@@ -20,14 +21,14 @@ from hasten.data.buffer_pool import acquire
 ALIGNMENT = 64  # bytes
 
 
-def serialize(made, slot: SharedBuffer) -> bytes:
-    """Serializes ``made``; its tensors are copied into the slot."""
-    return _Packer().message(made, slot)
+def serialize(value: Any, buffer: SharedBuffer) -> bytes:
+    """Serializes a value; its tensors are copied into the buffer."""
+    return _Pickler().message(value, buffer)
 
 
-def deserialize(message: bytes, slot: SharedBuffer):
-    """Deserializes a message of ``packed``. Its tensors are copied out of the slot, which can then be reused."""
-    return _Unpacker(message, slot).load()
+def deserialize(message: bytes, buffer: SharedBuffer) -> Any:
+    """Deserializes a message of ``serialize``. Tensors are copied out of the buffer, which can then be reused."""
+    return _Unpickler(message, buffer).load()
 
 
 class SharedBuffer:
@@ -47,7 +48,7 @@ class SharedBuffer:
 
     def close(self) -> None:
         os.close(self.file)
-        self.mapped = None
+        self.mapped = numpy.empty(0, numpy.uint8)
 
 
 def _anonymous_file() -> int:
@@ -57,43 +58,41 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-class _Packer(pickle.Pickler):
-    """Pickles a strided tensor as its offset in the slot, its shape and its dtype, and everything else as usual."""
+class _Pickler(pickle.Pickler):
+    """Pickles a strided tensor as its offset in the buffer, its shape and its dtype, and everything else as usual."""
 
     def __init__(self):
-        self.buffer, self.tensors, self.size = io.BytesIO(), [], 0
-        super().__init__(self.buffer, protocol=5)
+        self.stream, self.tensors, self.size = io.BytesIO(), [], 0
+        super().__init__(self.stream, protocol=5)
 
-    def persistent_id(self, thing):
-        if type(thing) is not torch.Tensor or thing.layout is not torch.strided:
+    def persistent_id(self, obj: Any) -> tuple | None:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return None
-        offset, self.size = self.size, self.size + -(-thing.nbytes // ALIGNMENT) * ALIGNMENT
-        self.tensors.append((offset, thing.detach()))
-        return offset, tuple(thing.shape), thing.dtype
+        offset = self.size
+        self.size += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
+        self.tensors.append((offset, obj.detach()))
+        return offset, tuple(obj.shape), obj.dtype
 
-    def message(self, made, slot: SharedBuffer) -> bytes:
-        self.dump(made)
-        memory = slot.memory(self.size)
+    def message(self, value: Any, buffer: SharedBuffer) -> bytes:
+        self.dump(value)
+        memory = buffer.memory(self.size)
         for offset, tensor in self.tensors:
             _view(memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        return self.buffer.getvalue()
+        return self.stream.getvalue()
 
 
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, message: bytes, slot: SharedBuffer):
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, message: bytes, buffer: SharedBuffer):
         super().__init__(io.BytesIO(message))
-        self.slot = slot
+        self.buffer = buffer
 
-    def persistent_load(self, location):
-        offset, shape, dtype = location
+    def persistent_load(self, pid: tuple) -> torch.Tensor:
+        offset, shape, dtype = pid
         tensor = acquire(shape, dtype)
-        memory = self.slot.memory(offset + tensor.nbytes)
+        memory = self.buffer.memory(offset + tensor.nbytes)
         return tensor.copy_(_view(memory, offset, shape, dtype))
 
 
 def _view(memory: numpy.ndarray, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return (
-        torch.from_numpy(memory[offset : offset + dtype.itemsize * numpy.prod(shape, dtype=int)])
-        .view(dtype)
-        .view(shape)
-    )
+    size = dtype.itemsize * numpy.prod(shape, dtype=int)
+    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from hasten.core.batch import map_tensors
 from hasten.core.errors import ConfigurationError
 from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.utils.batch import map_tensors
 
 
 def copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
     """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used.
 
     Raises:
-        Refusal: The device is a GPU that this machine does not have.
+        ConfigurationError: The device is a GPU that this machine does not have.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"there is no device {device} on this machine; use .to('cpu')")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from hasten.core import batch as batches
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.run_context import RunContext
 from hasten.distributed.dtensor_state import gather_full_state
+from hasten.utils import batch as batches
 
 SAMPLES = 8  # that are enough
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # to the model as it was, relative; of lower precisions 3e-2

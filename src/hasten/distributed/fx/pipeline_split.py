@@ -13,12 +13,12 @@ import torch.fx
 from torch import nn
 
 from hasten._torch_compat import is_view
-from hasten.core import batch as batches
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.run_context import RunContext
 from hasten.distributed.deferred_init import module_tensors, replace_tensors
 from hasten.distributed.dtensor_state import to_local
 from hasten.distributed.fx.tracing import eval_mode, is_random_op, is_shape_value, try_trace
+from hasten.utils import batch as batches
 
 NO_CHAIN = (
     "an nn.Sequential, or a forward() that torch.fx can trace, with places where one tensor goes on and nothing else"

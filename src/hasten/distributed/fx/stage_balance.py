@@ -10,12 +10,12 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from hasten.core import batch as batches
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import RunContext
 from hasten.distributed.deferred_init import replace_tensors, storage_of
 from hasten.distributed.fx.pipeline_split import extract_stage, single_tensor_input
 from hasten.distributed.fx.tracing import eval_mode
+from hasten.utils import batch as batches
 
 MEASUREMENTS = 3
 TRAINED = (

@@ -1,1 +1,1 @@
-"""Methods for several processes: strategies, and what they build on."""
+"""Methods for several processes: parallelization strategies, and methods that build on one."""

@@ -1,26 +1,28 @@
-"""Branches side by side: where a model forks into paths that meet again, each process computes some of them.
+"""Branch parallelism: where a model forks into branches that join again, each rank computes some of them.
 
-A block is what lies between a fork and a join: of an Inception network (Szegedy et al. 2014, arXiv 1409.4842), of two towers for two inputs, of the
-members of an ensemble, of several heads on one trunk. torch.fx shows them; of blocks inside each other those are taken that share out more weights.
-Each process computes its branches, their outputs are told to all, and backward the gradients of what they were given are summed. Everything else is
-on every process, computes the same there, and stays alike. Each block has to prove on a sample that output and gradients are those of the model as
-it was.
+A block is what lies between a fork and a join: the branches of an Inception module (Szegedy et al. 2014, arXiv
+1409.4842), two towers for two inputs, the members of an ensemble, several heads on one trunk. torch.fx finds them; of
+nested blocks, those that divide more weights are chosen. Each rank computes its branches, all ranks receive their
+outputs, and the backward pass sums the gradients of their inputs. Everything else is replicated and computes the same
+on every rank. Each block is checked on a sample batch: output and gradients must be those of the original model.
 
-A process keeps the weights of its branches and of what all compute; the others are on torch's meta device. More processes than ``degree`` hold copies,
-whose gradients are averaged. While the run is being built every process has the whole model, and a copy of it for the proof. A run that is gone on
-with measures anew, and may share out the branches otherwise: same formula, not the same bits, unless ``places`` says where.
+A rank keeps the weights of its branches and of all replicated layers; the others are on torch's meta device. If there
+are more ranks than ``degree``, they hold further replicas, whose gradients are averaged. While the run is built every
+rank holds the full model, and a copy of it for the check. A resumed run measures again and may assign the branches
+differently: the same formula, but not the same bits, unless ``assignment`` fixes it.
 """
 
 import copy
 import inspect
 import json
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from time import perf_counter
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -29,19 +31,13 @@ from torch import nn
 from torch.fx import Node
 
 from hasten._torch_compat import in_place_version, inside_backward
-from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
-from hasten.distributed.collectives import (
-    assign_mesh_dim,
-    broadcast_module,
-    get_device_mesh,
-    reduce_over_replicas,
-    warn_local_batch_norm,
-)
+from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.dtensor_state import move_to_meta
 from hasten.distributed.fx.branch_finder import (
     BranchBlock,
@@ -57,322 +53,342 @@ from hasten.distributed.fx.branch_finder import (
 )
 from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
+from hasten.utils import batch as batches
 
-LOOKED_FOR = (
-    "paths with trained weights that begin at one tensor, or at the inputs, and meet again, in a forward() that torch.fx can trace; "
-    "they share no weights, and draw no random numbers"
+EXPECTED = (
+    "branches with trained weights that begin at one tensor, or at the inputs, and join again, "
+    "in a forward() that torch.fx can trace; they share no weights and draw no random numbers"
 )
 MEASUREMENTS = 3
+
+Graphs: TypeAlias = dict[str, torch.fx.Graph]  # by the name of the submodule
+Assignment: TypeAlias = list[list[int]]  # for each block the rank of each branch, counted within the replica
+BlockFn: TypeAlias = Callable[..., list[torch.Tensor]]  # inputs of a block -> outputs of all its branches
+MakeBlockFn: TypeAlias = Callable[[BranchBlock, list[torch.fx.GraphModule]], BlockFn]
 
 
 @dataclass(frozen=True)
 class BranchParallel(Method):
+    """Assigns the branches of each block to the ranks of a replica."""
+
     card = Card(
-        summary="the branches of a model computed side by side, some on each process",
+        summary="computes the branches of a model side by side, some on each process",
         exactness=Exactness.EQUIVALENT_MATH,
-        source="Krizhevsky 2014, arXiv 1404.5997 (parts of a model on processes of their own); Szegedy et al. 2014, arXiv 1409.4842 (branches)",
-        gain_when="the branches of a block take about equally long, and much longer than their outputs take from one process to another",
+        source="Krizhevsky 2014, arXiv 1404.5997 (model parts on processes); Szegedy et al. 2014, arXiv 1409.4842",
+        gain_when="the branches of a block take about equally long, and much longer than sending their outputs",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
     )
-    degree: int = option(0, at_least=0)  # processes that hold one copy of the model between them; 0: all
-    assignment: str = ""  # the process of each branch, as 0-1-1-0; unless said, as the measured times share out evenly
+    degree: int = option(0, at_least=0)  # ranks that hold one replica of the model between them; 0: all
+    assignment: str = ""  # the rank of each branch, such as 0-1-1-0; by default the measured times are balanced
 
     def setup(self, run: RunContext) -> None:
         assign_mesh_dim(self, run, "shards")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
-        if run.parallel.model_parallel_size < run.ranks.world_size:
+        assert run.parallel is not None
+        size = run.parallel.model_parallel_size
+        if size < run.ranks.world_size:
             warn_local_batch_norm(model)
         broadcast_module(model)
         graphs = dict(graphs_of(model))
-        seconds, drawing = _watched(model, graphs, run)
-        graphs = {
-            name: graph for name, graph in graphs.items() if all(key_of(name, node) in seconds for node in graph.nodes)
-        }
-        found, doubts = find_branch_blocks(model, graphs, drawing, run.parallel.model_parallel_size)
-        by_itself = PartitionPlan(lambda model, blocks: _cut(model, graphs, blocks, _by_itself))
+        seconds, random_nodes = _profile_nodes(model, graphs, run)
+        graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, n) in seconds for n in graph.nodes)}
+        candidates, rejected = find_branch_blocks(model, graphs, random_nodes, size)
+        local = PartitionPlan(lambda model, blocks: _replace_blocks(model, graphs, blocks, _compute_all))
         exchanged = PartitionPlan(
-            lambda model, blocks: _cut(model, graphs, blocks, _by_turns(blocks, run)), everywhere=False
+            lambda model, blocks: _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run)),
+            everywhere=False,
         )
-        blocks, more = verify_partition(model, found, [by_itself, exchanged], self.name, run)
-        doubts += more
+        blocks, more = verify_partition(model, candidates, [local, exchanged], self.name, run)
+        rejected += more
         if not blocks:
             raise ConfigurationError(
-                f"branch_parallel finds no branches in this model for {run.parallel.model_parallel_size} processes. It looked for {LOOKED_FOR}; "
-                f"{'; '.join(doubts[:3]) or 'there are none'}"
+                f"branch_parallel finds no branches in this model for {size} processes. It looked for {EXPECTED}; "
+                f"{'; '.join(rejected[:3]) or 'there are none'}"
             )
-        costs = [
-            [sum(seconds[key_of(block.part, node)] for node in branch) for branch in block.branches] for block in blocks
-        ]
-        places = (
-            self._asked(blocks, run.parallel.model_parallel_size)
-            if self.assignment
-            else assign_branches(costs, run.parallel.model_parallel_size)
-        )
-        run.tuned_settings[self.name] = {"places": "-".join(str(place) for each in places for place in each)}
+        costs = [[sum(seconds[key_of(block.part, n)] for n in branch) for branch in block.branches] for block in blocks]
+        assignment = self._parse_assignment(blocks, size) if self.assignment else assign_branches(costs, size)
+        run.tuned_settings[self.name] = {"assignment": "-".join(str(rank) for ranks in assignment for rank in ranks)}
         if run.ranks.is_main_process:
-            _tell(model, blocks, places, doubts, run.parallel.model_parallel_size)
-        _cut(model, graphs, blocks, partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run))
-        self._keep_own(model, blocks, places, run)
+            _report(model, blocks, assignment, rejected, size)
+        make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
+        _replace_blocks(model, graphs, blocks, make)
+        _keep_local_branches(model, blocks, assignment, run)
         return model
 
-    def _asked(self, blocks: list[BranchBlock], processes: int) -> list[list[int]]:
-        """The places that somebody asked for.
+    def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:
+        """The option ``assignment``.
 
         Raises:
-            Refusal: they are not so many, no processes, or leave a block to one of them.
+            ConfigurationError: it has another number of branches, unknown ranks, or only one rank for some block.
         """
         words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
-        rest = iter(int(word) if word.isdecimal() and int(word) < processes else None for word in words)
-        places = [list(islice(rest, len(block.branches))) for block in blocks]
-        if len(words) != count or any(None in each or len(set(each)) < 2 for each in places):
-            usual = "-".join(str(number % 2) for block in blocks for number in range(len(block.branches)))
+        ranks = iter([int(word) if word.isdecimal() else size for word in words])
+        assignment = [list(islice(ranks, len(block.branches))) for block in blocks]
+        if len(words) != count or any(
+            max(of_block, default=size) >= size or len(set(of_block)) < 2 for of_block in assignment
+        ):
+            example = "-".join(str(index % 2) for block in blocks for index in range(len(block.branches)))
             raise ConfigurationError(
-                f"branch_parallel:places={self.assignment} must be a process for each of {count} branches, from 0 to {processes - 1}, "
-                f"and two or more for each block, such as {usual}"
+                f"branch_parallel:assignment={self.assignment} must give each of {count} branches a rank "
+                f"from 0 to {size - 1}, and each block two ranks or more, such as {example}"
             )
-        return places
-
-    def _keep_own(self, model, blocks: list[BranchBlock], places: list[list[int]], run: RunContext) -> None:
-        """Forgets the branches of other processes. What all have the first one counts."""
-        held = {place: [] for place in range(run.parallel.model_parallel_size)}
-        for block, of_block in zip(blocks, places, strict=True):
-            part = model.get_submodule(block.part)
-            for place, branch in zip(of_block, block.branches, strict=True):
-                held[place] += [tensor for node in branch for tensor in tensors_used_by(node, part)]
-        own = run.ranks.rank % run.parallel.model_parallel_size
-        move_to_meta(model, [tensor for place, tensors in held.items() if place != own for tensor in tensors])
-        run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.tp_size
-        ours = {id(tensor) for tensor in held[own]}
-        run.parallel.replicated_params = frozenset(
-            weight for weight in model.parameters() if not weight.is_meta and id(weight) not in ours
-        )
+        return assignment
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         return reduce_over_replicas(grad_transform, run)
 
 
-def _watched(model: nn.Module, graphs: dict, run: RunContext) -> tuple[dict[str, float], set[str]]:
-    """The seconds that each node of the graphs takes on a batch, the shortest of several tries, and which draw random numbers, as the first rank saw it.
+def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment, run: RunContext) -> None:
+    """Moves the weights of the other ranks' branches to the meta device."""
+    parallel = run.parallel
+    assert parallel is not None
+    held: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(parallel.model_parallel_size)}
+    for block, ranks in zip(blocks, assignment, strict=True):
+        part = model.get_submodule(block.part)
+        for rank, branch in zip(ranks, block.branches, strict=True):
+            held[rank] += [tensor for node in branch for tensor in tensors_used_by(node, part)]
+    position = run.ranks.rank % parallel.model_parallel_size
+    move_to_meta(model, [tensor for rank, tensors in held.items() if rank != position for tensor in tensors])
+    parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.tp_size
+    local = {id(tensor) for tensor in held[position]}
+    parallel.replicated_params = frozenset(p for p in model.parameters() if not p.is_meta and id(p) not in local)
 
-    Nodes that were not computed, since nobody calls their part or their graph is not what it does, are not there.
+
+def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[dict[str, float], set[str]]:
+    """Profiles the nodes of the graphs on a batch, on rank 0.
+
+    Returns:
+        Seconds of each node, the shortest of several runs, and the nodes that draw random numbers. Nodes that were not
+        computed, because the model does not call them or the traced graph fails, are missing.
     """
-    told = b""
+    message = b""
     if run.ranks.is_main_process:
-        watched, batch = copy.deepcopy(model), run.services.peek_batch()
-        tries, drawing = [], set()
+        profiled, batch = copy.deepcopy(model), run.services.peek_batch()
+        seconds: list[defaultdict[str, float]] = []
+        random_nodes: set[str] = set()
         for name, graph in graphs.items():
-            part = watched.get_submodule(name)
-            part.forward = _watching(part, graph, partial(key_of, name), tries, drawing)
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), torch.no_grad():
+            part = profiled.get_submodule(name)
+            part.forward = _profiling_forward(part, graph, partial(key_of, name), seconds, random_nodes)
+        devices = [run.device] if run.device.type == "cuda" else []
+        with cast(Any, torch.random).fork_rng(devices), torch.no_grad():
             for _ in range(MEASUREMENTS):
-                tries.append(Counter())
-                call_traced_model(watched, batch, run.task.loss is None)
-        told = json.dumps([{key: min(each[key] for each in tries) for key in tries[0]}, sorted(drawing)]).encode()
-    seconds, drawing = json.loads(run.ranks.broadcast(told))
-    return seconds, set(drawing)
+                seconds.append(defaultdict(float))
+                call_traced_model(profiled, batch, run.task.loss is None)
+        shortest = {key: min(times[key] for times in seconds) for key in seconds[0]}
+        message = json.dumps([shortest, sorted(random_nodes)]).encode()
+    times, names = json.loads(run.ranks.broadcast(message))
+    return times, set(names)
 
 
-def _watching(
-    part: nn.Module, graph: torch.fx.Graph, key: Callable, tries: list[Counter], drawing: set[str]
-) -> Callable:
-    """The forward of a part, node by node; of one that goes wrong so, the forward that it had."""
-    as_it_was, signature = part.forward, inspect.signature(part.forward)
+def _profiling_forward(
+    part: nn.Module,
+    graph: torch.fx.Graph,
+    key: Callable[[Node], str],
+    seconds: list[defaultdict[str, float]],
+    random_nodes: set[str],
+) -> Callable[..., Any]:
+    """A forward of a module that interprets its graph node by node; if that fails, the original forward."""
+    original, signature = part.forward, inspect.signature(part.forward)
 
-    class Watching(torch.fx.Interpreter):
-        def run_node(self, node: Node):
-            before, began = _random_states(), perf_counter()
-            value = super().run_node(node)
-            after = _random_states()  # of a GPU, which waits for it
-            tries[-1][key(node)] += perf_counter() - began
+    class Profiler(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            before, began = _rng_states(), perf_counter()
+            value = super().run_node(n)
+            after = _rng_states()  # synchronizes with a GPU
+            seconds[-1][key(n)] += perf_counter() - began
             if not all(map(torch.equal, before, after)):
-                drawing.add(key(node))
+                random_nodes.add(key(n))
             return value
 
-    def watched(*given, **named):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = signature.bind(*given, **named)
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return Watching(part, graph=graph).run(*bound.args)
+            return Profiler(part, graph=graph).run(*bound.args)
         except Exception:
-            return as_it_was(*given, **named)
+            return original(*args, **kwargs)
 
-    return watched
+    return forward
 
 
-def _random_states() -> list[torch.Tensor]:
+def _rng_states() -> list[torch.Tensor]:
     if not torch.cuda.is_initialized():
         return [torch.get_rng_state()]
     torch.cuda.synchronize()
     return [torch.get_rng_state(), torch.cuda.get_rng_state()]
 
 
-def _tell(model, blocks: list[BranchBlock], places: list[list[int]], doubts: list[str], processes: int) -> None:
-    lines = []
-    for block, at in zip(blocks, places, strict=True):
-        branches = (
-            f"{block.describe(branch)} on process {place}" for branch, place in zip(block.branches, at, strict=True)
-        )
-        lines.append(f"{', '.join(branches)}; they meet in {block.outer(block.join.name)}")
-    shared = {
-        id(t): t.numel()
+def _report(
+    model: nn.Module, blocks: list[BranchBlock], assignment: Assignment, rejected: list[str], size: int
+) -> None:
+    lines: list[str] = []
+    for block, ranks in zip(blocks, assignment, strict=True):
+        branches = [
+            f"{block.describe(branch)} on rank {rank}" for branch, rank in zip(block.branches, ranks, strict=True)
+        ]
+        lines.append(f"{', '.join(branches)}; they join in {block.outer(block.join.name)}")
+    divided = {
+        id(tensor): tensor.numel()
         for block in blocks
         for node in nodes_of(block)
-        for t in tensors_used_by(node, model.get_submodule(block.part))
+        for tensor in tensors_used_by(node, model.get_submodule(block.part))
     }
     total = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    idle = processes - len({place for at in places for place in at})
-    lines += [f"left whole: {doubt}" for doubt in doubts]
-    lines += [f"{idle} of {processes} processes have no branch"] if idle else []
-    for line in [*lines, f"{sum(shared.values()) / total:.0%} of the weights are shared out"]:
+    without_branch = size - len({rank for ranks in assignment for rank in ranks})
+    lines += [f"not divided: {reason}" for reason in rejected]
+    lines += [f"{without_branch} of {size} ranks have no branch"] if without_branch else []
+    for line in [*lines, f"{sum(divided.values()) / total:.0%} of the weights are divided"]:
         warnings.warn(f"branch_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
-def _cut(
-    model, graphs: dict, blocks: list[BranchBlock], how: Callable[[BranchBlock, list[torch.fx.GraphModule]], Callable]
-) -> None:
-    """Lets the parts of a model compute their blocks in another way, in place.
-
-    Args:
-        how: ``(block, branches) -> function`` from what the block is given to the outputs of all its branches.
-    """
+def _replace_blocks(model: nn.Module, graphs: Graphs, blocks: list[BranchBlock], make: MakeBlockFn) -> None:
+    """Replaces, in place, the computation of each block by ``make(block, branches)``."""
     for name, graph in graphs.items():
-        of_part, part = [block for block in blocks if block.part == name], model.get_submodule(name)
-        meetings = {
-            block: how(block, [extract_branch(part, block, branch) for branch in block.branches]) for block in of_part
+        part = model.get_submodule(name)
+        functions = {
+            block: make(block, [extract_branch(part, block, branch) for branch in block.branches])
+            for block in blocks
+            if block.part == name
         }
-        if meetings:
-            part.forward = replace_blocks(part, graph, meetings).forward
+        if functions:
+            part.forward = replace_blocks(part, graph, functions).forward
 
 
-def _by_itself(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> Callable:
-    """All branches on this process, which have to leave what they are given as it is, and to end in what can be told to others."""
+def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> BlockFn:
+    """All branches on this rank, with the checks that they can be computed on different ranks."""
 
-    def computed(*given):
-        _refuse_again()
-        outputs = []
+    def compute(*inputs: Any) -> list[torch.Tensor]:
+        _check_not_recomputing()
+        outputs: list[torch.Tensor] = []
         for branch, nodes in zip(branches, block.branches, strict=True):
-            before = _versions(given)
-            outputs += branch(*given)
-            if _versions(given) != before:  # a process that has another branch would not see it
-                raise RunError(f"{block.describe(nodes)} changes in place what others read")
+            before = _versions(inputs)
+            outputs += branch(*inputs)
+            if _versions(inputs) != before:  # ranks with other branches would not see the change
+                raise RunError(f"{block.describe(nodes)} changes in place what other branches read")
         for output in outputs:
-            encode_meta(output)
+            encode_meta(output)  # refuses what cannot be sent
             if not output.requires_grad:
                 raise RunError("a branch ends in a tensor without a gradient")
         return outputs
 
-    return computed
+    return compute
 
 
-def _versions(given: tuple) -> list[int]:
+def _versions(inputs: tuple[Any, ...]) -> list[int]:
     """How often each tensor was changed in place."""
-    return [in_place_version(tensor) for tensor in batches.batch_tensors(given)]
+    return [in_place_version(tensor) for tensor in batches.batch_tensors(inputs)]
 
 
-def _refuse_again() -> None:
-    """Refuses to compute branches once more in the backward pass, as checkpointing does: the processes would come there at different times."""
+def _check_not_recomputing() -> None:
+    """Refuses activation checkpointing: in the backward pass the ranks would reach the branches at different times."""
     if inside_backward():
         raise RunError(
-            "branch_parallel cannot compute branches again in the backward pass; leave out activation checkpointing"
+            "branch_parallel cannot recompute branches in the backward pass; leave out activation checkpointing"
         )
 
 
-def _by_turns(blocks: list[BranchBlock], run: RunContext) -> Callable:
-    """Exchanged, with as many branches here as there."""
-    places = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
-    return partial(_exchanged, places=dict(zip(blocks, places, strict=True)), run=run)
+def _exchange_balanced(blocks: list[BranchBlock], run: RunContext) -> MakeBlockFn:
+    """``_exchange_outputs`` with the same number of branches on each rank."""
+    assert run.parallel is not None
+    assignment = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
+    return partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
 
 
-def _exchanged(
-    block: BranchBlock, branches: list[torch.fx.GraphModule], places: dict[BranchBlock, list[int]], run: RunContext
-) -> Callable:
-    """The branches that are this process's own, and the outputs of the others from where they are computed.
+def _exchange_outputs(
+    block: BranchBlock, branches: list[torch.fx.GraphModule], assignment: dict[BranchBlock, list[int]], run: RunContext
+) -> BlockFn:
+    """Computes the branches of this rank and broadcasts all outputs.
 
-    A process knows how large those will be: they were told when it was given the like for the first time.
+    Shapes and dtypes of the outputs are exchanged once for each kind of input.
     """
-    group, own = get_device_mesh(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
-    sources = [place for place, branch in zip(places[block], block.branches, strict=True) for _ in outputs_of(branch)]
-    mine = [branch if place == own else None for place, branch in zip(places[block], branches, strict=True)]
-    counts = [len(outputs_of(branch)) for branch in block.branches]
+    assert run.parallel is not None
+    group, position = get_device_mesh(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
+    ranks, counts = assignment[block], [len(outputs_of(branch)) for branch in block.branches]
+    sources = [rank for rank, count in zip(ranks, counts, strict=True) for _ in range(count)]
+    local = [branch if rank == position else None for rank, branch in zip(ranks, branches, strict=True)]
     edge = torch.zeros((), device=run.device, requires_grad=True)
-    headers: dict[tuple, torch.Tensor] = {}
+    headers: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def met(*given):
-        _refuse_again()
-        way_back, given = _entered(given, edge, group)
-        outputs = []
-        for branch, count in zip(mine, counts, strict=True):
-            outputs += branch(*given) if branch else [None] * count
-        alike = (
-            torch.is_autocast_enabled(run.device.type),
-            *((tensor.shape, tensor.dtype) for tensor in batches.batch_tensors(given)),
-        )
-        if alike not in headers:
-            headers[alike] = _told(outputs, run.device, group)
-        waiting = []
-        for number, (output, header, source) in enumerate(zip(outputs, headers[alike], sources, strict=True)):
+    def exchange(*inputs: Any) -> list[torch.Tensor]:
+        _check_not_recomputing()
+        token, inputs = _enter(inputs, edge, group)
+        computed: list[torch.Tensor | None] = []
+        for branch, count in zip(local, counts, strict=True):
+            computed += branch(*inputs) if branch else [None] * count
+        shapes = ((tensor.shape, tensor.dtype) for tensor in batches.batch_tensors(inputs))
+        key = (torch.is_autocast_enabled(run.device.type), *shapes)
+        if key not in headers:
+            headers[key] = _exchange_headers(computed, run.device, group)
+        outputs: list[torch.Tensor] = []
+        pending: list[Any] = []
+        for output, header, source in zip(computed, headers[key], sources, strict=True):
             tensor = empty_from_meta(header, run.device) if output is None else output.detach()
             if output is not None and (output.shape, output.dtype) != decode_meta(header):
                 raise RunError(
-                    f"branch_parallel: {block} end in tensors of other sizes for inputs of the same; take another strategy"
+                    f"branch_parallel: outputs of {block} vary in shape for inputs of one shape; use another strategy"
                 )
-            waiting.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
-            outputs[number] = Received.apply(way_back, [tensor]) if output is None else output
-        for each in waiting:
-            each.wait()
+            pending.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+            outputs.append(cast(Any, ReceiveOutput).apply(token, [tensor]) if output is None else output)
+        for work in pending:
+            work.wait()
         return outputs
 
-    return met
+    return exchange
 
 
-def _entered(given: tuple, edge: torch.Tensor, group) -> tuple[torch.Tensor, tuple]:
-    """What the branches are given, so that its gradients come from all of them, and a way back there for processes that have none."""
-    way_back, *entered = Entered.apply(
-        group, edge, *(tensor for tensor in batches.batch_tensors(given) if tensor.requires_grad)
-    )
-    rest = iter(entered)
-    return way_back, batches.map_tensors(lambda tensor: next(rest) if tensor.requires_grad else tensor, given)
+def _enter(
+    inputs: tuple[Any, ...], edge: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """The inputs of a block, whose gradients will be summed over the ranks, and a token that keeps the graph connected.
+
+    On ranks without a branch the token is what lets the backward pass reach the inputs.
+    """
+    trained = [tensor for tensor in batches.batch_tensors(inputs) if tensor.requires_grad]
+    token, *entered = cast("tuple[torch.Tensor, ...]", cast(Any, EnterBlock).apply(group, edge, *trained))
+    remaining = iter(entered)
+    return token, batches.map_tensors(lambda tensor: next(remaining) if tensor.requires_grad else tensor, inputs)
 
 
-def _told(outputs: list[torch.Tensor | None], device, group) -> torch.Tensor:
-    """The headers of all outputs, on the processor, for all who have some of them."""
-    rows = [
-        torch.zeros(HEADER, dtype=torch.int64, device=device) if output is None else encode_meta(output)
-        for output in outputs
-    ]
-    headers = torch.stack(rows)
-    dist.all_reduce(headers, group=group)
+def _exchange_headers(
+    outputs: Sequence[torch.Tensor | None], device: torch.device, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Shape and dtype of all outputs, on all ranks, in a CPU tensor of one row per output."""
+    empty = torch.zeros(HEADER, dtype=torch.int64, device=device)
+    headers = torch.stack([empty if output is None else encode_meta(output) for output in outputs])
+    dist.all_reduce(headers, group=group)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     return headers.cpu()
 
 
-class Entered(torch.autograd.Function):
-    """Forward as it is; backward the sum of the gradients of all processes, which all have to ask at once."""
+class EnterBlock(torch.autograd.Function):
+    """Identity; the backward pass sums the gradients over the ranks, all of which must reach it."""
 
     @staticmethod
-    def forward(ctx, group, edge, *given):
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, edge: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        return edge.clone(), *given
+        return edge.clone(), *inputs
 
     @staticmethod
-    def backward(ctx, _, *gradients):
-        summed = [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
-        for gradient in summed:
-            dist.all_reduce(gradient, group=ctx.group)
-        return None, None, *summed
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = [grad.clone(memory_format=torch.contiguous_format) for grad in grad_outputs[1:]]
+        for grad in grads:
+            dist.all_reduce(grad, group=ctx.group)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        return None, None, *grads
 
 
-class Received(torch.autograd.Function):
-    """What another process has computed. Nothing of its gradient is ours, but the way back is: there all sum up what they have."""
+class ReceiveOutput(torch.autograd.Function):
+    """The output of another rank. Its gradient is used there; here only the token passes on the backward pass."""
 
     @staticmethod
-    def forward(ctx, way_back, box):
+    def forward(ctx: Any, token: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
         return box[0]
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient.new_zeros(()), None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_outputs[0].new_zeros(()), None

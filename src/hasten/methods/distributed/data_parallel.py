@@ -1,11 +1,14 @@
-"""Threads of one process share every batch out among the GPUs of a machine: torch's DataParallel, for comparison with ``ddp``.
+"""Threads of one process split each batch over the GPUs of a machine: torch's DataParallel, for comparison with
+``ddp``.
 
-Every step copies the model to all GPUs and gathers the outputs on the first, while one interpreter drives them all; torch itself advises against it
-(https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html). It needs no second process, and that is its use.
+Every step copies the model to all GPUs and gathers the outputs on the first one, while a single interpreter drives all
+of them; torch itself advises against it (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
+Its advantage is that it needs no second process.
 """
 
 import warnings
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -15,16 +18,18 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.distributed.collectives import warn_local_batch_norm
 
-WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes) does the same training with less, nearly always faster"
+WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes N) is nearly always faster"
 
 
 @dataclass(frozen=True)
 class DataParallel(Method):
+    """Wraps the model in ``torch.nn.DataParallel``."""
+
     card = Card(
-        summary="the batch shared out among the GPUs of one process, by threads",
+        summary="splits each batch over the GPUs of one process, with threads",
         exactness=Exactness.EQUIVALENT_MATH,
         source="torch.nn.DataParallel",
-        gain_when="there are several GPUs and no way to start several processes",
+        gain_when="there are several GPUs and several processes cannot be started",
         accelerates={"forward", "backward"},
         applies_to={"cuda"},
         requires={"monolithic_forward"},
@@ -34,29 +39,25 @@ class DataParallel(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if run.parallel is not None:
-            raise ConfigurationError("data_parallel is for one process; with several take ddp")
-        if why := _nothing(run):
-            run.report_no_effect(self, why)
+            raise ConfigurationError("data_parallel is for a single process; use ddp with several")
+        if reason := _no_effect_reason(run):
+            run.report_no_effect(self, reason)
             return model
         if run.task.loss is None:
             raise ConfigurationError(
-                "data_parallel gathers outputs, not the losses that models return themselves; give Task(loss=), or take ddp"
+                "data_parallel gathers outputs, not losses that the model computes itself; pass Task(loss=) or use ddp"
             )
         warnings.warn(WARNING, HastenWarning, stacklevel=2)
         warn_local_batch_norm(model, part="each GPU's part of a batch")
-        return torch.nn.DataParallel(model, device_ids=[run.device, *_others(run.device)])
+        first = run.device.index if "cuda:" in str(run.device) else torch.cuda.current_device()
+        others = [index for index in range(torch.cuda.device_count()) if index != first]
+        return torch.nn.DataParallel(model, device_ids=[first, *others])
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return model if _nothing(run) else model.module
+        return model if _no_effect_reason(run) else cast(torch.nn.Module, model.module)
 
 
-def _nothing(run: RunContext) -> str | None:
-    """Why there is nothing to share a batch out among, if so."""
+def _no_effect_reason(run: RunContext) -> str | None:
     if run.device.type != "cuda":
         return f"it is for GPUs; this run is on {run.device}"
-    return None if torch.cuda.device_count() > 1 else "there is one GPU only"
-
-
-def _others(device: torch.device) -> list[torch.device]:
-    own = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != own]
+    return None if torch.cuda.device_count() > 1 else "there is only one GPU"

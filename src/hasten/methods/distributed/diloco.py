@@ -1,14 +1,18 @@
-"""Every process trains by itself for ``period`` steps; how far they came, on average, is the gradient of an outer optimizer (DiLoCo).
+"""DiLoCo: every rank trains by itself for ``sync_every`` steps; the mean change of the weights is the gradient of an
+outer optimizer.
 
-Douillard et al. 2023, arXiv 2311.08105, algorithm 1. With w the weights that all began the period with, and w_i those rank i has come to,
+Douillard et al. 2023, arXiv 2311.08105, algorithm 1. With w the weights at the last synchronization and w_i those of
+rank i now,
 
-    d = w - mean of w_i;    v <- momentum v + d;    w <- w - rate (d + momentum v)
+    d = w - mean of w_i;    v <- outer_momentum v + d;    w <- w - outer_lr (d + outer_momentum v)
 
-which is SGD with Nesterov's momentum in torch's form. All go on from w; the state of the task's own optimizer stays each rank's own.
-Between two outer steps the mean of all ranks is what is evaluated, exported and gone on with by another number of processes.
+which is SGD with Nesterov momentum in torch's form. All ranks continue from w; the state of the task's own optimizer
+stays local. Between two outer steps, evaluation, export and a resume with another number of processes use the mean of
+all ranks.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,17 +33,19 @@ from hasten.distributed.collectives import (
 
 @dataclass(frozen=True)
 class DiLoCo(Method):
+    """Local training with an outer optimizer every ``sync_every`` steps."""
+
     card = Card(
-        summary="processes train by themselves; an outer optimizer with momentum follows their mean every many steps",
+        summary="ranks train by themselves; an outer optimizer with momentum rarely applies their mean change",
         exactness=Exactness.CHANGES_TRAINING,
         source="Douillard et al. 2023, arXiv 2311.08105",
-        gain_when="the network is so slow that a message every hundreds of steps is what it can carry",
+        gain_when="the network is so slow that ranks can communicate only every hundreds of steps",
         accelerates={"backward"},
         applies_to={"distributed"},
         invalidates={"replicated_weights"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=({"period": 50}, {"period": 500}),
+        presets=({"sync_every": 50}, {"sync_every": 500}),
         trial_priority=4,
     )
     sync_every: int = option(100, at_least=1)  # steps
@@ -47,7 +53,8 @@ class DiLoCo(Method):
     outer_momentum: float = option(0.9, at_least=0, below=1)
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        check_sync_period(run, self.name, self.sync_every)
+        assert run.parallel is not None
+        check_sync_period(run, f"{self.name}:sync_every", self.sync_every)
         warn_local_batch_norm(model)
         broadcast_module(model)
         allow_divergent_replicas(run, self.name)
@@ -55,54 +62,58 @@ class DiLoCo(Method):
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights, progress = (
-            [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad],
-            run.progress,
-        )
-        outer = run.checkpoint_state[self.name] = Outer(weights, self.outer_lr, self.outer_momentum)
+        weights: list[torch.Tensor] = [p for p in run.unwrapped_model.parameters() if p.requires_grad]
+        progress = run.progress
+        outer = run.checkpoint_state[self.name] = OuterOptimizer(weights, self.outer_lr, self.outer_momentum)
 
-        def followed():
+        def step_and_synchronize() -> None:
             outer.begin()
             optimizer_step()
             if (progress.step + 1) % self.sync_every == 0:
                 all_reduce_mean(weights)
                 outer.step()
 
-        return followed
+        return step_and_synchronize
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return average_model(model)
 
 
-class Outer:
-    """The outer optimizer: the weights, where all ranks began with them, and the velocity."""
+class OuterOptimizer:
+    """SGD with Nesterov momentum on the mean change of the weights.
 
-    def __init__(self, weights: list[torch.Tensor], rate: float, momentum: float):
-        self.weights, self.rate, self.momentum = weights, rate, momentum
-        self.began: list[torch.Tensor] = []
+    Attributes:
+        weights: the parameters of the model.
+        anchor: the weights at the last synchronization, the same on all ranks.
+        velocity: the momentum buffers.
+    """
+
+    def __init__(self, weights: list[torch.Tensor], lr: float, momentum: float):
+        self.weights, self.lr, self.momentum = weights, lr, momentum
+        self.anchor: list[torch.Tensor] = []
         self.velocity: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """In the first step, or the first after one process trained alone."""
-        if not self.began:
-            self.began = [weight.detach().clone() for weight in self.weights]
-            self.velocity = [torch.zeros_like(weight) for weight in self.began]
+        """Copies the weights before the first step, or before the first one after a run in a single process."""
+        if not self.anchor:
+            self.anchor = [weight.detach().clone() for weight in self.weights]
+            self.velocity = [torch.zeros_like(weight) for weight in self.anchor]
 
     @torch.no_grad()
     def step(self) -> None:
-        """The weights are the mean of all ranks; they become what all go on from."""
-        moved = foreach_sub(self.began, self.weights)
+        """Replaces the weights, which must be the mean of all ranks, by those from which all ranks continue."""
+        change = foreach_sub(self.anchor, self.weights)
         foreach_mul_(self.velocity, self.momentum)
-        foreach_add_(self.velocity, moved)
-        foreach_add_(moved, self.velocity, alpha=self.momentum)
-        foreach_add_(self.began, moved, alpha=-self.rate)
-        foreach_copy_(self.weights, self.began)
+        foreach_add_(self.velocity, change)
+        foreach_add_(change, self.velocity, alpha=self.momentum)
+        foreach_add_(self.anchor, change, alpha=-self.lr)
+        foreach_copy_(self.weights, self.anchor)
 
-    def state_dict(self) -> dict:
-        return {"began": self.began, "velocity": self.velocity}
+    def state_dict(self) -> dict[str, Any]:
+        return {"anchor": self.anchor, "velocity": self.velocity}
 
-    def load_state_dict(self, state: dict) -> None:
-        self.began, self.velocity = (
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.anchor, self.velocity = (
             [tensor.to(weight.device) for tensor, weight in zip(state[name], self.weights, strict=False)]
-            for name in ("began", "velocity")
+            for name in ("anchor", "velocity")
         )

@@ -1,11 +1,13 @@
-"""The gradients that ddp exchanges, in 16 bits: half the bytes of float32.
+"""Exchanges ddp's gradients in 16 bits: half the bytes of float32.
 
-Each rank divides its gradients by the number of ranks, so that their sum stays in range, rounds them, and adds them up with the others'.
-torch's own hook for bfloat16 refuses gloo (https://github.com/pytorch/pytorch, bf16_compress_hook); this one sends either format over any backend.
-bf16 has the range of float32 and 8 bits of precision; fp16 has 11 bits, and what is above 65504 or far below 6e-5 is lost.
+Each rank divides its gradients by the number of ranks, so that their sum stays in range, casts them, and adds up those
+of all ranks. torch's own hook for bfloat16 refuses gloo (https://github.com/pytorch/pytorch, bf16_compress_hook); this
+one sends either dtype over any backend. bf16 has the range of float32 and 8 bits of precision; fp16 has 11 bits, but
+values above 65504 or far below 6e-5 are lost.
 """
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,39 +18,48 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class HalfPrecisionAllreduce(Method):
+    """Registers a communication hook on DistributedDataParallel, with ``reduce_dtype`` bf16 or fp16."""
+
     card = Card(
-        summary="gradients rounded to 16 bits on their way between the processes",
+        summary="rounds gradients to 16 bits for their exchange between processes",
         exactness=Exactness.REDUCED_PRECISION,
         source="https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html",
-        gain_when="the network is slow: the bytes saved take longer than rounding, and the backward pass does not hide them",
+        gain_when="the network is slow: sending the saved bytes takes longer than rounding and is not hidden",
         accelerates={"backward"},
         applies_to={"distributed"},
         after=("ddp", "zero"),
-        presets=({"format": "bf16"}, {"format": "fp16"}),
+        presets=({"reduce_dtype": "bf16"}, {"reduce_dtype": "fp16"}),
         gradient_bytes_saved=0.5,
     )
-    reduce_dtype: str = option("bf16", one_of=tuple(FORMATS))
+    reduce_dtype: str = option("bf16", one_of=tuple(DTYPES))
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not isinstance(model, DistributedDataParallel):
             raise ConfigurationError(
-                "half_precision_allreduce rounds what ddp sends (or zero:stage=1), and another strategy was chosen; leave one of them out"
+                "half_precision_allreduce needs ddp or zero:stage=1, and the recipe has another strategy; remove one"
             )
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
             run.report_no_effect(self, "the gradients have 16 bits already")
             return model
-        model.register_comm_hook(FORMATS[self.reduce_dtype], _summed)
+        cast(Any, model).register_comm_hook(DTYPES[self.reduce_dtype], _all_reduce_mean)
         return model
 
 
-def _summed(format: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of a bucket of gradients over all ranks, when it will be there."""
-    gradients = bucket.buffer()
-    short = gradients.div(dist.get_world_size()).to(format)
-    on_its_way = dist.all_reduce(short, async_op=True).get_future()
-    return on_its_way.then(lambda arrived: gradients.copy_(arrived.value()[0]))
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # DDP requires this annotation
+
+
+def _all_reduce_mean(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: a future of the mean of the bucket's gradients over all ranks."""
+    gradients: torch.Tensor = bucket.buffer()
+    rounded = gradients.div(dist.get_world_size()).to(dtype)
+    work = cast(Any, dist).all_reduce(rounded, async_op=True)
+
+    def write_back(summed: Any) -> torch.Tensor:
+        return gradients.copy_(summed.value()[0])
+
+    return work.get_future().then(write_back)

@@ -1,37 +1,44 @@
-"""The model cut into stages one after the other, each on a process of its own; a batch goes through in pieces, so that all have work.
+"""Pipeline parallelism: splits the model into consecutive stages, one or two per rank; a batch passes them as
+microbatches.
 
-torch.distributed.pipelining runs the schedules: all pieces forward, then all backward (GPipe, Huang et al. 2018, arXiv 1811.06965); a backward pass as
-soon as it can be (1f1b, Narayanan et al. 2019, arXiv 1806.03377); the same with two stages a process (interleaved, arXiv 2104.04473); and one where
-gradients of weights fill the gaps (zero_bubble, Qi et al. 2023, arXiv 2401.10241). The cuts are where torch.fx sees one tensor go on and nothing else;
-of these the ones are taken that share out the time measured on a batch as evenly as may be.
+torch.distributed.pipelining runs the schedules: all microbatches forward, then all backward (gpipe, Huang et al. 2018,
+arXiv 1811.06965); each backward pass as early as possible (1f1b, Narayanan et al. 2019, arXiv 1806.03377); the same
+with two stages per rank (interleaved, arXiv 2104.04473); and one where weight gradients fill the gaps (zero_bubble, Qi
+et al. 2023, arXiv 2401.10241). The model can be split where torch.fx sees that only one tensor is passed on; the split
+points are chosen so that the stages take equally long on a sample batch.
 
-A process keeps the weights of its stages, the others are on torch's meta device. The loss is that of the whole batch, however it divides: pieces that
-come out short are filled up with rows that the loss never sees. Batch normalisation would see them: for it a batch passes in fewer pieces, which divide
-it and have two rows or more each. More processes than ``degree`` hold copies, whose gradients are averaged; or each stage is held by several that
-tensor_parallel cuts its layers among, each of which sends to the one that has the same share of the next. A run that is gone on with measures anew, and
-may be cut elsewhere: same formula, not the same bits, unless ``cuts`` says where.
+A rank keeps the weights of its stages; the others are on torch's meta device. The loss is that of the whole batch for
+any batch size: microbatches that come out short are padded with rows that the loss ignores. Batch normalization would
+see the padding: with it, a batch passes in fewer microbatches, which divide it and have two rows or more each. If there
+are more ranks than ``degree``, they hold further replicas, whose gradients are averaged; or several ranks hold each
+stage, over which tensor_parallel shards its layers, and each sends to the rank with the same shard of the next stage. A
+resumed run measures again and may be split elsewhere: the same formula, but not the same bits, unless ``split_sizes``
+fixes the split.
 
-While the run is being built every process has the whole model for a moment, in the host's memory. With ``place=memory`` none ever has: the model is
-made on the meta device and cut by bytes, and each process makes its own weights, with the numbers that they have in one process. What counts are weights,
-four times those that are trained, as for gradients and Adam, and what autograd keeps of the pieces that wait for their backward pass. Still whole are a
-checkpoint that a run goes on from, in every host's memory, and the exported model, in that of the first process.
+While the run is built every rank holds the full model for a moment, in host memory, but not with ``balance=memory``:
+the model is created on the meta device and split by memory, and each rank initializes its own weights, with the values
+that they have in a single process. Counted are weights, four times if they are trained (gradients and Adam), and the
+activations that autograd keeps for the microbatches that wait for their backward pass. Full models remain: a checkpoint
+that is resumed, in the memory of every host, and the exported model on rank 0.
 """
 
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+import torch.fx
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.core import batch as batches
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
-from hasten.core.types import ForwardFn, LossFn, StepFn
+from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
 from hasten.distributed.collectives import (
     assign_mesh_dim,
     broadcast_module,
@@ -56,23 +63,28 @@ from hasten.distributed.fx.stage_balance import (
 )
 from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
+from hasten.utils import batch as batches
 
-SCHEDULES = {  # torch's name for it, and how many stages each process has
+SCHEDULES = {  # torch's class, and the number of stages per rank
     "gpipe": ("ScheduleGPipe", 1),
     "1f1b": ("Schedule1F1B", 1),
     "interleaved": ("ScheduleInterleaved1F1B", 2),
     "zero_bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
-SHAPES_KEPT = 4  # schedules that are kept, each for batches of one shape
+MAX_CACHED_SCHEDULES = 4  # one per shape of a batch
+
+Segments: TypeAlias = list[list[torch.fx.Node]]  # smallest parts that a stage can consist of
 
 
 @dataclass(frozen=True)
 class Pipeline(Method):
+    """Splits the model into ``degree`` stages, or twice as many for schedules with two stages per rank."""
+
     card = Card(
-        summary="the model cut into stages, one process after the other; the batch passes in pieces",
+        summary="splits the model into stages on consecutive processes, which a batch passes as microbatches",
         exactness=Exactness.EQUIVALENT_MATH,
-        source="Huang et al. 2018, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining",
-        gain_when="the model does not fit a device together with its gradients and optimizer, and what passes between two stages is little beside their arithmetic",
+        source="Huang et al. 2018, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch pipelining",
+        gain_when="model, gradients and optimizer do not fit one device, and stages send little for their computation",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights", "monolithic_forward"},
@@ -82,257 +94,284 @@ class Pipeline(Method):
         presets=tuple({"schedule": schedule} for schedule in SCHEDULES),
     )
     schedule: str = option("1f1b", one_of=tuple(SCHEDULES))
-    microbatches: int = option(0, at_least=0)  # pieces that a batch passes in; 0: twice the degree
-    degree: int = option(
-        0, at_least=0
-    )  # processes one after the other, of one copy; 0: all, or as many as tensor_parallel leaves
-    split_sizes: str = ""  # how many members of the chain each stage has, as 2-1-3; unless said, as ``place`` wants it
-    balance: str = option(
-        "time", one_of=("time", "memory")
-    )  # what is shared out evenly; with memory nobody ever has the whole model
+    microbatches: int = option(0, at_least=0)  # per batch; 0: twice the degree
+    degree: int = option(0, at_least=0)  # ranks of one replica in a row; 0: all, or as many as tensor_parallel leaves
+    split_sizes: str = ""  # segments of each stage, such as 2-1-3; by default as ``balance`` finds them
+    balance: str = option("time", one_of=("time", "memory"))  # with memory no rank ever holds the full model
 
     def setup(self, run: RunContext) -> None:
+        assert run.parallel is not None
         assign_mesh_dim(self, run, "stages")
         if "shards" not in run.parallel.mesh_dim_owner:
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
             raise ConfigurationError(
-                "pipeline:balance=memory does not go with tensor_parallel, which proves its cuts on the whole model; leave one of them out"
+                "pipeline:balance=memory cannot be combined with tensor_parallel, which needs the full model"
             )
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
-        pieces = self.microbatches or 2 * run.parallel.pp_size
-        self._refuse_what_cannot_be(pieces, run)
-        full = has_local_batch_norm(model)
-        if pieces > 1:
-            remedy = f"; a batch passes in the greatest number of pieces up to {pieces} that divides it"
-            warn_local_batch_norm(model, remedy, "each piece of a batch")
-        elif run.parallel.model_parallel_size < run.ranks.world_size:
+        parallel = run.parallel
+        assert parallel is not None
+        microbatches = self.microbatches or 2 * parallel.pp_size
+        self._check_options(microbatches, parallel.pp_size, run)
+        has_batch_norm = has_local_batch_norm(model)
+        if microbatches > 1:
+            remedy = f"; a batch passes in as many microbatches, up to {microbatches}, as divide it"
+            warn_local_batch_norm(model, remedy, "each microbatch")
+        elif parallel.model_parallel_size < run.ranks.world_size:
             warn_local_batch_norm(model)
-        if self.balance == "time" and run.parallel.tp_size == 1:  # else it was made alike before its layers were cut
+        if self.balance == "time" and parallel.tp_size == 1:  # else tensor_parallel has broadcast it
             broadcast_module(model, run.device)
-        count = run.parallel.pp_size * SCHEDULES[self.schedule][1]
-        graph, members = find_split_points(model, count, run.services.peek_batch)
-        ends, loads = self._ends(model, graph, members, count, pieces, run)
-        run.tuned_settings[self.name] = {"cuts": "-".join(str(end - first) for first, end in pairwise([0, *ends]))}
-        parts = [extract_stage(model, graph, members[first:end]) for first, end in pairwise([0, *ends])]
-        check_no_shared_weights(model, parts)
-        ring = get_device_mesh(run)["stages"]
-        own = ring.get_local_rank()
+        num_stages = parallel.pp_size * SCHEDULES[self.schedule][1]
+        graph, segments = find_split_points(model, num_stages, run.services.peek_batch)
+        ends, loads = self._stage_ends(model, graph, segments, num_stages, microbatches, run)
+        bounds = list(pairwise([0, *ends]))
+        run.tuned_settings[self.name] = {"split_sizes": "-".join(str(end - first) for first, end in bounds)}
+        stages = [extract_stage(model, graph, segments[first:end]) for first, end in bounds]
+        check_no_shared_weights(model, stages)
+        mesh = get_device_mesh(run)["stages"]
+        position = mesh.get_local_rank()
         if run.ranks.is_main_process:
-            _tell(parts, loads)
-        stages = {number: part for number, part in enumerate(parts) if number % run.parallel.pp_size == own}
-        kept = materialize_local_stages(model, list(stages.values()), parts, keeps_unused=own == 0, run=run)
+            _report(stages, loads)
+        local: dict[int, nn.Module] = {
+            index: stage for index, stage in enumerate(stages) if index % parallel.pp_size == position
+        }
+        kept = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
             broadcast_tensors(kept, get_device_mesh(run)["copies"].get_group())
-        run.parallel.eval_needs_all_ranks, run.parallel.num_parameter_owners = True, run.parallel.pp_size
-        return Piped(model, stages, count, ring, SCHEDULES[self.schedule][0], pieces, full, run)
-
-    def _ends(
-        self, model, graph, members: list, count: int, pieces: int, run: RunContext
-    ) -> tuple[list[int], list[int]]:
-        """Where the stages end, and the bytes that each holds where these were counted."""
-        if self.split_sizes:
-            return parse_split_sizes(self.split_sizes, count, len(members), f"{self.name}:cuts"), []
-        if self.balance == "time":
-            return balance_on_main_process(
-                lambda: [profile_segments(model, graph, members, run.services.peek_batch(), run.device)] * count, run
-            )[0], []
-        under_way = [pieces if self.schedule == "gpipe" else min(pieces, count - stage) for stage in range(count)]
-        return balance_on_main_process(
-            lambda: estimate_segment_memory(model, graph, members, run.services.peek_batch(), pieces, under_way), run
+        parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
+        return PipelinedModel(
+            model, local, num_stages, mesh, SCHEDULES[self.schedule][0], microbatches, not has_batch_norm, run
         )
 
-    def _refuse_what_cannot_be(self, pieces: int, run: RunContext):
+    def _stage_ends(
+        self,
+        model: nn.Module,
+        graph: torch.fx.Graph,
+        segments: Segments,
+        num_stages: int,
+        microbatches: int,
+        run: RunContext,
+    ) -> tuple[list[int], list[float]]:
+        """(index of the segment after each stage, bytes that each stage holds; [] if memory was not estimated)."""
+        peek = run.services.peek_batch
+        if self.split_sizes:
+            return parse_split_sizes(self.split_sizes, num_stages, len(segments), f"{self.name}:split_sizes"), []
+        if self.balance == "time":
+            return balance_on_main_process(
+                lambda: [profile_segments(model, graph, segments, peek(), run.device)] * num_stages, run
+            )[0], []
+        in_flight = [
+            microbatches if self.schedule == "gpipe" else min(microbatches, num_stages - stage)
+            for stage in range(num_stages)
+        ]
+        return balance_on_main_process(
+            lambda: cast(
+                list[list[float]], estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight)
+            ),
+            run,
+        )
+
+    def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
+        setting = f"pipeline:microbatches={microbatches}"
         if run.task.loss is None:
             raise ConfigurationError(
-                "pipeline needs the loss apart from the model, on the last process; give Task(loss=)"
+                "pipeline computes the loss apart from the model, on the last stage; pass Task(loss=)"
             )
-        if self.schedule != "gpipe" and pieces < run.parallel.pp_size:
+        if self.schedule != "gpipe" and microbatches < pp_size:
             raise ConfigurationError(
-                f"pipeline:microbatches={pieces} leaves some of {run.parallel.pp_size} processes idle with schedule={self.schedule}; take {run.parallel.pp_size}"
+                f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}; take {pp_size}"
             )
-        rounds = max(1, pieces // run.parallel.pp_size)
-        if SCHEDULES[self.schedule][1] > 1 and pieces % rounds:
-            more = -(-pieces // run.parallel.pp_size) * run.parallel.pp_size
-            raise ConfigurationError(
-                f"pipeline:microbatches={pieces} does not fill rounds of schedule={self.schedule}; take {more}"
-            )
+        if SCHEDULES[self.schedule][1] > 1 and microbatches % max(1, microbatches // pp_size):
+            multiple = -(-microbatches // pp_size) * pp_size
+            raise ConfigurationError(f"{setting} does not fill the rounds of schedule={self.schedule}; take {multiple}")
 
     def loss(self, loss: LossFn, run: RunContext) -> LossFn:
-        run.model.loss = loss
+        cast(PipelinedModel, run.model).loss = loss
         return loss
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        return run.model.step
+        return cast(PipelinedModel, run.model).step
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        return (
-            grad_transform if run.parallel.tp_size > 1 else reduce_over_replicas(grad_transform, run)
-        )  # who cuts layers has it done
+        assert run.parallel is not None
+        # tensor_parallel reduces over the replicas itself
+        return grad_transform if run.parallel.tp_size > 1 else reduce_over_replicas(grad_transform, run)
 
     def export(self, model: nn.Module, run: RunContext) -> nn.Module:
         return run.unwrapped_model
 
 
-class Piped(nn.Module):
-    """A model of which this process has some stages."""
+class PipelinedModel(nn.Module):
+    """A model of which this rank holds some stages.
+
+    Args:
+        module: the full model; its forward is replaced by that of the pipeline.
+        stages: index -> module of the stages on this rank.
+        num_stages: of the model.
+        mesh: the "stages" dimension of the device mesh.
+        schedule: name of torch's schedule class.
+        microbatches: of a batch, at most.
+        pads: whether short microbatches may be padded.
+        run: the run.
+    """
 
     def __init__(
-        self, module: nn.Module, stages: dict, count: int, ring, schedule: str, pieces: int, full: bool, run: RunContext
+        self,
+        module: nn.Module,
+        stages: dict[int, nn.Module],
+        num_stages: int,
+        mesh: DeviceMesh,
+        schedule: str,
+        microbatches: int,
+        pads: bool,
+        run: RunContext,
     ):
         super().__init__()
         self.module, self.progress, self.device = module, run.progress, run.device
-        self.stages = stages.items()  # not registered: they are made of the module's parts
-        self.count, self.schedule = count, schedule
-        self.pieces, self.full = pieces, full  # the most that there are; whether they have to be full
-        self.group, self.own, self.ranks = ring.get_group(), ring.get_local_rank(), ring.mesh.tolist()
-        self.schedules: dict = {}
-        self.loss = self.current = None
-        module.forward = self.forward  # evaluation and whoever is given the model use it as it is, all ranks together
+        self.stages = stages.items()  # not registered as submodules, because they share those of the module
+        self.num_stages, self.schedule, self.microbatches, self.pads = num_stages, schedule, microbatches, pads
+        self.group = mesh.get_group()
+        self.ranks: list[int] = cast(Any, mesh).mesh.tolist()
+        self.schedules: dict[torch.Size, Any] = {}
+        self.loss: LossFn | None = None
+        self.current: tuple[Any, int, float] = (None, 0, 1.0)  # target, rows and loss weight of the current batch
+        module.forward = self.forward  # for evaluation, by all ranks together
 
     @property
-    def last(self) -> int:
-        return self.ranks[(self.count - 1) % len(self.ranks)]
+    def last_rank(self) -> int:
+        """Rank of the last stage."""
+        return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
-    def forward(self, *given, **named) -> torch.Tensor:
-        """The output of a batch, on all ranks that hold this copy; forward only."""
-        outputs = [output for _, _, output in self._relayed(single_tensor_input(given, named))]
-        return _broadcast(outputs[-1], self.last, self.group, self.device)
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The output of a batch, on all ranks of this replica, without a backward pass."""
+        outputs = [output for _, _, output in self._forward_stages(single_tensor_input(args, kwargs))]
+        return _broadcast(outputs[-1], self.last_rank, self.group, self.device)
 
-    def _relayed(self, value) -> Iterator[tuple]:
-        """(number, input, output) of each of this rank's stages, one stage after the other."""
-        own = dict(self.stages)
-        for number in range(self.count):
-            here, after = self.ranks[number % len(self.ranks)], self.ranks[(number + 1) % len(self.ranks)]
-            if number in own:
-                output = own[number](value)
-                yield number, value, output
-                if number + 1 < self.count and after != here:
-                    _send(output, after, self.group)
+    def _forward_stages(self, value: Any) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Runs the stages one after the other. Yields (index, input, output) of those on this rank."""
+        local = dict(self.stages)
+        for index in range(self.num_stages):
+            rank, next_rank = self.ranks[index % len(self.ranks)], self.ranks[(index + 1) % len(self.ranks)]
+            if index in local:
+                output = local[index](value)
+                yield index, value, output
+                if index + 1 < self.num_stages and next_rank != rank:
+                    _send(output, next_rank, self.group)
                 value = output
-            elif number + 1 in own and number + 1 < self.count:
-                value = _received(here, self.group, self.device)
+            elif index + 1 in local and index + 1 < self.num_stages:
+                value = _recv(rank, self.group, self.device)
 
-    def step(self, batch) -> torch.Tensor:
-        """Forward and backward of a batch, in pieces; the loss of it all."""
-        inputs, named, target = batches.split_inputs_target(batch)
-        rows, given = batches.batch_size(batch), single_tensor_input(inputs, named)
-        pieces = _most_full(rows, self.pieces, len(self.ranks)) if self.full else self.pieces
-        places = _places(rows, pieces).to(self.device)
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward passes of a batch, in microbatches. Returns the loss of the batch, on all ranks."""
+        inputs, kwargs, target = batches.split_inputs_target(batch)
+        rows, value = batches.batch_size(batch), single_tensor_input(inputs, kwargs)
+        count = self.microbatches if self.pads else _max_even_microbatches(rows, self.microbatches, len(self.ranks))
+        indices = _row_indices(rows, count).to(self.device)
         weight = self.progress.microbatch_fraction * self.progress.loss_weight
-        self.current, losses = (target, rows, weight), []
-        filled = given if len(places) == rows else given[places.clamp(min=0)]
-        schedule = self._schedule_for(filled, pieces)
-        numbers = [number for number, _ in self.stages]
+        self.current = (target, rows, weight)
+        padded = value if len(indices) == rows else value[indices.clamp(min=0)]
+        schedule = self._schedule_for(padded, count)
+        local, losses = [index for index, _ in self.stages], cast(list[torch.Tensor], [])
+        is_first, is_last = 0 in local, self.num_stages - 1 in local
         schedule.step(
-            *([filled] if 0 in numbers else []),
-            target=places if self.count - 1 in numbers else None,
-            losses=losses if self.count - 1 in numbers else None,
+            *([padded] if is_first else []),
+            target=indices if is_last else None,
+            losses=losses if is_last else None,
             return_outputs=False,
         )
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if losses:
             loss += torch.stack([each.detach() for each in losses]).sum() / weight
-        dist.broadcast(loss, self.last, group=self.group)
+        dist.broadcast(loss, self.last_rank, group=self.group)
         return loss
 
-    def _loss_of_piece(self, output: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Its part of the batch's loss; of rows that only fill a piece up, none."""
+    def _microbatch_loss(self, output: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """The contribution of a microbatch to the loss of the batch, without its padding (index -1)."""
         target, rows, weight = self.current
-        real = places[places >= 0]
+        real = indices[indices >= 0]
         if not len(real):
             return output.sum() * 0
-        own = batches.map_tensors(lambda t: t[real] if t.ndim and t.shape[0] == rows else t, target)
-        return self.loss(output[: len(real)], own) * (len(real) / rows * weight)
+        assert self.loss is not None
+        part = batches.map_tensors(lambda t: t[real] if t.ndim and t.shape[0] == rows else t, target)
+        return self.loss(output[: len(real)], part) * (len(real) / rows * weight)
 
-    def _schedule_for(self, given: torch.Tensor, pieces: int):
-        shape = given.shape
+    def _schedule_for(self, value: torch.Tensor, microbatches: int) -> Any:
+        shape = value.shape
         if shape not in self.schedules:
-            if len(self.schedules) == SHAPES_KEPT:
+            if len(self.schedules) == MAX_CACHED_SCHEDULES:
                 del self.schedules[next(iter(self.schedules))]
-            self.schedules[shape] = self._new_schedule(given[: len(given) // pieces], pieces)
+            self.schedules[shape] = self._new_schedule(value[: len(value) // microbatches], microbatches)
         return self.schedules[shape]
 
-    def _new_schedule(self, piece: torch.Tensor, pieces: int):
-        from torch.distributed import pipelining  # half a second, which only a run that has stages should pay
+    def _new_schedule(self, microbatch: torch.Tensor, microbatches: int) -> Any:
+        from torch.distributed import pipelining  # takes half a second
 
         with torch.no_grad(), eval_mode(*(stage for _, stage in self.stages)):
-            edges = {number: (_like(value), _like(output)) for number, value, output in self._relayed(piece)}
+            shapes = {index: (_like(value), _like(out)) for index, value, out in self._forward_stages(microbatch)}
         stages = [
-            pipelining.PipelineStage(
-                stage,
-                number,
-                self.count,
-                self.device,
-                input_args=edges[number][0],
-                output_args=edges[number][1],
-                group=self.group,
-            )
-            for number, stage in self.stages
+            pipelining.PipelineStage(stage, index, self.num_stages, self.device, *shapes[index], group=self.group)
+            for index, stage in self.stages
         ]
-        options = {"n_microbatches": pieces, "loss_fn": self._loss_of_piece, "scale_grads": False}
+        options = {"n_microbatches": microbatches, "loss_fn": self._microbatch_loss, "scale_grads": False}
         if len(stages) > 1:
             return getattr(pipelining, self.schedule)(stages, **options)
-        schedule = self.schedule if pieces >= self.count else "ScheduleGPipe"  # 1f1b wants one for each stage
+        # 1f1b needs a microbatch for each stage
+        schedule = self.schedule if microbatches >= self.num_stages else "ScheduleGPipe"
         return getattr(pipelining, schedule)(stages[0], **options)
 
 
-def _tell(parts: list, loads: list[int]) -> None:
-    total = sum(weight.numel() for part in parts for weight in part.parameters()) or 1
-    for number, part in enumerate(parts, 1):
-        names = [node.target for node in part.graph.nodes if node.op in ("call_module", "get_attr")]
-        share = sum(weight.numel() for weight in part.parameters()) / total
-        told = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        held = (
-            f", {loads[number - 1] / 1e6:.3g} MB with gradients, an optimizer as Adam and the pieces under way"
-            if loads
-            else ""
-        )
+def _report(stages: list[torch.fx.GraphModule], loads: list[float]) -> None:
+    sizes = [sum(weight.numel() for weight in stage.parameters()) for stage in stages]
+    total = sum(sizes) or 1
+    for index, (stage, size) in enumerate(zip(stages, sizes, strict=True)):
+        names = [node.target for node in stage.graph.nodes if node.op in ("call_module", "get_attr")]
+        layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        memory = f", {loads[index] / 1e6:.3g} MB with gradients, Adam state and activations" if loads else ""
         warnings.warn(
-            f"pipeline: stage {number} of {len(parts)} is {told}, {share:.0%} of the weights{held}",
+            f"pipeline: stage {index + 1} of {len(stages)} is {layers}, {size / total:.0%} of the weights{memory}",
             ProgressWarning,
             stacklevel=4,
         )
 
 
-def _most_full(rows: int, most: int, degree: int) -> int:
-    """The greatest number of pieces that divides the rows, leaves each two or more, and fills the rounds of a schedule; 1 if there is none."""
+def _max_even_microbatches(rows: int, most: int, degree: int) -> int:
+    """The largest number of equal microbatches of 2 rows or more, up to ``most``, that fills the schedule; else 1."""
     return next((n for n in range(min(most, rows - 1), 1, -1) if rows % n == 0 and n % max(1, n // degree) == 0), 1)
 
 
-def _places(rows: int, pieces: int) -> torch.Tensor:
-    """The rows of a batch in pieces of one length, -1 where there is none to fill a piece up."""
-    length = -(-rows // pieces)
-    places = torch.full((pieces, length), -1)
-    for number, (first, end) in enumerate(pairwise([rows * number // pieces for number in range(pieces + 1)])):
-        places[number, : end - first] = torch.arange(first, end)
-    return places.flatten()
+def _row_indices(rows: int, microbatches: int) -> torch.Tensor:
+    """Indices of the rows of a batch in microbatches of equal length, concatenated; -1 where a row is padding."""
+    indices = torch.full((microbatches, -(-rows // microbatches)), -1)
+    bounds = [rows * index // microbatches for index in range(microbatches + 1)]
+    for index, (first, end) in enumerate(pairwise(bounds)):
+        indices[index, : end - first] = torch.arange(first, end)
+    return indices.flatten()
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape and type, without numbers."""
+    """A tensor of the same shape and dtype on the meta device."""
     return torch.empty_like(tensor, device="meta", requires_grad=tensor.is_floating_point())
 
 
-def _send(tensor: torch.Tensor, to: int, group) -> None:
-    dist.send(encode_meta(tensor), to, group=group)
-    dist.send(tensor.detach().contiguous(), to, group=group)
+def _send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    dist.send(encode_meta(tensor), rank, group=group)
+    dist.send(tensor.detach().contiguous(), rank, group=group)
 
 
-def _received(source: int, group, device) -> torch.Tensor:
+def _recv(rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     header = torch.empty(HEADER, dtype=torch.int64, device=device)
-    dist.recv(header, source, group=group)
+    dist.recv(header, rank, group=group)
     tensor = empty_from_meta(header, device)
-    dist.recv(tensor, source, group=group)
+    dist.recv(tensor, rank, group=group)
     return tensor
 
 
-def _broadcast(tensor: torch.Tensor | None, source: int, group, device) -> torch.Tensor:
-    """What the rank ``source`` has, on all."""
-    leads = dist.get_rank() == source
-    header = encode_meta(tensor) if leads else torch.empty(HEADER, dtype=torch.int64, device=device)
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """The tensor of rank ``source``, on all ranks."""
+    is_source = dist.get_rank() == source
+    header = encode_meta(tensor) if is_source else torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.broadcast(header, source, group=group)
-    tensor = tensor.detach().contiguous() if leads else empty_from_meta(header, device)
-    dist.broadcast(tensor, source, group=group)
-    return tensor
+    result = tensor.detach().contiguous() if is_source else empty_from_meta(header, device)
+    dist.broadcast(result, source, group=group)
+    return result

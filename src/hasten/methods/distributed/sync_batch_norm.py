@@ -1,7 +1,9 @@
-"""Batch normalisation over the whole batch, of which each process has a part: what one process would compute.
+"""Batch normalization over the global batch, of which each rank reads a shard: the statistics equal those of a single
+process.
 
-Without it each process normalises its part alone. That is what Goyal et al. 2017 did on purpose (arXiv 1706.02677, remark in section 2.3: the loss
-of each part stays independent of the others); it is another formula, and with few samples a process a worse one.
+Without it each rank normalizes its own shard. Goyal et al. 2017 did that on purpose (arXiv 1706.02677, remark in
+section 2.3: the loss of each shard stays independent of the others); it is a different formula, and a worse one with
+few samples per rank.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
+    """Converts the batch norm layers of the model."""
+
     card = Card(
-        summary="batch normalisation over the parts of all processes together",
+        summary="computes batch normalization over the shards of all ranks together",
         exactness=Exactness.EQUIVALENT_MATH,
-        source="https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html; Chan et al. 1983, The American Statistician 37(3)",
-        gain_when="a process has few samples of each batch, so that statistics of its own are poor; it costs a message a layer, there and back",
+        source="torch.nn.SyncBatchNorm; Chan et al. 1983, The American Statistician 37(3)",
+        gain_when="a rank reads too few samples for good statistics; costs a message per layer and direction",
         accelerates={"steps"},
         applies_to={"distributed"},
         requires={"replicated_weights"},
@@ -30,28 +34,28 @@ class SyncBatchNorm(Method):
     )
 
     def model(self, model: nn.Module, run: RunContext) -> nn.Module:
-        found = [
-            part for part in model.modules() if isinstance(part, BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
-        ]
-        norms = [norm for norm in found if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
-        if not found:
-            run.report_no_effect(self, "the model has no batch normalisation")
-        elif unknown := sorted({type(norm).__name__ for norm in found} - {type(norm).__name__ for norm in norms}):
+        assert run.parallel is not None
+        all_norms = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+        norms = [norm for norm in all_norms if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
+        if not all_norms:
+            run.report_no_effect(self, "the model has no batch normalization")
+        elif unknown := sorted({type(norm).__name__ for norm in all_norms} - {type(norm).__name__ for norm in norms}):
             raise ConfigurationError(
-                f"sync_batch_norm knows BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out"
+                f"sync_batch_norm supports BatchNorm1d, 2d and 3d, and the model has {', '.join(unknown)}; leave it out"
             )
         elif run.parallel.pp_size > 1:
             raise ConfigurationError(
-                "pipeline normalises each piece of a batch by itself, and sync_batch_norm cannot change that; leave the latter out"
+                "sync_batch_norm cannot be combined with pipeline, which normalizes each microbatch; leave it out"
             )
         elif run.parallel.model_parallel_size == run.ranks.world_size:
-            run.report_no_effect(self, "every process sees the whole batch already")
+            run.report_no_effect(self, "every rank reads the whole batch already")
         elif run.parallel.model_parallel_size > 1:
             raise ConfigurationError(
-                "sync_batch_norm is not for copies of the model that several processes hold each; leave it out, or make degree the number of processes"
+                "sync_batch_norm does not support several model replicas of several ranks each; "
+                "leave it out, or set degree to the number of processes"
             )
         else:
-            parts = SyncGroup(run.progress, run.ranks.world_size)
+            group = SyncGroup(run.progress, run.ranks.world_size)
             for norm in norms:
-                convert_sync_batchnorm(norm, parts)
+                convert_sync_batchnorm(norm, group)
         return model

@@ -1,29 +1,34 @@
-"""Layers cut among the processes: some hold one copy of the model between them (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Tensor parallelism: shards layers over the ranks that hold one replica of the model (Shoeybi et al. 2019, arXiv
+1909.08053).
 
-A block is some Linear layers whose outputs meet in one Linear and nowhere else: two layers with an activation between them, a gated pair and the
-layer that joins it, or the queries, keys and values of an attention with its last layer. The first ones are cut by their outputs ("columns"),
-each process computes its share of what is between, and the last one is cut by its inputs ("rows"): one sum over the processes makes the
-block's output whole. Blocks are found by tracing the model with torch.fx, and each has to prove on a sample that output and gradients are those
-of the model as it was. Everything else of the model is on every process, computes the same there, and stays alike.
+A block is a set of Linear layers whose outputs meet in one Linear and nowhere else: two layers with an activation
+between them, a gated pair and the layer that joins it, or the query, key and value layers of an attention with its
+output layer. The first ones are sharded by outputs ("by columns"), each rank computes its share of what lies between,
+and the last one is sharded by inputs ("by rows"): one sum over the ranks gives the output of the block. torch.fx finds
+the blocks, and each is checked on a sample batch: outputs and gradients must be those of the original model. All other
+layers are replicated and compute the same on every rank.
 
-More processes than ``degree`` hold copies, whose gradients are averaged, or stages of a pipeline. While the run is being built every process has
-the whole model, and a copy of it for the proof.
+If there are more ranks than ``degree``, they hold further replicas, whose gradients are averaged, or the stages of a
+pipeline. While the run is built every rank holds the full model, and a copy of it for the check.
 """
 
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.fx
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -31,65 +36,38 @@ from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import OptimizerFactory, StepFn
-from hasten.distributed.collectives import (
-    assign_mesh_dim,
-    broadcast_module,
-    get_device_mesh,
-    reduce_over_replicas,
-    warn_local_batch_norm,
-)
+from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
+from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
 
-FUNCTIONS = nn.functional
+Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
+
+# fmt: off
 ELEMENTWISE = {
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.SELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Identity,
-    nn.Dropout,
-    FUNCTIONS.relu,
-    FUNCTIONS.leaky_relu,
-    FUNCTIONS.elu,
-    FUNCTIONS.gelu,
-    FUNCTIONS.silu,
-    FUNCTIONS.mish,
-    FUNCTIONS.softplus,
-    FUNCTIONS.tanh,
-    torch.relu,
-    torch.tanh,
-    torch.sigmoid,
-    torch.square,
-    operator.mul,
-    operator.add,
-    operator.sub,
-    operator.neg,
-    torch.mul,
-    torch.add,
-    "relu",
-    "tanh",
-    "sigmoid",
-    "square",
-    "mul",
-    "add",
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus,
+    nn.Hardswish, nn.Hardtanh, nn.Identity, nn.Dropout, F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.softplus,
+    F.tanh, torch.relu, torch.tanh, torch.sigmoid, torch.square, torch.mul, torch.add,
+    operator.mul, operator.add, operator.sub, operator.neg, "relu", "tanh", "sigmoid", "square", "mul", "add",
 }
-COMPUTES = ("call_function", "call_method", "call_module")
-LOOKED_FOR = "Linear layers whose outputs meet in one Linear alone, through element-wise functions or an attention over separate heads"
+# fmt: on
+COMPUTING_OPS = ("call_function", "call_method", "call_module")
+EXPECTED = (
+    "Linear layers whose outputs meet in one Linear alone, "
+    "through element-wise functions or an attention over separate heads"
+)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers that are cut together: ``first`` by columns, ``last`` by rows, and the dropouts that stand between them."""
+    """Linear layers that are sharded together.
+
+    Attributes:
+        first: names of the layers that are sharded by columns.
+        last: name of the layer that is sharded by rows.
+        elementwise: whether only element-wise functions lie between them, not an attention.
+        dropouts: names of the dropout layers between them.
+    """
 
     first: tuple[str, ...]
     last: str
@@ -100,119 +78,122 @@ class Block:
     def layers(self) -> tuple[str, ...]:
         return (*self.first, self.last)
 
+    def with_prefix(self, prefix: str) -> "Block":
+        first, dropouts = (tuple(prefix + name for name in names) for names in (self.first, self.dropouts))
+        return Block(first, prefix + self.last, self.elementwise, dropouts)
+
     def __str__(self) -> str:
         return f"{', '.join(self.first)} by columns, {self.last} by rows"
 
 
 @dataclass(frozen=True)
 class TensorParallel(Method):
+    """Shards blocks of Linear layers over ``degree`` ranks."""
+
     card = Card(
-        summary="the layers of one copy of the model cut among processes, by columns and rows",
+        summary="shards the layers of one model replica over processes, by columns and rows",
         exactness=Exactness.EQUIVALENT_MATH,
         source="Shoeybi et al. 2019, arXiv 1909.08053; torch.distributed.tensor.parallel",
-        gain_when="the model does not fit a device together with its gradients and optimizer, and the processes are joined by something much faster than a network",
+        gain_when="model, gradients and optimizer do not fit one device, and processes share a fast link (NVLink)",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
     )
-    degree: int = option(0, at_least=0)  # processes that layers are cut among; 0: all, or as many as a pipeline leaves
+    degree: int = option(0, at_least=0)  # ranks that layers are sharded over; 0: all, or as many as a pipeline leaves
 
     def setup(self, run: RunContext) -> None:
         assign_mesh_dim(self, run, "shards")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
-        if (
-            run.parallel.model_parallel_size < run.ranks.world_size and run.parallel.pp_size == 1
-        ):  # else the stages tell
+        parallel = run.parallel
+        assert parallel is not None
+        if parallel.model_parallel_size < run.ranks.world_size and parallel.pp_size == 1:  # else pipeline warns
             warn_local_batch_norm(model)
         broadcast_module(model)
         mesh = get_device_mesh(run)["shards"]
-        found, doubts = blocks_of(model, run.parallel.tp_size)
-        blocks, more = verify_partition(model, found, [PartitionPlan(partial(_cut, mesh=mesh))], self.name, run)
-        doubts += more
+        candidates, rejected = find_blocks(model, parallel.tp_size)
+        blocks, more = verify_partition(model, candidates, [PartitionPlan(partial(_shard, mesh=mesh))], self.name, run)
+        rejected += more
         if not blocks:
             raise ConfigurationError(
-                f"tensor_parallel can cut no layer of this model among {run.parallel.tp_size} processes. It looked for {LOOKED_FOR}, of sizes that "
-                f"{run.parallel.tp_size} divides; {'; '.join(doubts[:3]) or 'there are none'}"
+                f"tensor_parallel can shard no layer of this model over {parallel.tp_size} processes. It looked for "
+                f"{EXPECTED}, of sizes that {parallel.tp_size} divides; {'; '.join(rejected[:3]) or 'there are none'}"
             )
         if run.ranks.is_main_process:
-            _tell(model, blocks, doubts)
-        _cut(model, blocks, mesh)
-        run.parallel.eval_needs_all_ranks = True
+            _report(model, blocks, rejected)
+        _shard(model, blocks, mesh)
+        parallel.eval_needs_all_ranks = True
         return model
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-
-        def of_parts(model):
-            with _as_parts(model, get_device_mesh(run)["shards"]):
+        def make_for_dtensors(model: nn.Module) -> Any:
+            with _replicated_as_dtensors(model, get_device_mesh(run)["shards"]):
                 return make(model)
 
-        return of_parts
+        return make_for_dtensors
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        parts = [part for group in run.optimizer.param_groups for part in group["params"] if hasattr(part, "whole")]
+        weights = [
+            weight for group in run.optimizer.param_groups for weight in group["params"] if hasattr(weight, "full")
+        ]
 
-        def updated():
-            for part in parts:
-                part.grad = None if part.whole.grad is None else _replicated(part.whole.grad, part.device_mesh)
+        def step_with_dtensor_grads() -> None:
+            for weight in weights:
+                weight.grad = None if weight.full.grad is None else _replicate(weight.full.grad, weight.device_mesh)
             optimizer_step()
 
-        return updated
+        return step_with_dtensor_grads
 
     def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
-
-        def cleared():
+        def zero_all() -> None:
             zero_grad()
             run.unwrapped_model.zero_grad()
 
-        return cleared
+        return zero_all
 
 
-def blocks_of(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
-    """The blocks of a model, as far as it can be traced, and why others are none."""
-    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    found, doubts, taken = [], [], set()
+def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
+    """Finds the blocks of a model that ``degree`` ranks can share, as far as torch.fx can trace it.
+
+    Returns:
+        The blocks, and for each block that cannot be sharded the reason.
+    """
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    blocks: list[Block] = []
+    rejected: list[str] = []
+    taken: set[str] = set()
     for prefix, root, graph in _graphs(model):
-        modules = dict(root.named_modules())
+        modules: Modules = dict(root.named_modules())
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
-            block = _ending_at(node, modules) if _is_linear(node, modules) else None
-            if block is None:
+            local = _block_ending_at(node, modules) if _is_linear(node, modules) else None
+            if local is None:
                 continue
-            layers = [modules[name] for name in block.layers]
-            named = Block(*_with(prefix, block))
-            if shared := taken.intersection(named.layers):
-                doubts.append(f"{named}: {min(shared)} is in the block before it")
-            elif any(calls[name] > 1 for name in block.layers) or any(
-                users[id(w)] > 1 for layer in layers for w in layer.parameters()
-            ):
-                doubts.append(f"{named}: a layer is used more than once")
-            elif odd := [
-                size
-                for size in (*(layer.out_features for layer in layers[:-1]), layers[-1].in_features)
-                if size % degree
-            ]:
-                doubts.append(f"{named}: {degree} does not divide {odd[0]}")
+            layers = [cast(nn.Linear, modules[name]) for name in local.layers]
+            block = local.with_prefix(prefix)
+            is_reused = any(calls[name] > 1 for name in local.layers) or any(
+                uses[id(weight)] > 1 for layer in layers for weight in layer.parameters()
+            )
+            sizes = [*(layer.out_features for layer in layers[:-1]), layers[-1].in_features]
+            if shared := taken.intersection(block.layers):
+                rejected.append(f"{block}: {min(shared)} is in the block before it")
+            elif is_reused:
+                rejected.append(f"{block}: a layer is used more than once")
+            elif odd := [size for size in sizes if size % degree]:
+                rejected.append(f"{block}: {degree} does not divide {odd[0]}")
             else:
-                found.append(named)
-                taken.update(named.layers)
-    return found, doubts
-
-
-def _with(prefix: str, block: Block) -> tuple:
-    def outer(names):
-        return tuple(prefix + name for name in names)
-
-    return outer(block.first), prefix + block.last, block.elementwise, outer(block.dropouts)
+                blocks.append(block)
+                taken.update(block.layers)
+    return blocks, rejected
 
 
 def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, torch.fx.Graph]]:
-    """The graphs of a model; of one that cannot be traced, those of its parts."""
+    """The graph of a model; if torch.fx cannot trace it, those of its submodules, as (prefix, module, graph)."""
     graph = try_trace(module)
     if graph is not None:
         yield prefix, module, graph
@@ -221,125 +202,145 @@ def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield from _graphs(child, f"{prefix}{name}.")
 
 
-def _is_linear(node: torch.fx.Node, modules: dict) -> bool:
-    module = modules.get(node.target) if node.op == "call_module" else None
+def _module_of(node: torch.fx.Node, modules: Modules) -> nn.Module | None:
+    return modules.get(str(node.target)) if node.op == "call_module" else None
+
+
+def _is_linear(node: torch.fx.Node, modules: Modules) -> bool:
+    module = _module_of(node, modules)
     return type(module) is nn.Linear and not has_forward_hooks(module)
 
 
-def _ending_at(last: torch.fx.Node, modules: dict) -> Block | None:
-    """The block of which a Linear is the last layer, if it is one."""
-    first, between, waiting = [], [], list(last.all_input_nodes)
-    while waiting:
-        node = waiting.pop()
+def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
+    """The block of which a Linear is the last layer; None if there is none."""
+    first: list[torch.fx.Node] = []
+    between: list[torch.fx.Node] = []
+    pending = list(last.all_input_nodes)
+    while pending:
+        node = pending.pop()
         if node in first or node in between or is_shape_value(node):
             continue
+        module = _module_of(node, modules)
         if _is_linear(node, modules):
             first.append(node)
-        elif (
-            (node.op == "call_module" and _is_whole(modules[node.target]))
-            or node.op not in COMPUTES
-            or is_random_op(node)
-        ):
+        elif (module is not None and _needs_full_input(module)) or node.op not in COMPUTING_OPS or is_random_op(node):
             return None
         else:
             between.append(node)
-            waiting += node.all_input_nodes
+            pending += node.all_input_nodes
     inside = {*first, *between, last}
-    elementwise = all(_what(node, modules) in ELEMENTWISE for node in between)
-    known = inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
-    alike = len({modules[node.target].out_features for node in first} | {modules[last.target].in_features}) == 1
-    if (
-        not first
-        or any(user not in known for node in (*first, *between) for user in node.users)
-        or (elementwise and not alike)
-    ):
-        return None
-    dropouts = [
-        node.target for node in between if node.op == "call_module" and type(modules[node.target]) is nn.Dropout
-    ]
-    order = {name: place for place, name in enumerate(modules)}
-    return Block(
-        tuple(sorted((node.target for node in first), key=order.get)), last.target, elementwise, tuple(dropouts)
+    elementwise = all(_operation(node, modules) in ELEMENTWISE for node in between)
+    readers = (
+        inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
     )
+    widths = {cast(nn.Linear, modules[str(node.target)]).out_features for node in first}
+    widths.add(cast(nn.Linear, modules[str(last.target)]).in_features)
+    is_read_outside = any(user not in readers for node in (*first, *between) for user in node.users)
+    if not first or is_read_outside or (elementwise and len(widths) > 1):
+        return None
+    order = {name: index for index, name in enumerate(modules)}
+    names = sorted((str(node.target) for node in first), key=lambda name: order[name])
+    dropouts = [str(node.target) for node in between if type(_module_of(node, modules)) is nn.Dropout]
+    return Block(tuple(names), str(last.target), elementwise, tuple(dropouts))
 
 
-def _is_whole(module: nn.Module) -> bool:
-    """Whether a module between two layers has to see all of them: for its weights, or since it draws for each channel, or in a way of its own."""
+def _needs_full_input(module: nn.Module) -> bool:
+    """Whether a module between two layers cannot work on a shard: it has weights, or its own way of drawing."""
     draws_otherwise = isinstance(module, (Dropout, nn.RReLU)) and type(module) is not nn.Dropout
     return draws_otherwise or any(True for _ in module.parameters())
 
 
-def _what(node: torch.fx.Node, modules: dict):
-    return type(modules[node.target]) if node.op == "call_module" else node.target
+def _operation(node: torch.fx.Node, modules: Modules) -> Any:
+    """What a node computes: a module class, a function, or the name of a tensor method."""
+    return type(_module_of(node, modules)) if node.op == "call_module" else node.target
 
 
-def _tell(model, blocks: list[Block], doubts: list[str]) -> None:
+def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
-    cut = sum(model.get_submodule(name).weight.numel() for block in blocks for name in block.layers)
-    for line in [*blocks, *(f"left whole: {doubt}" for doubt in doubts), f"{cut / total:.0%} of the weights are cut"]:
+    layers = [cast(nn.Linear, model.get_submodule(name)) for block in blocks for name in block.layers]
+    fraction = sum(layer.weight.numel() for layer in layers) / total
+    for line in [
+        *blocks,
+        *(f"not sharded: {reason}" for reason in rejected),
+        f"{fraction:.0%} of the weights are sharded",
+    ]:
         warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
-def _cut(model, blocks: list[Block], mesh) -> None:
-    """Cuts the layers of the blocks, in place."""
+def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
+    """Shards the layers of the blocks, in place."""
     if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
-        _teach_attention_by_heads()
+        _register_cpu_attention()
     for block in blocks:
         by_columns = ColwiseParallel(use_local_output=block.elementwise)
-        by_rows = RowwiseParallel()
-        parallelize_module(model, mesh, dict.fromkeys(block.first, by_columns) | {block.last: by_rows})
+        plan: dict[str, ParallelStyle] = {**dict.fromkeys(block.first, by_columns), block.last: RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
         for name in block.dropouts:
-            dropout = model.get_submodule(name)
-            dropout.forward = partial(_dropped, dropout, mesh)
+            dropout: Any = model.get_submodule(name)
+            dropout.forward = partial(_sharded_dropout, dropout, mesh)
 
 
-def _dropped(dropout: nn.Dropout, mesh, cut: torch.Tensor) -> torch.Tensor:
-    """Dropout of a tensor that is cut: every process draws for all of it, as one process would, and takes its part of what it drew."""
+def _sharded_dropout(dropout: nn.Dropout, mesh: DeviceMesh, inputs: torch.Tensor) -> torch.Tensor:
+    """Dropout of a sharded tensor: every rank draws the mask of the full tensor, and uses its shard."""
     if not dropout.training or not dropout.p:
-        return cut
-    dim = cut.placements[0].dim if isinstance(cut, DTensor) else cut.ndim - 1
-    own = cut.to_local() if isinstance(cut, DTensor) else cut
-    shape = [size * (mesh.size() if place == dim else 1) for place, size in enumerate(own.shape)]
-    drawn = FUNCTIONS.dropout(own.new_ones(shape), dropout.p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
-    return cut * (
-        DTensor.from_local(drawn, mesh, cut.placements, run_check=False) if isinstance(cut, DTensor) else drawn
-    )
+        return inputs
+    if isinstance(inputs, DTensor):
+        local, dim = inputs.to_local(), cast(int, cast(Any, inputs.placements[0]).dim)
+    else:
+        local, dim = inputs, inputs.ndim - 1
+    shape = [size * (mesh.size() if index == dim else 1) for index, size in enumerate(local.shape)]
+    mask = F.dropout(local.new_ones(shape), dropout.p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    if isinstance(inputs, DTensor):
+        mask = DTensor.from_local(mask, mesh, inputs.placements, run_check=False)
+    return inputs * mask
 
 
 @cache
-def _teach_attention_by_heads() -> None:
-    """Tells torch, which knows it of GPUs only, that its attention for the CPU computes every head by itself."""
+def _register_cpu_attention() -> None:
+    """Registers that the CPU attention kernel computes every head independently; torch knows it for GPUs only."""
     heads = Shard(1)
     forward_op, backward_op = cpu_attention_ops()
 
     @register_sharding(forward_op)
-    def forward(query, key, value, dropout_p=0.0, is_causal=False, attn_mask=None, scale=None):
+    def forward(  # pyright: ignore[reportUnusedFunction]  # used by its registration
+        query: Any,
+        key: Any,
+        value: Any,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        attn_mask: Any = None,
+        scale: Any = None,
+    ) -> list[Any]:
         return [([heads] * 2, [heads] * 3 + [None, None, None if attn_mask is None else Replicate(), None])]
 
     @register_sharding(backward_op)
-    def backward(grad, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=None, scale=None):
+    def backward(  # pyright: ignore[reportUnusedFunction]
+        grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool,
+        attn_mask: Any = None, scale: Any = None,
+    ) -> list[Any]:  # fmt: skip
         return [([heads] * 3, [heads] * 6 + [None, None, None if attn_mask is None else Replicate(), None])]
 
 
 @contextmanager
-def _as_parts(model, mesh):
-    """Inside, weights that are not cut look as if they were, so that an optimizer sees weights of one kind; what it does to them it does to the weights."""
-    parts, places = {}, []
+def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
+    """Inside, replicated weights are DTensors, too: the optimizer sees one kind. Updating one updates the weight."""
+    dtensors: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, weight in own_parameters(module).items():
             if weight is not None and not isinstance(weight, DTensor) and not weight.is_meta:
-                part = parts.setdefault(
-                    id(weight), nn.Parameter(_replicated(weight.detach(), mesh), weight.requires_grad)
-                )
-                part.whole = weight
-                places.append((module, name, weight))
-                own_parameters(module)[name] = part
+                if id(weight) not in dtensors:
+                    dtensor = nn.Parameter(_replicate(weight.detach(), mesh), weight.requires_grad)
+                    cast(Any, dtensor).full = weight
+                    dtensors[id(weight)] = dtensor
+                replaced.append((module, name, weight))
+                own_parameters(module)[name] = dtensors[id(weight)]
     try:
         yield
     finally:
-        for module, name, weight in places:
+        for module, name, weight in replaced:
             own_parameters(module)[name] = weight
 
 
-def _replicated(tensor, mesh):
+def _replicate(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

@@ -1,27 +1,31 @@
-"""The memory of data parallel training shared out among the processes (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054).
+"""ZeRO: shards the memory of data parallel training over the ranks (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Data parallel training keeps weights, gradients and the optimizer's state of the whole model on every process. Of n processes each keeps
+Data parallel training keeps weights, gradients and optimizer state of the full model on every rank. Of n ranks each
+keeps
 
-    stage 1    1/n of the optimizer's state          DistributedDataParallel; the optimizer sees this process's part of every weight
-    stage 2    and 1/n of the gradients              torch's fully_shard; weights stay whole from the forward to the end of the backward pass
-    stage 3    and 1/n of the weights                torch's fully_shard; weights are gathered block by block when they are needed
+    stage 1    1/n of the optimizer state    DistributedDataParallel; the optimizer sees a shard of every weight
+    stage 2    and 1/n of the gradients      torch's fully_shard; weights stay gathered until the backward pass ends
+    stage 3    and 1/n of the weights        torch's fully_shard; weights are gathered block by block when needed
 
-With 4-byte numbers and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. While a step is on its way stage 2 has the
-whole weights beside its part, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one block. Parts are cut along a weight's first dimension.
+With float32 and Adam a weight costs 16 bytes; between two steps 8 + 8/n in stage 1 and 16/n in the others. During a
+step, stage 2 holds the full weights besides its shard, 4 + 16/n (the paper's has 4 + 12/n), and stage 3 those of one
+block. Weights are sharded along their first dimension.
 
-While the run is being built every process has the whole model for a moment. With ``place=memory`` none ever has: the model is made on the meta device, and
-its tensors one after the other, with the numbers that they have in one process; of each a process keeps its part. What checkpoints and the exported model
-need is put together in the host's memory.
+While the run is built every rank holds the full model for a moment, but not with ``init=meta``: the model is created on
+the meta device, and its tensors are initialized one after the other, with the values that they have in a single
+process; a rank keeps its shard of each. Checkpoints and the exported model are assembled in host memory.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, option
+from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import RunContext
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
@@ -42,17 +47,23 @@ from hasten.distributed.collectives import (
 from hasten.distributed.deferred_init import module_tensors
 from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
 
-DIFFERENT = "the data lead the ranks through different layers, and stages 2 and 3 of zero gather those together; take ddp:find_unused_parameters=true"
-FEWEST = 10_000  # numbers that a block has; smaller ones travel with the whole
+DIVERGED = (
+    "the batches of the ranks pass different layers, but stages 2 and 3 of zero gather layers on all ranks together; "
+    "use ddp:find_unused_parameters=true"
+)
+MIN_BLOCK_NUMEL = 10_000  # smaller blocks are gathered with the root module
+CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 
 
 @dataclass(frozen=True)
 class Zero(Method):
+    """Shards optimizer state (stage 1), gradients (stage 2) and weights (stage 3) over the ranks."""
+
     card = Card(
-        summary="the optimizer's state, the gradients and the weights shared out among processes",
+        summary="shards the optimizer state, the gradients and the weights over processes",
         exactness=Exactness.EQUIVALENT_MATH,
         source="Rajbhandari et al. 2020, arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
-        gain_when="the model, its gradients and its optimizer do not fit one device, or a larger batch would if they took less",
+        gain_when="model, gradients and optimizer do not fit one device, or leave too little memory for a larger batch",
         accelerates={"optimizer_step"},
         applies_to={"distributed"},
         invalidates={"full_weights"},
@@ -61,215 +72,212 @@ class Zero(Method):
         presets=({"stage": 1}, {"stage": 2}, {"stage": 3}),
     )
     stage: int = option(2, at_least=1, at_most=3)
-    hybrid_shard_size: int = option(
-        0, at_least=0
-    )  # processes that share one copy (hybrid sharding, of stages 2 and 3); 0: all of them
-    init: str = option(
-        "whole", one_of=("whole", "memory")
-    )  # memory: no process ever makes the whole model (stages 2 and 3)
-    cpu_offload: bool = (
-        False  # weights and the optimizer's state wait in the memory of the host (stages 2 and 3, on a GPU)
-    )
+    hybrid_shard_size: int = option(0, at_least=0)  # ranks per replica (hybrid sharding, stages 2 and 3); 0: all ranks
+    init: str = option("device", one_of=("device", "meta"))  # meta: no rank ever holds the full model (stages 2 and 3)
+    cpu_offload: bool = False  # keeps weights and optimizer state in host memory (stages 2 and 3, on a GPU)
 
     def setup(self, run: RunContext) -> None:
-        if self.init == "memory":
+        assert run.parallel is not None
+        if self.init == "meta":
             run.parallel.init_device = "meta"
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        self._refuse_what_cannot_be(run)
+        assert run.parallel is not None
+        self._check_options(run)
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
             raise ConfigurationError(
-                f"the weight {scalar} has no dimension, and stages 2 and 3 cut along the first; give it the shape (1,), or take stage 1"
+                f"the weight {scalar} has no dimension, and stages 2 and 3 of zero shard along the first; "
+                "give it the shape (1,), or use stage=1"
             )
-        if len(types := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
+        if len(dtypes := {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}) > 1:
             raise ConfigurationError(
-                f"the weights are of several types ({', '.join(sorted(types))}), and stages 2 and 3 want one; take stage 1"
+                f"the weights have several dtypes ({', '.join(sorted(dtypes))}), "
+                "and stages 2 and 3 of zero support one; use stage=1"
             )
         run.parallel.eval_needs_all_ranks = True
-        share_out = partial(
-            _sharded, mesh=_mesh(run, self.hybrid_shard_size), keep_whole=self.stage == 2, offload=self.cpu_offload
-        )
-        if self.init == "memory":
-            return _shared_out_unmade(model, share_out, "cpu" if self.cpu_offload else run.device, run)
+        options: dict[str, Any] = {"mesh": _mesh(run, self.hybrid_shard_size), "reshard_after_forward": self.stage == 3}
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        if self.init == "meta":
+            device = torch.device("cpu") if self.cpu_offload else run.device
+            return _shard_meta_model(model, partial(_shard, options=options), device, run)
         broadcast_module(model)
-        return share_out(model)
+        return _shard(model, options)
 
-    def _refuse_what_cannot_be(self, run: RunContext):
-        world = run.ranks.world_size
-        if self.hybrid_shard_size and (self.stage == 1 or world % self.hybrid_shard_size):
+    def _check_options(self, run: RunContext) -> None:
+        world, size = run.ranks.world_size, self.hybrid_shard_size
+        if size and (self.stage == 1 or world % size):
             raise ConfigurationError(
-                f"zero:hybrid_shard_size={self.hybrid_shard_size} is for stages 2 and 3, and has to divide the {world} processes"
+                f"zero:hybrid_shard_size={size} needs stage 2 or 3, and must divide the {world} processes"
             )
-        if self.init == "memory" and self.stage == 1:
-            raise ConfigurationError(
-                "zero:init=meta is for stages 2 and 3, since stage 1 keeps the whole model; leave it out"
-            )
+        if self.init == "meta" and self.stage == 1:
+            raise ConfigurationError("zero:init=meta is for stages 2 and 3; stage 1 keeps the full model on every rank")
         if self.cpu_offload and (self.stage == 1 or run.device.type == "cpu"):
             raise ConfigurationError("zero:cpu_offload=true is for stages 2 and 3 on a GPU; leave it out")
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are parts already
+        mesh = _mesh(run) if self.stage == 1 else None  # in the other stages the weights are shards already
 
-        def of_own_parts(model):
+        def make_for_shards(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
-            for group in optimizer.param_groups if mesh else ():
-                group["params"] = [_own_part_of(weight, mesh, optimizer.state) for weight in group["params"]]
+            if mesh is not None:
+                for group in optimizer.param_groups:
+                    group["params"] = [_shard_parameter(weight, mesh, optimizer.state) for weight in group["params"]]
             check_optimizer_supports_dtensor(optimizer, self.name)
             return optimizer if schedule is None else (optimizer, schedule)
 
-        return of_own_parts
+        return make_for_shards
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        """Before gradients are shared out, the ranks make sure that they gathered the same blocks: of blocks of one size torch would mix the weights."""
+        """Checks that all ranks have gathered the same blocks: torch would mix the weights of blocks of one size."""
         if self.stage == 1:
             return backward
-        gathered = []
-        for number, block in enumerate(part for part in run.unwrapped_model.modules() if isinstance(part, FSDPModule)):
-            block.register_forward_pre_hook(
-                lambda block, _, number=number: gathered.append(number) if block.training else None
-            )
+        gathered: list[int] = []
 
-        def backward_of_the_same(loss):
-            told = crc32(repr(gathered).encode())
+        def record(index: int, block: torch.nn.Module, inputs: Any) -> None:
+            if block.training:
+                gathered.append(index)
+
+        blocks = [module for module in run.unwrapped_model.modules() if isinstance(module, FSDPModule)]
+        for index, block in enumerate(blocks):
+            cast(torch.nn.Module, block).register_forward_pre_hook(partial(record, index))
+
+        def checked_backward(loss: torch.Tensor) -> None:
+            checksum = crc32(repr(gathered).encode())
             gathered.clear()
-            most, least = run.ranks.all_reduce_max([told, -told])
-            if most != -least:
-                raise RunError(DIFFERENT)
+            largest, negated_smallest = run.ranks.all_reduce_max([checksum, -checksum])
+            if largest != -negated_smallest:
+                raise RunError(DIVERGED)
             backward(loss)
 
-        return backward_of_the_same
+        return checked_backward
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if self.stage > 1 or run.plan.microbatches == 1:
-            return forward_backward  # of a batch in several pieces, stages 2 and 3 share out the gradients of each: whole ones are what they spare
-        return sync_on_last_microbatch(forward_backward, run.progress, run.model.no_sync)
+            return forward_backward  # stages 2 and 3 reduce after every microbatch: they never hold full gradients
+        return sync_on_last_microbatch(forward_backward, run.progress, cast(DistributedDataParallel, run.model).no_sync)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
             return optimizer_step
-        parts, mesh = [part for group in run.optimizer.param_groups for part in group["params"]], _mesh(run)
-        learning = [
-            part for part in parts if part.ndim and part.requires_grad
-        ]  # on all ranks alike, whatever their data lead through
+        shards = [shard for group in run.optimizer.param_groups for shard in group["params"]]
+        # the same on all ranks, whichever layers their batches pass
+        trained = [shard for shard in shards if shard.ndim and shard.requires_grad]
+        mesh, ranks = _mesh(run), run.ranks
 
-        def updated():
-            for part in parts:
-                part.grad = None if part.whole.grad is None else _as_part(part.whole.grad, mesh)
+        def step_and_gather() -> None:
+            for shard in shards:
+                shard.grad = None if shard.full.grad is None else _as_dtensor(shard.full.grad, mesh)
             optimizer_step()
-            for bucket in buckets(learning):
-                _gather(bucket, run.ranks)
+            for bucket in buckets(trained):
+                _gather(bucket, ranks)
 
-        return updated
+        return step_and_gather
 
     def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
             return zero_grad
 
-        def cleared():
+        def zero_all() -> None:
             zero_grad()
             run.unwrapped_model.zero_grad()
 
-        return cleared
+        return zero_all
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return model.module if self.stage == 1 else model
+        return cast(torch.nn.Module, model.module) if self.stage == 1 else model
 
 
-def _mesh(run: RunContext, shards: int = 0):
-    """All ranks in a row, or in rows of as many as share one copy."""
-    world, kind = run.ranks.world_size, run.device.type
-    if shards in (0, world):
-        return init_device_mesh(kind, (world,))
-    return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("copies", "shards"))
+def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
+    """All ranks in one dimension, or (replicas, shards) for hybrid sharding."""
+    world, device_type = run.ranks.world_size, run.device.type
+    if shard_size in (0, world):
+        return init_device_mesh(device_type, (world,))
+    return init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=("copies", "shards"))
 
 
-def _sharded(model, mesh, keep_whole, offload):
-    options = {"mesh": mesh, "reshard_after_forward": not keep_whole}
-    options |= {"offload_policy": CPUOffloadPolicy()} if offload else {}
+def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
     for block in _blocks(model):
         fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return cast(torch.nn.Module, fully_shard(model, **options))
 
 
 @torch.no_grad()
-def _shared_out_unmade(model, share_out, device, run: RunContext):
-    """Shares out a model without numbers, and makes its tensors, the largest of which is all that is ever whole."""
-    held = list(module_tensors(model))
-    wanted = list({id(tensor): tensor for *_, tensor in held}.values())
-    model = share_out(model).to_empty(device=device)
-    for number, tensor in run.parallel.materialize(wanted):
+def _shard_meta_model(
+    model: torch.nn.Module, shard: Callable[[torch.nn.Module], torch.nn.Module], device: torch.device, run: RunContext
+) -> torch.nn.Module:
+    """Shards a model on the meta device and initializes its tensors one by one: at most one is held in full."""
+    assert run.parallel is not None
+    uses = list(module_tensors(model))
+    tensors = list({id(tensor): tensor for *_, tensor in uses}.values())
+    model = shard(model).to_empty(device=device)
+    for index, tensor in run.parallel.materialize(tensors):
         broadcast_tensors([tensor], device=run.device)
-        for module, name in ((module, name) for module, name, unmade in held if unmade is wanted[number]):
-            there = getattr(module, name)
-            if there.is_meta:  # neither a weight nor a buffer
+        for module, name in ((module, name) for module, name, meta in uses if meta is tensors[index]):
+            target = getattr(module, name)
+            if target.is_meta:  # neither a parameter nor a buffer
                 setattr(module, name, tensor.clone())
             else:
-                to_local(there).copy_(local_shard_like(tensor, there))
-        del tensor  # or it would be there beside the next one
+                to_local(target).copy_(local_shard_like(tensor, target))
+        del tensor  # frees it before the next one is created
     return model
 
 
-def _blocks(model) -> list:
-    """The members of its lists of modules that have weights of their own, and enough of them; each is gathered by itself."""
-    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    lists = [module for module in model.modules() if isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))]
-    found = []
-    for member in (
-        member
-        for each in lists
-        for member in each
-        if not isinstance(member, (torch.nn.Sequential, torch.nn.ModuleList))
-    ):
-        weights = list(member.parameters())
-        inside = Counter(id(weight) for module in member.modules() for weight in module.parameters(recurse=False))
-        shared = any(users[number] > inside[number] for number in inside)
-        nested = any(member in other.modules() for other in found)
-        if sum(weight.numel() for weight in weights) >= FEWEST and not shared and not nested:
-            found.append(member)
-    return found
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Items of the model's containers that share no weights and are large enough; each is gathered by itself."""
+    uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
+    blocks: list[torch.nn.Module] = []
+    for item in (item for container in containers for item in container if not isinstance(item, CONTAINERS)):
+        inside = Counter(id(weight) for module in item.modules() for weight in module.parameters(recurse=False))
+        is_shared = any(uses[weight] > inside[weight] for weight in inside)
+        is_nested = any(item in block.modules() for block in blocks)
+        if sum(w.numel() for w in item.parameters()) >= MIN_BLOCK_NUMEL and not is_shared and not is_nested:
+            blocks.append(item)
+    return blocks
 
 
-def _own_part_of(weight, mesh, state):
-    """This rank's part of a weight for the optimizer: a view, so that what it does to the part it does to the weight.
+def _shard_parameter(weight: torch.nn.Parameter, mesh: DeviceMesh, state: dict[Any, Any]) -> torch.nn.Parameter:
+    """This rank's shard of a weight, for the optimizer: a view, so that an update of the shard updates the weight.
 
-    What an optimizer's ``state`` knows of the weight since it was made (Adagrad's sums) is cut alike, and copied, or the whole would stay in memory.
+    Optimizer state that exists already (Adagrad's sums) is sharded alike, and copied, so that the full state is freed.
     """
-    part = torch.nn.Parameter(_as_part(weight.detach(), mesh), weight.requires_grad)
-    part.whole = weight
+    shard = torch.nn.Parameter(_as_dtensor(weight.detach(), mesh), weight.requires_grad)
+    cast(Any, shard).full = weight
     if weight in state:
-        known = state.pop(weight)
-        state[part] = {
-            name: _as_part(value, mesh).clone()
+        state[shard] = {
+            name: _as_dtensor(value, mesh).clone()
             if isinstance(value, torch.Tensor) and value.shape == weight.shape
             else value
-            for name, value in known.items()
+            for name, value in state.pop(weight).items()
         }
-    return part
+    return shard
 
 
-def _as_part(tensor, mesh):
+def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A DTensor over this rank's rows of a tensor; over all of a scalar."""
     if not tensor.ndim:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     rows, rank = -(-len(tensor) // mesh.size()), mesh.get_local_rank()
-    own = tensor[rows * rank : rows * (rank + 1)]
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    local = tensor[rows * rank : rows * (rank + 1)]
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()
-def _gather(parts, ranks):
-    """Everybody's parts of some weights, put into the weights."""
-    rows = [-(-len(part) // ranks.world_size) for part in parts]  # of a rank, but for the last ones
-    lengths = [count * part.shape[1:].numel() for count, part in zip(rows, parts, strict=True)]
-    own = torch.zeros(sum(lengths), dtype=parts[0].dtype, device=parts[0].device)
-    for room, part in zip(own.split(lengths), parts, strict=True):
-        local = part.to_local()
-        room[: local.numel()] = local.flatten()
-    everybodys = [torch.empty_like(own) for _ in range(ranks.world_size)]
-    dist.all_gather(everybodys, own)
-    for rank, of_rank in enumerate(everybodys):
-        for room, count, part in zip(of_rank.split(lengths), rows, parts, strict=True):
-            place = part.whole[count * rank : count * (rank + 1)]
-            place.copy_(room[: place.numel()].view_as(place))
+def _gather(shards: list[Any], ranks: ProcessGroupInfo) -> None:
+    """Copies the updated shards of all ranks into the full weights."""
+    rows = [-(-len(shard) // ranks.world_size) for shard in shards]  # of one rank; the last ranks may have fewer
+    lengths = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
+    local = torch.zeros(sum(lengths), dtype=shards[0].dtype, device=shards[0].device)
+    for part, shard in zip(torch.split(local, lengths), shards, strict=True):
+        values = shard.to_local()
+        part[: values.numel()] = values.flatten()
+    gathered = [torch.empty_like(local) for _ in range(ranks.world_size)]
+    dist.all_gather(gathered, local)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+    for rank, of_rank in enumerate(gathered):
+        for part, count, shard in zip(torch.split(of_rank, lengths), rows, shards, strict=True):
+            target = shard.full[count * rank : count * (rank + 1)]
+            target.copy_(part[: target.numel()].view_as(target))

@@ -1,4 +1,4 @@
-"""Maps functions over nested containers: tuples, named tuples, lists, mappings and dataclass instances.
+"""Maps and compares nested containers: tuples, named tuples, lists, mappings and dataclass instances.
 
 ``torch.utils._pytree`` and ``optree`` are not used, because this runs several times in a training step: ``map_tensors``
 of ``(x, y)`` takes 0.6 µs, with optree 2.6 µs and with ``torch.utils._pytree`` at least 14 µs (torch 2.13, one core).
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -18,6 +19,8 @@ def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     A tensor is always a leaf, and so is everything that is not a container.
 
     Args:
+        function: Called with every leaf.
+        tree: Containers of any nesting.
         is_leaf: Nodes for which this returns True are leaves too.
     """
     if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
@@ -28,16 +31,17 @@ def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
         items = [tree_map(function, item, is_leaf) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
-        return type(tree)({key: tree_map(function, value, is_leaf) for key, value in tree.items()})
+        kind: Any = type(tree)
+        return kind({key: tree_map(function, value, is_leaf) for key, value in tree.items()})
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
         return dataclasses.replace(tree, **{name: tree_map(function, value, is_leaf) for name, value in fields.items()})
     return function(tree)
 
 
-def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list:
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Returns every leaf of ``tree``, in order. The arguments are those of ``tree_map``."""
-    leaves: list = []
+    leaves: list[Any] = []
 
     def collect(leaf: Any) -> Any:
         leaves.append(leaf)
@@ -45,3 +49,20 @@ def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list
 
     tree_map(collect, tree, is_leaf)
     return leaves
+
+
+def bitwise_equal(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same bits: dtypes, shapes and values of arrays; NaN equals NaN."""
+    if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and _bytes_of(a) == _bytes_of(b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(bitwise_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(bitwise_equal, a, b))
+    return a is b or bool(a == b or (a != a and b != b))
+
+
+def _bytes_of(array: torch.Tensor | numpy.ndarray) -> bytes:
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array.tobytes()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hasten.core.batch import batch_tensors, map_tensors
-from hasten.core.tree import tree_leaves, tree_map
+from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.tree import tree_leaves, tree_map
 
 
 class Pair(NamedTuple):

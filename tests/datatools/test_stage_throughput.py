@@ -9,16 +9,16 @@ from hasten.data.source import BadRow
 from hasten.datatools import stage_throughput
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.stage_throughput import pace, paces, reading_pace
+from hasten.datatools.stage_throughput import stage_rates, repeated_stage_rates, read_rates
 from helpers.storages import ROWS, damage, written
 
 
 def test_paces(tmp_path):
     kind, files = detect_format(written(tmp_path / "in"))
-    speed = pace(RowReader(kind, files, files), 0.2)
+    speed = stage_rates(RowReader(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
-    assert min(reading_pace(files)["page_cache"]) > 0
+    assert min(read_rates(files)["page_cache"]) > 0
 
 
 def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
@@ -41,19 +41,19 @@ def test_readings_share_the_time_and_the_files(tmp_path, monkeypatch):
 def test_a_reading_that_takes_long_is_the_only_one(tmp_path, monkeypatch):
     kind, files = detect_format(written(tmp_path / "in"))
     reading = RowReader(kind, files, files)
-    assert {name: len(each) for name, each in paces(reading, 3.0).items()} == dict.fromkeys(
+    assert {name: len(each) for name, each in repeated_stage_rates(reading, 3.0).items()} == dict.fromkeys(
         ("decode", "copy", "batches"), stage_throughput.READINGS
     )
     opened = RowReader.opened
     monkeypatch.setattr(RowReader, "opened", lambda each: (time.sleep(0.5), opened(each))[1])
-    assert {len(each) for each in paces(reading, 0.1).values()} == {1}
+    assert {len(each) for each in repeated_stage_rates(reading, 0.1).values()} == {1}
 
 
 def test_decoding_only_some_rows_takes_no_longer_for_more_files(tmp_path):
     """Reading.most holds for the stages, too: the rows of one run are decoded, not of twenty."""
     kind, files = detect_format(written(tmp_path / "in", runs=ROWS // 20))
     reading = RowReader(kind, files, files, most=10)
-    assert reading.rows == 10 and pace(reading, 5.0)["decode"] > 0
+    assert reading.rows == 10 and stage_rates(reading, 5.0)["decode"] > 0
 
 
 def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
@@ -63,9 +63,9 @@ def test_paces_without_the_runs_that_cannot_be_read(tmp_path):
         damage(data / "train.parquet", run)
     kind, files = detect_format(data)
     with pytest.raises(BadRow, match="row group 1"):
-        pace(RowReader(kind, files, files), 5.0)
+        stage_rates(RowReader(kind, files, files), 5.0)
     reading = RowReader(kind, files, files, faults=BadRowPolicy(ROWS))
-    speed = pace(reading, 5.0)
+    speed = stage_rates(reading, 5.0)
     assert 0 < speed["batches"] < min(speed["decode"], speed["copy"])
     assert {fault.where for fault in reading.faults.found.values()} == {
         f"{files[0]}, row group {run}" for run in (1, 3)

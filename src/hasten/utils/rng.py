@@ -1,10 +1,12 @@
-"""The random state of a process, as one thing: set, saved, restored, derived."""
+"""The random state of a process (torch on every device, Python, NumPy): set, saved, restored, derived."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -22,11 +24,12 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def get_rng_state() -> dict:
-    """Everything that draws random numbers, as tensors and plain lists (safe to load without executing code)."""
+def get_rng_state() -> dict[str, Any]:
+    """The state of all generators, as tensors and plain lists (safe to load without executing code)."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    state = {
+    numpy_state: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, cached = numpy_state
+    state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(words), gauss],
         "numpy": [kind, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
@@ -36,36 +39,35 @@ def get_rng_state() -> dict:
     return state
 
 
-def set_rng_state(state: dict) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restores what ``get_rng_state`` returned. GPUs that this machine does not have are ignored."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    for device, own in enumerate(
-        state.get("cuda", [])[: torch.cuda.device_count()]
-    ):  # there may have been more of them
-        torch.cuda.set_rng_state(own, device)
+    for device, device_state in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(device_state, device)
 
 
 @contextmanager
-def preserve_rng_state(*generators: torch.Generator):
-    """Whatever draws random numbers inside, from the process's generators or from ``generators``, outside nothing has happened."""
-    state, own = get_rng_state(), [generator.get_state() for generator in generators]
+def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
+    """Restores the process's generators, and ``generators``, on exit."""
+    state, generator_states = get_rng_state(), [generator.get_state() for generator in generators]
     try:
         yield
     finally:
         set_rng_state(state)
-        for generator, before in zip(generators, own, strict=True):
-            generator.set_state(before)
+        for generator, generator_state in zip(generators, generator_states, strict=True):
+            generator.set_state(generator_state)
 
 
 @contextmanager
-def seeded_rng(seed: int):
-    """Inside, every generator starts from ``seed``; torch's goes on afterwards as if nothing had happened.
+def seeded_rng(seed: int) -> Iterator[None]:
+    """Starts every CPU generator from ``seed``; restores torch's on exit.
 
-    Python's and NumPy's are left where they are: saving them costs more than reading a small batch, and
-    a model draws from torch's.
+    Python's and NumPy's generators are not restored: saving them costs more than reading a small batch, and models draw
+    from torch's.
     """
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)

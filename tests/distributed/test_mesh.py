@@ -8,7 +8,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import ParallelContext, RunContext
-from hasten.distributed.collectives import assign_mesh_dim
+from hasten.distributed.mesh import assign_mesh_dim
 
 
 def laid_out(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:

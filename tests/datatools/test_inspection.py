@@ -29,8 +29,8 @@ def cache(tmp_path, monkeypatch):
     for name, value in {
         "conversion.GAIN_SECONDS": 0.1,
         "conversion.ESTIMATE_SECONDS": 0.1,
-        "advice.TURNS": 2,
-        "advice.LEAST": 2,
+        "advice.MAX_TURNS": 2,
+        "advice.MIN_TURNS": 2,
     }.items():
         monkeypatch.setattr(f"hasten.datatools.{name}", value)
     yield
@@ -79,7 +79,7 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
 
 
 def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_TEXT", 50_000)
+    monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_CSV_BYTES", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numbers(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
@@ -98,7 +98,7 @@ def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("n,word,m\n" + '1,"two\nlines",2\n' * 50)
     (tmp_path / "head").mkdir()
     for size in range(100, 120):
-        monkeypatch.setattr(file_sampling, "SAMPLED_TEXT", size)
+        monkeypatch.setattr(file_sampling, "SAMPLED_CSV_BYTES", size)
         head, _ = file_sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
         (batch,) = csv(head).batch(50)
         assert set(batch["word"]) == {"two\nlines"}, size
@@ -119,7 +119,7 @@ def test_small_pictures_of_one_size_stay_as_they_are(tmp_path):
     assert all(each["resize"] is None for each in result["storages"])
 
 
-@pytest.mark.parametrize("to", ["shards", "rows"])
+@pytest.mark.parametrize("to", ["webdataset", "rows"])
 def test_what_was_converted(tmp_path, to):
     convert(pictures(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
     result = inspect(tmp_path / "out", budget=BUDGET)
@@ -165,7 +165,7 @@ def test_files_of_other_forms_are_told(tmp_path, capfd):
         (data / name).touch()
     result = inspect(data, budget=BUDGET)
     assert (result["kind"], result["files"], result["others"]) == ("images", 6, {"CSV": 1, "unknown": 2})
-    assert convert(data, tmp_path / "out", to="shards")["others"] == {"CSV": 1, "unknown": 2}
+    assert convert(data, tmp_path / "out", to="webdataset")["others"] == {"CSV": 1, "unknown": 2}
     assert inspect(tmp_path / "out", budget=BUDGET)["others"] == {}
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 0
     assert "beside them 1 CSV, 2 unknown; not looked at" in " ".join(capfd.readouterr().out.split())
@@ -188,7 +188,7 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
     else:
         data = pictures(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
     if kind.startswith("shards"):
-        convert(data, tmp_path / "shards", to="shards")
+        convert(data, tmp_path / "shards", to="webdataset")
         data = tmp_path / "shards"
     if kind == "pictures that are gone":
         (data / "cat" / "1.jpg").unlink()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hasten.core.batch import chunk_batch
+from hasten.utils.batch import chunk_batch
 
 
 @pytest.mark.parametrize(

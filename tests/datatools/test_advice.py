@@ -7,10 +7,10 @@ import numpy
 import pytest
 
 from hasten.core.progress import no_progress
-from hasten.datatools.advice import better_storages, slower_of, workplace
+from hasten.datatools.advice import better_storages, limit_by_disk, temporary_folder
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.stage_throughput import pace
+from hasten.datatools.stage_throughput import stage_rates
 from helpers.process import FORK, forked
 from helpers.storages import pictures, table, written
 
@@ -26,11 +26,11 @@ def test_a_slow_disk_makes_small_files_better(tmp_path):
     data = pictures(tmp_path / "in", count=24)
     kind, files = detect_format(data)
     reading = RowReader(kind, str(data), files, resize=256)
-    before = pace(reading, 0.5)["batches"]
+    before = stage_rates(reading, 0.5)["batches"]
     fast = better_storages(reading, [before], 1000, None, 4.0, no_progress)
     assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
     disk = 200_000.0  # bytes a second
-    before = slower_of(before, sum(map(os.path.getsize, files)) / len(files), disk)
+    before = limit_by_disk(before, sum(map(os.path.getsize, files)) / len(files), disk)
     slow = better_storages(reading, [before], 1000, disk, 4.0, no_progress)
     assert "rows" not in [each["to"] for each in slow]
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
 
 
 def at_work(told):
-    with workplace() as folder:
+    with temporary_folder() as folder:
         told.put(str(folder))
         time.sleep(60)
 
@@ -60,11 +60,11 @@ def test_what_a_killed_process_left_is_swept_away(cache):
         assert process.is_alive()
         time.sleep(0.01)
     left = told.get()
-    with workplace() as mine:
+    with temporary_folder() as mine:
         assert os.path.isdir(left) and str(mine) != left  # in use
     process.kill()
     process.join()
-    with workplace():
+    with temporary_folder():
         deadline = time.monotonic() + 60
         while os.path.isdir(left) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -23,9 +23,9 @@ from helpers.storages import ROWS, everything, numbers, table, written
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stages.COPY_SECONDS", "stages.ENOUGH"):
+    for name in ("conversion.GAIN_SECONDS", "conversion.ESTIMATE_SECONDS", "stage_throughput.COPY_SECONDS", "stage_throughput.ENOUGH_S"):
         monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
-    for name in ("TURNS", "LEAST"):
+    for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 
@@ -121,8 +121,8 @@ def test_no_room(tmp_path):
     [
         ({"to": "fether"}, "did you mean feather"),
         (
-            {"to": "shards"},
-            "Parquet cannot be stored as shards; they can become parquet or feather or tfrecord or rows",
+            {"to": "webdataset"},
+            "Parquet cannot be stored as webdataset; they can become parquet or feather or tfrecord or rows",
         ),
         ({"to": "feather", "resize": 3}, "--resize is for pictures"),
         ({"to": "feather", "target": "label"}, "--target"),
@@ -196,9 +196,9 @@ def test_an_unfinished_conversion_is_no_data(tmp_path):
 SLOWLY = """
 import sys, time
 from hasten.cli.main import main
-from hasten.datatools import storages
-synced = writers.synced
-writers.synced = lambda file: (time.sleep(0.5), synced(file))  # or it may be done before it is interrupted
+from hasten.datatools import writers
+synced = writers.fsync
+writers.fsync = lambda file: (time.sleep(0.5), synced(file))  # or it may be done before it is interrupted
 sys.exit(main())
 """
 

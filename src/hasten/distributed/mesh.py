@@ -1,0 +1,94 @@
+"""The device mesh of a run: replicas of the model ("copies"), pipeline stages of a replica, and shards of a stage."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hasten.core.errors import ConfigurationError
+from hasten.core.run_context import RunContext
+from hasten.core.types import StepFn
+from hasten.distributed.collectives import all_reduce_gradients
+
+
+class HasDegree(Protocol):
+    """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
+
+    name: str
+    degree: int
+
+
+def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
+    """The number of ranks that hold one model replica, from the method's ``degree``; 0 stands for all ranks.
+
+    Raises:
+        ConfigurationError: The degree is 1, or does not divide the number of ranks.
+    """
+    degree, name = method.degree or world_size, method.name
+    if degree == 1:
+        raise ConfigurationError(
+            f"{name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {name} out"
+        )
+    if world_size % degree:
+        divisors = " or ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
+        raise ConfigurationError(f"{name}:degree={degree} does not divide {world_size} processes; take {divisors}")
+    return degree
+
+
+def assign_mesh_dim(method: HasDegree, run: RunContext, dimension: str) -> None:
+    """Assigns a dimension of the mesh ("stages" or "shards") to a method, with the size that its ``degree`` requests.
+
+    Raises:
+        ConfigurationError: The degrees do not fit the number of ranks, or two methods both request all ranks.
+    """
+    parallel = run.parallel
+    assert parallel is not None
+    parallel.mesh_dim_owner[dimension] = method  # pyright: ignore[reportArgumentType]  # a Method, by its degree
+    methods: list[HasDegree] = list(parallel.mesh_dim_owner.values())  # pyright: ignore[reportAssignmentType]
+    world_size = parallel.ranks.world_size
+    if len(methods) == 1:
+        degrees = [resolve_parallel_size(method, world_size)]
+    else:
+        requested = math.prod(owner.degree for owner in methods if owner.degree)
+        degrees = [owner.degree or world_size // requested for owner in methods]
+        names = " and ".join(f"{owner.name}:degree={owner.degree}" if owner.degree else owner.name for owner in methods)
+        if not any(owner.degree for owner in methods):
+            remedy = f"give one of them a degree, such as {method.name}:degree=2"
+            raise ConfigurationError(f"{names} would each take all {world_size} processes; {remedy}")
+        if min(degrees) < 2 or world_size % math.prod(degrees):
+            rule = "each takes 2 or more, and their product has to divide the processes"
+            raise ConfigurationError(f"{names} do not fit {world_size} processes: {rule}")
+    parallel.model_parallel_size = math.prod(degrees)
+    parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1)
+
+
+def get_device_mesh(run: RunContext) -> DeviceMesh:
+    """The mesh with the dimensions "copies", "stages" and "shards"; built at the first call, by all ranks."""
+    parallel = run.parallel
+    assert parallel is not None
+    if parallel.device_mesh is None:
+        shape = (parallel.ranks.world_size // parallel.model_parallel_size, parallel.pp_size, parallel.tp_size)
+        parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
+    return parallel.device_mesh
+
+
+def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
+    """``grad_transform``, and then the mean of the gradients over the model replicas, if there are several."""
+    parallel = run.parallel
+    assert parallel is not None
+    if parallel.model_parallel_size == run.ranks.world_size:
+        return grad_transform
+    params = [param for param in run.unwrapped_model.parameters() if param.requires_grad and not param.is_meta]
+    replicated = [param for param in params if param in parallel.replicated_params]
+    local = [param for param in params if param not in parallel.replicated_params]
+    copies = get_device_mesh(run)["copies"].get_group()
+
+    def reduce() -> None:
+        grad_transform()
+        # separately: the position of a gradient in a message determines the order of its summation
+        all_reduce_gradients(replicated, copies)
+        all_reduce_gradients(local, copies)
+
+    return reduce

@@ -1,0 +1,1 @@
+"""Stateless helpers that every package above core may use."""

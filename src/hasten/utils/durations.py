@@ -1,0 +1,32 @@
+"""Durations as users write them: ``90s``, ``10m``, ``1h``."""
+
+import re
+
+from hasten.core.errors import ConfigurationError
+
+MAX_DURATION_S = 1e9  # about thirty years
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(duration: float | str, name: str = "") -> float:
+    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; a number is in seconds already.
+
+    Args:
+        duration: The number or text.
+        name: What the error message calls it.
+
+    Raises:
+        ConfigurationError: It is neither, or not above 0.
+    """
+    value = duration
+    if isinstance(duration, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", duration.strip())
+        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < MAX_DURATION_S:
+        raise ConfigurationError(f"{name} must be a time such as 90s, 10m or 1h, not {duration!r:.80}".strip())
+    return float(value)
+
+
+def parse_budget(budget: float | str) -> float:
+    """A budget in seconds, as ``parse_duration``."""
+    return parse_duration(budget, "budget")
