@@ -28,7 +28,7 @@ from _steps import CLASSES, as_task, by_hand, relay
 from torch import nn
 
 import hasten
-from hasten.cli.progress import watching
+from hasten.cli.progress import progress_display
 from hasten.engine.trainer import Trainer
 
 BATCH = 32
@@ -72,7 +72,7 @@ def recorded(width: int, checkpoint_seconds: float):
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stderr(Terminal()),
-            watching(quiet=False) as watch,
+            progress_display(quiet=False) as watch,
         ):
             task = as_task(lambda: model(width), loader)
             hasten.train(

@@ -11,9 +11,9 @@ def main() -> int:
 
         return program()
     except KeyboardInterrupt:
-        print("hasten: stopped", file=sys.stderr)
+        print("hasten: interrupted", file=sys.stderr)
         if "--json" in sys.argv[1:]:
-            print(json.dumps({"error": "stopped"}))
+            print(json.dumps({"error": "interrupted"}))
         return 1
 
 

@@ -1,4 +1,5 @@
-"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no traceback."""
+"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no
+traceback."""
 
 import json
 import os
@@ -102,9 +103,9 @@ class Fine(Method):
     card = Card(summary="", exactness=Exactness.CHANGES_TRAINING)
     times: int = 2
     def batches(self): return "a helper that is no hook"
-    def loop(self, loop, run):
-        loop.epochs *= self.times
-        return loop
+    def plan(self, plan, run):
+        plan.epochs *= self.times
+        return plan
 
 @dataclasses.dataclass(frozen=True)
 class NoDefault(Method):
@@ -204,7 +205,7 @@ WRONG = [
     ("train mine.py:good --with ema:decay=0.9,decay=0.99", "decay is given twice"),
     (
         "train mine.py:good --with in_memory_batches --with cache_dataset",
-        "in_memory_batches and cache_dataset both replace data",
+        "cache_dataset and in_memory_batches both replace data",
     ),
     ("train mine.py:good --with mine.py:Bad", "hasten.Method"),
     ("train mine.py:good --with mine.py:NoCard", "card"),
@@ -241,7 +242,7 @@ WRONG = [
     ("train mine.py:good --out file", "file"),
     ("train mine.py:good --out . --with bfloat61", "bfloat16"),
     ("train mine.py:good --resume", "--out"),
-    ("train mine.py:good --out fresh --resume", "no folder fresh"),
+    ("train mine.py:good --out fresh --resume", "no directory fresh"),
     ("compare mine.py:good --a baseline", "--b"),
     ("compare mine.py:good --a baseline --b bfloat61", "bfloat16"),
     ("compare mine.py:good --a baseline --b ema --budget 0", "--budget"),
@@ -290,9 +291,7 @@ CANNOT_GO_ON = [
     ("train mine.py:good --with compile:backend=warp", "warp"),
 ]
 
-GOES_ON = [
-    ("train mine.py:no_length", "no length"),
-]
+GOES_ON = [("train mine.py:no_length", "no length")]
 
 
 @pytest.fixture(scope="module")

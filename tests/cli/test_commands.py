@@ -1,4 +1,4 @@
-"""The program itself, mostly in a process of its own: answers, JSON, exit codes, interruption."""
+"""The program, mostly in a process of its own: answers, JSON, exit codes, interruption."""
 
 import json
 import math
@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hasten.cli import methods, progress
-from hasten.cli.argument_types import seconds
-from hasten.cli.main import main, read
+from hasten.cli.argument_types import duration
+from hasten.cli.main import main, parse_arguments
 from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
@@ -107,7 +107,7 @@ def test_an_error_is_json_too(here):
     ],
 )
 def test_global_options_before_and_after_the_verb(words):
-    options = read(words.split())
+    options = parse_arguments(words.split())
     assert (options.json, options.seed, options.verb, options.task, options.device, options.quiet) == (
         True,
         7,
@@ -120,7 +120,7 @@ def test_global_options_before_and_after_the_verb(words):
 
 def test_one_method_told_as_data():
     method = methods.run(Namespace(name="znorm", device="cpu"), no_progress).result
-    assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["settings"]
+    assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["options"]
     assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
     both = methods.run(Namespace(name="in_memory_batches", device="cpu"), no_progress).result
     assert "cache_dataset" in [conflict["method"] for conflict in both["conflicts"]]
@@ -130,9 +130,9 @@ def test_one_method_told_as_data():
 def test_a_method_page_tells_what_can_be_typed(capfd):
     """And what it is otherwise; None is nothing that one could type."""
     for name, *told in (
-        ("autotune_loader", "threads: unless said, the method chooses (int, at least 0 and at most 256)"),
+        ("autotune_loader", "threads: chosen by the method unless given (int, at least 0 and at most 256)"),
         ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
-        ("loader_workers", "pin = true (true or false)", "workers = 2 (int, at least 0 and at most 64)"),
+        ("loader_workers", "pin_memory = true (true or false)", "num_workers = 2 (int, at least 0 and at most 64)"),
     ):
         assert main(["methods", name]) == 0
         page = " ".join(capfd.readouterr().out.split())
@@ -200,7 +200,8 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 
 @pytest.mark.slow
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
-    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's own is its own."""
+    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's
+    own is its own."""
     quiet = [
         line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line
     ]
@@ -209,8 +210,14 @@ def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     os.close(reader)
     words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
-        code = join_process(
-            start_hasten(*words, cwd=here, out=answer.fileno(), err=theirs, prepare=lambda: setattr(progress, "TIMEOUT_S", 0.0))
+        code = ended(
+            begun(
+                *words,
+                cwd=here,
+                out=answer.fileno(),
+                err=theirs,
+                prepare=lambda: setattr(progress, "INITIAL_DELAY_S", 0.0),
+            )
         )
         answer.seek(0)
         assert "ratio" in json.loads(answer.read()) and code in (0, 1)
@@ -233,8 +240,11 @@ def test_an_odd_terminal_gets_its_answer_too(here, odd):
 
 def test_a_folder_that_is_gone_is_told(here):
     (gone := here / "gone").mkdir()
-    done = run_hasten("methods", cwd=gone, prepare=gone.rmdir)
-    assert (done.returncode, done.stderr) == (2, "hasten: the current folder is gone; cd into another one\n")
+    done = program("methods", cwd=gone, prepare=gone.rmdir)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "hasten: the current directory does not exist any more; cd into another one\n",
+    )
 
 
 def test_eject_writes_a_script(here, monkeypatch, capfd):
@@ -262,7 +272,7 @@ def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder)
         lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here
     )
     last = err.strip().splitlines()[-1]
-    assert code == 1 and last.startswith("hasten: stopped") and f"--out {folder} --resume" in last
+    assert code == 1 and last.startswith("hasten: ") and f"--out {folder} --resume" in last
     assert "Traceback" not in err
 
 
@@ -303,7 +313,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(here):
 
 def test_quiet_shows_no_progress(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    monkeypatch.setattr(progress, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(progress, "INITIAL_DELAY_S", 0.0)
     for words, shown in (["--json"], True), (["--json", "--quiet"], False):
         main(["train", "noisy.py:task", *words])
         assert ("training: " in capfd.readouterr().err) is shown
@@ -314,12 +324,12 @@ def test_an_interrupted_search_says_how_to_go_on(here, by):
     code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here, by=by)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
     assert code == 1 and out == "" and "Traceback" not in err
-    assert "stopped; the same command goes on where it was" in line
+    assert "interrupted; the same command continues the search" in line
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90)])
 def test_times(text, expected):
-    assert seconds(text) == expected
+    assert duration(text) == expected
 
 
 def test_json_has_no_number_that_json_cannot_hold():

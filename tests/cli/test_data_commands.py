@@ -23,8 +23,8 @@ WRONG = [
     ("data convert x.npy --out out", "--to"),
     ("data convert x.npy --to feather", "--out"),
     ("data convert x.npy --to fether --out out", "did you mean feather"),
-    ("data convert x.npy --to shards --out out", "cannot be stored as shards"),
-    ("data convert x.npy --to feather --out x.npy", "must be a folder"),
+    ("data convert x.npy --to webdataset --out out", "cannot be stored as webdataset"),
+    ("data convert x.npy --to feather --out x.npy", "must be a directory"),
     ("data convert x.npy --to feather --out full", "holds no conversion"),
     (
         "data convert x.npy --to feather --out words.dat/out",
@@ -113,4 +113,4 @@ def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypat
 
     monkeypatch.setattr(conversion, "convert", stopped)
     assert main(["data", "convert", "x.npy", "--to", "feather", "--out", "my out", "--shards", "2"]) == 1
-    assert "go on with: hasten data convert x.npy --to feather --shards 2 --out 'my out'" in capfd.readouterr().err
+    assert "to continue: hasten data convert x.npy --to feather --shards 2 --out 'my out'" in capfd.readouterr().err

@@ -1,5 +1,5 @@
-"""The verbs that measure, each run to its end on a tiny task: the keys that programs rely on, exit codes that agree with the verdict,
-one JSON object on standard output and nothing else. And the page about a real search."""
+"""The verbs that measure, each run to its end on a tiny task: the keys that programs rely on, exit codes that agree
+with the verdict, one JSON object on standard output and nothing else. And the page about a real search."""
 
 import json
 import shutil
@@ -82,7 +82,8 @@ def measure_shortly() -> None:
 
 @pytest.fixture(scope="module", params=SEARCHES)
 def search(request, folder) -> Search:
-    """A whole search by the program in a process of its own. Where nothing is to be found, it is looked for with short measurements."""
+    """A whole search by the program in a process of its own. Where nothing is to be found, it is looked for with short
+    measurements."""
     method, seconds = request.param
     words = [
         "tune",
@@ -109,7 +110,8 @@ def the_object(out: str) -> dict:
 
 
 def asked_quietly(capfd, *words: str) -> tuple[int, dict]:
-    """The exit code and the answer. All else that is said is what the task's own file says, of which its owner may be fond."""
+    """The exit code and the answer. All else that is said is what the task's own file says, of which its owner may be
+    fond."""
     code = main([*words, "--json", "--quiet", "--device", "cpu"])
     out, err = capfd.readouterr()
     assert set(err.splitlines()) <= {PRINTED}
@@ -193,7 +195,8 @@ def test_the_recipe_of_a_search_trains(search, here, capfd):
 
 
 class Page(HTMLParser):
-    """A page as a browser takes it: what can be read there, and what would be fetched. A tag that is left open, or closed twice, is an error."""
+    """A page as a browser takes it: what can be read there, and what would be fetched. A tag that is left open, or
+    closed twice, is an error."""
 
     VOID = {"meta", "link", "br", "wbr", "img", "hr", "input", "col", "source"}
     FETCHED = {
@@ -256,7 +259,7 @@ def test_the_page_about_a_search(search, here, capfd):
     if told["verdict"] == "faster":
         assert page.heading.endswith("faster") and all(name in page.text for name in told["recipe"])
     else:
-        assert page.heading == "Leave it as it is" and plain(told["why"]) in page.text
+        assert page.heading == "No improvement" and plain(told["why"]) in page.text
     assert page.rows == len(told["trials"])
     for trial in told["trials"]:
         assert all(plain(trial[key])[: MAX_TEXT - 1] in page.text for key in ("what", "verdict", "why")), trial

@@ -53,11 +53,11 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
     assert train("--out", "runs/fisrt-try", "--resume") == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert (
-        "no folder runs/fisrt-try" in line and "did you mean runs/first-try?" in line and "leave --resume out" in line
+        "no directory runs/fisrt-try" in line and "did you mean runs/first-try?" in line and "remove --resume" in line
     )
     assert (
         train("--out", "nowhere/run", "--resume") == 2
-        and "no folder nowhere/run to go on with; to begin" in capfd.readouterr().err
+        and "no directory nowhere/run to resume; for a new run" in capfd.readouterr().err
     )
     assert not (here / "runs" / "fisrt-try").exists() and not (here / "nowhere").exists()
 

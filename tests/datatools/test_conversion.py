@@ -87,7 +87,7 @@ def test_csv_becomes_a_table(tmp_path):
 
 def test_pictures_become_smaller_ones_in_tars(tmp_path):
     data = write_images(tmp_path / "in")
-    result = convert(data, tmp_path / "out", to="shards", resize=64, shards=3)
+    result = convert(data, tmp_path / "out", to="webdataset", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
     read = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
     there, labels = read_all(images(data, resize=64))
@@ -97,14 +97,14 @@ def test_pictures_become_smaller_ones_in_tars(tmp_path):
 
 def test_pictures_that_are_not_resized_stay_the_same_bytes(tmp_path):
     data = write_images(tmp_path / "in")
-    convert(data, tmp_path / "out", to="shards")
+    convert(data, tmp_path / "out", to="webdataset")
     read = read_all(webdataset(tmp_path / "out"))["jpg"]
     assert_equal(read, read_all(images(data, labels=None)))
 
 
 def test_shards_are_made_smaller(tmp_path):
-    convert(write_images(tmp_path / "in"), tmp_path / "big", to="shards")
-    result = convert(tmp_path / "big", tmp_path / "out", to="shards", resize=32)
+    convert(write_images(tmp_path / "in"), tmp_path / "big", to="webdataset")
+    result = convert(tmp_path / "big", tmp_path / "out", to="webdataset", resize=32)
     read = read_all(webdataset(tmp_path / "out", resize=32))
     assert result["rows"] == 12 and read["jpg"].shape == (12, 3, 32, 32) and read["cls"].sum() == 6
     convert(tmp_path / "big", tmp_path / "rows", to="rows", resize=32)
@@ -140,7 +140,7 @@ def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
     result = convert(data, tmp_path / "out", to="rows")
     read, _ = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
     assert torch.equal(read, torch.stack(read_all(images(data))[0]))
-    shards_of = convert(data, tmp_path / "shards", to="shards")
+    shards_of = convert(data, tmp_path / "shards", to="webdataset")
     assert convert(tmp_path / "shards", tmp_path / "again", to="rows")["rows"] == shards_of["rows"] == 12
     write_images(data, count=1, sizes=((20, 20),), ending="png")
     with pytest.raises(ConfigurationError, match="resize images with --resize"):

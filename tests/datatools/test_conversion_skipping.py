@@ -26,7 +26,7 @@ def own_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 
-@pytest.mark.parametrize(("to", "resize"), [("shards", 16), ("shards", None), ("rows", None)])
+@pytest.mark.parametrize(("to", "resize"), [("webdataset", 16), ("webdataset", None), ("rows", None)])
 @pytest.mark.parametrize(
     ("damage", "why"), [("no picture", "it is not a JPEG or PNG image"), ("cut off", "it cannot be decoded")]
 )
@@ -41,7 +41,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
 
 def test_pictures_that_can_be_read_are_stored_as_they_are(tmp_path):
     data = write_images(tmp_path / "in")
-    convert(data, tmp_path / "out", to="shards")
+    convert(data, tmp_path / "out", to="webdataset")
     with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
         there = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
     assert there == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
@@ -52,7 +52,7 @@ def listed(folder):
 
 
 @pytest.mark.parametrize(
-    ("to", "resize", "parts"), [("rows", 16, 1), ("shards", 16, 3), ("shards", None, 3), ("rows", None, 4)]
+    ("to", "resize", "parts"), [("rows", 16, 1), ("webdataset", 16, 3), ("webdataset", None, 3), ("rows", None, 4)]
 )
 def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
     """The first one, too, by which the shape of all is known."""
@@ -145,10 +145,10 @@ def test_a_part_without_a_row_is_a_failure(tmp_path):
     with pytest.raises(
         RunError, match=r"no row of part 0 can be read, the first is .*cat/1.jpg; repair it, or use fewer --shards"
     ):
-        convert(data, tmp_path / "out", to="shards", resize=8, shards=4, max_bad_rows=2)
+        convert(data, tmp_path / "out", to="webdataset", resize=8, shards=4, max_bad_rows=2)
 
 
-@pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("shards", 16), ("shards", None)])
+@pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("webdataset", 16), ("webdataset", None)])
 def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
     """Links that lead nowhere: to a file that is gone, and in a circle."""
     data = write_images(tmp_path / "in")
@@ -174,11 +174,11 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
 
 
 @pytest.mark.parametrize(
-    ("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("shards", "shards")]
+    ("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("webdataset", "webdataset")]
 )
 def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
-    data, resize = tmp_path / "data", 8 if form == "shards" else None
-    original = write_images(tmp_path / "in") if form == "shards" else write_table(tmp_path / "in")
+    data, resize = tmp_path / "data", 8 if form == "webdataset" else None
+    original = write_images(tmp_path / "in") if form == "webdataset" else write_table(tmp_path / "in")
     first, second, third = (data / name for name in convert(original, data, to=form, shards=3)["files"])
     first.unlink()
     first.symlink_to("gone")
@@ -199,7 +199,7 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
     assert str(first) in listed(tmp_path / "out")[0]["why"]
     result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=2)
     assert (result["written"], result["skipped_files"], result["skipped_rows"]) == (0, 2, 0)
-    assert result["rows"] == (4 if form == "shards" else ROWS // 3)
+    assert result["rows"] == (4 if form == "webdataset" else ROWS // 3)
     second.unlink()
     second.symlink_to("gone")
     with pytest.raises(ConfigurationError, match="no file can be opened"):

@@ -126,8 +126,8 @@ def test_no_room(tmp_path):
     [
         ({"to": "fether"}, "did you mean feather"),
         (
-            {"to": "shards"},
-            "Parquet cannot be stored as shards; possible are parquet and feather and tfrecord and rows",
+            {"to": "webdataset"},
+            "Parquet cannot be stored as webdataset; possible are parquet and feather and tfrecord and rows",
         ),
         ({"to": "feather", "resize": 3}, "--resize applies to images"),
         ({"to": "feather", "target": "label"}, "--target"),
@@ -224,7 +224,7 @@ def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
     process.send_signal(signal.SIGINT)
     said, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, told
-    assert f"go on with: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(said)["error"]
+    assert f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(said)["error"]
     assert told.count("\n") == 1 and not [*out.glob("*.feather")]
     assert main(words) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS

@@ -119,7 +119,7 @@ def test_small_pictures_of_one_size_stay_as_they_are(tmp_path):
     assert all(each["resize"] is None for each in result["storages"])
 
 
-@pytest.mark.parametrize("to", ["shards", "rows"])
+@pytest.mark.parametrize("to", ["webdataset", "rows"])
 def test_what_was_converted(tmp_path, to):
     convert(write_images(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
     result = inspect(tmp_path / "out", budget=BUDGET)
@@ -165,7 +165,7 @@ def test_files_of_other_forms_are_told(tmp_path, capfd):
         (data / name).touch()
     result = inspect(data, budget=BUDGET)
     assert (result["kind"], result["files"], result["others"]) == ("images", 6, {"CSV": 1, "unknown": 2})
-    assert convert(data, tmp_path / "out", to="shards")["others"] == {"CSV": 1, "unknown": 2}
+    assert convert(data, tmp_path / "out", to="webdataset")["others"] == {"CSV": 1, "unknown": 2}
     assert inspect(tmp_path / "out", budget=BUDGET)["others"] == {}
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 0
     assert "beside them 1 CSV, 2 unknown; not looked at" in " ".join(capfd.readouterr().out.split())
@@ -188,7 +188,7 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
     else:
         data = write_images(tmp_path / "in", count=24, **({} if kind == "pictures" else {"sizes": ((120, 90),)}))
     if kind.startswith("shards"):
-        convert(data, tmp_path / "shards", to="shards")
+        convert(data, tmp_path / "shards", to="webdataset")
         data = tmp_path / "shards"
     if kind == "pictures that are gone":
         (data / "cat" / "1.jpg").unlink()

@@ -1,4 +1,4 @@
-"""Results as the verbs write them, made up from a few numbers. The tests change them; nothing here is a measurement."""
+"""Example results of the commands, invented from a few numbers. Tests change them; nothing here is a measurement."""
 
 from math import exp
 
@@ -8,7 +8,7 @@ def interval(median: float, spread: float = 0.08) -> dict:
 
 
 def curve(seed: int, total: float, best: float, points: int = 14) -> dict:
-    """A metric that rises towards ``best`` over ``total`` seconds, a little different for each seed."""
+    """A metric that rises to ``best`` over ``total`` seconds, slightly different for each seed."""
     shape = [
         (k / points, best - 0.12 * exp(-6 * k / points) + 0.002 * ((seed * 7 + k * 3) % 5 - 2) / 2)
         for k in range(1, points + 1)
@@ -65,7 +65,7 @@ TUNED = {
 
 
 def faster() -> dict:
-    """``hasten tune digits`` that won."""
+    """A successful ``hasten tune digits``."""
     return ENVIRONMENT | {
         "kind": "tune",
         "task": "digits",
@@ -113,7 +113,7 @@ def faster() -> dict:
                 "systems",
                 "slower",
                 0.71,
-                "the workers cost more than they bring on two cores",
+                "the workers cost more than they save on two cores",
             ),
             trial("cache_dataset", "systems", "no gain", 1.003, "in_memory_batches already reads from memory"),
             trial("channels_last", "systems", "not tried", None, "the model has no convolutions"),
@@ -123,9 +123,15 @@ def faster() -> dict:
             trial(
                 "batch_size:factor=4", "training", "refused", 1.31, "accuracy 0.021 below the baseline, margin 0.005"
             ),
-            trial("znorm", "training", "no gain", 0.98, "the target came no sooner"),
-            trial("all that was kept", "composition", "won", 5.1),
-            trial("all that was kept", "confirmation", "won", 5.12, "three fresh seeds, both arms from start to end"),
+            trial("znorm", "training", "no gain", 0.98, "the target was not reached sooner"),
+            trial("all methods that were kept", "composition", "won", 5.1),
+            trial(
+                "all methods that were kept",
+                "confirmation",
+                "won",
+                5.12,
+                "three fresh seeds, both arms trained completely",
+            ),
         ],
         "ceilings": {
             "input": 3.4,
@@ -151,27 +157,27 @@ def faster() -> dict:
     }
 
 
-def leave_it() -> dict:
-    """``hasten tune`` that found nothing."""
-    won = faster()
-    lost = [
+def no_improvement() -> dict:
+    """A ``hasten tune`` that found no improvement."""
+    result = faster()
+    unsuccessful = [
         one | {"verdict": "no gain", "ratio": interval(1.004, 0.01)} if one["verdict"] in ("kept", "won") else one
-        for one in won["trials"][:10]
+        for one in result["trials"][:10]
     ]
-    return won | {
+    return result | {
         "verdict": "no improvement",
-        "why": "The step is arithmetic from end to end; no method that applies made it faster by more than the noise.",
+        "why": "The step consists of arithmetic; no method that applies made it faster by more than the noise.",
         "recipe": {},
         "recipe_file": None,
         "speedup": None,
         "speedup_over_strong_baseline": None,
         "time_to_target": {"baseline": 8.2},
         "quality": {"baseline": 0.9731, "margin": 0.005},
-        "curves": {"baseline": won["curves"]["baseline"]},
+        "curves": {"baseline": result["curves"]["baseline"]},
         "step_profile": {"baseline": BASELINE | {"input": 0.004, "backward": 0.4, "forward": 0.22}},
         "ceilings": {"input": 1.01, "optimizer_step": 1.07, "evaluation": 1.12, "logging": 1.0},
         "contributions": [],
-        "trials": lost,
+        "trials": unsuccessful,
         "break_even_runs": None,
     }
 
@@ -216,7 +222,7 @@ def diagnosed() -> dict:
         },
         "advice": [
             {"method": "in_memory_batches", "bound": 3.4, "why": "samples can be read by index"},
-            {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them idle"},
+            {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them unused"},
         ],
         "seconds_per_step": 0.0231,
         "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
@@ -245,7 +251,7 @@ def trained() -> dict:
         "seconds": 3.1,
         "seconds_to_target": 1.6,
         "stopped": None,
-        "tuned_settings": {"autotune_loader": {"processes": 2, "ahead": 4}},
+        "tuned_settings": {"autotune_loader": {"processes": 2, "prefetch": 4}},
         "out": "runs/digits",
         "evaluations": [{"step": index * 48} | point for index, point in enumerate(points, 1)],
     }

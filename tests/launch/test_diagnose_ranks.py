@@ -271,7 +271,7 @@ def test_one_process_has_nobody_to_wait_for():
             "hasten: Task(train_data=) must be",
             marks=pytest.mark.slow,
         ),
-        ("launch --processes 1 -- diagnose rank_tasks.py:samples", 2, "hasten: one process has no other"),
+        ("launch --nproc-per-node 1 -- diagnose rank_tasks.py:samples", 2, "hasten: one process has no other"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
 
 @pytest.mark.slow
 def test_a_person_sees_a_table_of_the_ranks(folder):
-    words = "launch --processes 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
+    words = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run(
         [sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
     )

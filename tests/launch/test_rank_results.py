@@ -87,4 +87,4 @@ def test_who_stops_it_while_it_is_loaded_gets_an_answer(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hasten", "train", "digits", "--json"])
     assert __main__.main() == 1
     said = capsys.readouterr()
-    assert said.err == "hasten: stopped\n" and json.loads(said.out) == {"error": "stopped"}
+    assert said.err == "hasten: interrupted\n" and json.loads(said.out) == {"error": "interrupted"}

@@ -1,4 +1,4 @@
-"""The drawings: where things stand, and that texts stay texts."""
+"""Charts: positions of their shapes, and escaping of texts."""
 
 import xml.etree.ElementTree as ET
 
@@ -40,7 +40,7 @@ def test_no_text_leaves_the_drawing(width):
         charts.curves(sample_arms(), 0.97, METRIC, width=width),
         charts.waterfall(8.2, 1.6, stairs, width=width),
         charts.gate(result["quality"]["difference"], 0.005, "", True, width=width),
-        charts.anatomy([("baseline", "0.7 s", samples.BASELINE), ("tuned", "0.1 s", samples.TUNED)], width=width),
+        charts.phase_bars([("baseline", "0.7 s", samples.BASELINE), ("tuned", "0.1 s", samples.TUNED)], width=width),
     ]
     for drawing in drawings:
         for text in ET.fromstring(str(drawing)).iter("text"):
@@ -50,7 +50,7 @@ def test_no_text_leaves_the_drawing(width):
 
 
 def test_the_anatomy_is_to_scale():
-    drawing = charts.anatomy(
+    drawing = charts.phase_bars(
         [("baseline", "", {"input": 3.0, "forward": 1.0}), ("tuned", "", {"forward": 1.0})], width=400
     )
     lengths = [float(box.get("width")) for box in of_class(drawing, "rect", "phase")]
@@ -82,7 +82,7 @@ def test_ticks_are_round_and_inside(low, high):
 def test_a_thinned_line_keeps_its_ends():
     line = [(x, x) for x in range(1000)]
     assert (
-        charts.thinned(line, 50)[0] == (0, 0)
-        and charts.thinned(line, 50)[-1] == (999, 999)
-        and len(charts.thinned(line, 50)) == 50
+        charts.thin_out(line, 50)[0] == (0, 0)
+        and charts.thin_out(line, 50)[-1] == (999, 999)
+        and len(charts.thin_out(line, 50)) == 50
     )

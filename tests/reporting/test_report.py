@@ -1,4 +1,4 @@
-"""The page: what it says, what it must never contain, and what it does with broken results."""
+"""The HTML report: its content, escaping, and damaged results."""
 
 # ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
 
@@ -15,7 +15,7 @@ from hasten.core.recipe import Recipe
 from hasten.reporting.report import report
 from helpers import sample_results as samples
 
-EVERY = {name: getattr(samples, name) for name in ("faster", "leave_it", "compared", "diagnosed", "trained")}
+EVERY = {name: getattr(samples, name) for name in ("faster", "no_improvement", "compared", "diagnosed", "trained")}
 HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"
 
 
@@ -49,7 +49,7 @@ def with_value(result: dict, path: tuple, value) -> dict:
 
 def test_a_win_is_understood_at_once(tmp_path):
     said = text_of(page_of(tmp_path, samples.faster()))
-    top = said[: said.index("Accuracy against the clock")]
+    top = said[: said.index("Accuracy over time")]
     for needed in (
         "5.1× faster",
         "1.6 s instead of 8.2 s",
@@ -57,15 +57,16 @@ def test_a_win_is_understood_at_once(tmp_path):
         "0.9752",
         "0.9731",
         "margin of 0.005",
+        "Over the strong baseline",
+        "Break-even after 23 runs",
         "4.4×",
-        "23 runs",
         "2 min 31 s",
     ):
         assert needed in top
 
 
 def test_the_stopwatch_is_told_beside_the_product(tmp_path):
-    assert "took 8.2 s as it is and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
+    assert "took 8.2 s as baseline and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
 
 
 def test_every_trial_is_there_with_its_reason(tmp_path):
@@ -75,16 +76,18 @@ def test_every_trial_is_there_with_its_reason(tmp_path):
 
 
 def test_nothing_helped_is_told_with_its_evidence(tmp_path):
-    said = text_of(page_of(tmp_path, samples.leave_it()))
-    assert "Leave it as it is" in said and samples.leave_it()["why"] in said
+    said = text_of(page_of(tmp_path, samples.no_improvement()))
+    assert "No improvement" in said and samples.no_improvement()["why"] in said
     assert "Every trial" in said and "Where the time goes" in said
-    assert "Use it" not in said and "Quality:" not in said
+    assert "Use the recipe" not in said and "Quality:" not in said
 
 
-@pytest.mark.parametrize(("passed", "told"), [(False, "Faster, but not as good"), (None, "Faster, but not proven")])
+@pytest.mark.parametrize(
+    ("passed", "told"), [(False, "Faster, but worse quality"), (None, "Faster, but quality not tested")]
+)
 def test_without_the_gate_there_is_no_win(tmp_path, passed, told):
     said = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
-    assert told in said and "5.1× faster" not in said and "Use it" not in said
+    assert told in said and "5.1× faster" not in said and "Use the recipe" not in said
 
 
 def test_the_recipe_can_be_copied(tmp_path):
@@ -201,15 +204,15 @@ WHOLE = json.dumps(samples.faster())
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (WHOLE[: len(WHOLE) // 2], "not whole JSON"),
-        ("", "not whole JSON"),
+        (WHOLE[: len(WHOLE) // 2], "not complete JSON"),
+        ("", "not complete JSON"),
         ("[1, 2]", "no result of hasten"),
         ('"faster"', "no result of hasten"),
-        ("{}", "no result that hasten knows"),
-        ('{"kind": "../../etc/passwd"}', "no result that hasten knows"),
-        ('{"kind": ["tune"]}', "no result that hasten knows"),
-        ("[" * 100_000, "not whole JSON"),
-        ("\x00\x01", "not whole JSON"),
+        ("{}", "of an unknown kind"),
+        ('{"kind": "../../etc/passwd"}', "of an unknown kind"),
+        ('{"kind": ["tune"]}', "of an unknown kind"),
+        ("[" * 100_000, "not complete JSON"),
+        ("\x00\x01", "not complete JSON"),
         (json.dumps(samples.faster() | {"trials": {"what": 1}}), "trials must be a list, not an object"),
         (
             json.dumps(with_value(samples.faster(), ("speedup", "median"), "much")),
@@ -225,9 +228,9 @@ def test_a_broken_result_is_refused_in_one_line(tmp_path, content, told):
 
 
 def test_no_folder_and_no_result_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="no folder"):
+    with pytest.raises(ConfigurationError, match="no directory"):
         report(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match=r"holds no result\.json"):
+    with pytest.raises(ConfigurationError, match=r"contains no result\.json"):
         report(tmp_path)
 
 
@@ -253,3 +256,8 @@ def test_many_trials_and_long_runs_stay_small(tmp_path):
         arm: [samples.curve(seed, 9.0, 0.97, points=3000) for seed in range(8)] for arm in ("baseline", "tuned")
     }
     assert len(page_of(tmp_path, big).encode()) < 300_000
+
+
+def test_input_rates_are_written_without_exponents(tmp_path):
+    text = text_of(page_of(tmp_path, samples.diagnosed()))
+    assert "52,000" in text and "e+0" not in text

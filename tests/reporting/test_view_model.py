@@ -1,4 +1,4 @@
-"""What the pictures are computed from."""
+"""Values that the report and the terminal show."""
 
 from itertools import pairwise
 
@@ -27,14 +27,14 @@ def share(name, median, low=None, high=None):
     ],
 )
 def test_the_target_counts_when_it_is_held(metrics, higher, second):
-    found = view_model.moment(points(*metrics), 0.85, higher)
+    found = view_model.target_point(points(*metrics), 0.85, higher)
     assert (found and found["seconds"]) == second
 
 
 def test_most_seeds_must_reach_the_target():
     curves = {"baseline": [{"points": points(0.5, 0.9)}, {"points": points(0.5, 0.6)}, {"points": points(0.5, 0.6)}]}
     (arm,) = view_model.arms(curves, 0.85, True, {})
-    assert arm["time"] is None and arm["moments"] == [(2.0, 0.9)]
+    assert arm["time"] is None and arm["target_points"] == [(2.0, 0.9)]
 
 
 @pytest.mark.parametrize("medians", [(2.0, 1.5), (6.0, 3.0), (1.1, 1.05), (1.0, 0.9), ()])
@@ -49,7 +49,7 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
     assert [stair["name"] for stair in view_model.staircase(12.0, 3.0, [share("a", 1.5), share("b", 2.0)])] == [
         "b",
         "a",
-        "only together",
+        "combination",
     ]
     assert [stair["name"] for stair in view_model.staircase(12.0, 3.0, [share("a", 5.0), share("b", 6.0)])] == [
         "b",
@@ -58,7 +58,7 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
 
 
 def test_a_recipe_of_one_method_gives_what_the_method_gives():
-    result = validate(samples.faster() | {"recipe": {"ema": {}}, "contributions": []})
+    result = validate(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
     assert view_model.contributions(result) == [{"method": "ema", "speedup": result["speedup"]}]
 
 
@@ -71,12 +71,12 @@ def test_the_sources_of_speed_are_those_of_the_sample():
 def test_break_even_is_honest_about_the_runs_to_come():
     result = validate(samples.faster())
     assert "does not pay" in view_model.break_even(result)
-    assert "so it pays" in view_model.break_even(result | {"expected_runs": 40})
-    assert "nothing to save" in view_model.break_even(validate(samples.leave_it()))
+    assert "so the search pays" in view_model.break_even(result | {"runs_expected": 40})
+    assert "no break-even" in view_model.break_even(validate(samples.no_improvement()))
 
 
 def test_what_was_measured_comes_before_what_was_ruled_out():
-    lost = view_model.in_vain(validate(samples.faster())["trials"])
+    unsuccessful = view_model.unsuccessful(validate(samples.faster())["trials"])
     names = [
         "cache_dataset",
         "znorm",
@@ -85,10 +85,10 @@ def test_what_was_measured_comes_before_what_was_ruled_out():
         "batch_size:factor=4",
         "channels_last",
     ]
-    assert [trial["what"] for trial in lost] == names, (
-        "nearest to a gain first, then what was refused, then what never ran"
+    assert [trial["what"] for trial in unsuccessful] == names, (
+        "the fastest first, then those that were refused, then those that did not run"
     )
-    assert not any(view_model.is_good(trial) for trial in lost)
+    assert not any(view_model.is_success(trial) for trial in unsuccessful)
     ruled_out = [samples.trial("tf32", "diagnosis", "not tried", None)]
     assert (
         view_model.stages(validate(samples.faster() | {"trials": ruled_out + samples.faster()["trials"]})["trials"])[

@@ -1,1 +1,1 @@
-"""The command line: ``main.py`` reads it, one file a command does it. See README.md for the way through."""
+"""The command line: ``main.py`` parses it and runs one command. See README.md for the list of modules."""

@@ -1,4 +1,4 @@
-"""Reads the values of options: times, counts, lists. What does not fit is refused with the form that would."""
+"""Types and groups of options that several commands share: durations, counts, directories, recipes."""
 
 from __future__ import annotations
 
@@ -16,64 +16,60 @@ from hasten.utils.durations import parse_duration
 if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
 
-MOST_PROCESSES = 4096
-RESTARTS = 3  # of a job that loses processes
+MAX_PROCESSES = 4096
+DEFAULT_RESTARTS = 3
 
 
-def seconds(text: str) -> float:
-    """``90``, ``90s``, ``10m`` or ``1h`` as seconds."""
+def duration(text: str) -> float:
+    """Parse ``90``, ``90s``, ``10m`` or ``1h``; the result is in seconds."""
     try:
         return parse_duration(text)
-    except ConfigurationError as why:
-        raise ArgumentTypeError(str(why)) from None
+    except ConfigurationError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def timeout(text: str) -> float:
-    """A time of a second or more."""
-    if (value := seconds(text)) < 1:
+    """Parse a duration of at least one second."""
+    seconds = duration(text)
+    if seconds < 1:
         raise ArgumentTypeError(f"must be at least 1s, not {text!r}")
-    return value
+    return seconds
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on, below 10**9."""
-    if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < 1:
-        raise ArgumentTypeError(f"must be a whole number from 1 to {10**9 - 1}, not {text!r:.40}")
-    return int(text)
+def positive_int(text: str) -> int:
+    """Parse a whole number from 1 to 999,999,999."""
+    return _integer(text, 1, 10**9 - 1)
 
 
-def processes(text: str) -> int:
-    """A number of processes that a machine can hold, or of machines."""
-    if (number := count(text)) > MOST_PROCESSES:
-        raise ArgumentTypeError(f"must be at most {MOST_PROCESSES}, not {number}")
-    return number
+def process_count(text: str) -> int:
+    """Parse a number of processes or nodes, at most MAX_PROCESSES."""
+    count = positive_int(text)
+    if count > MAX_PROCESSES:
+        raise ArgumentTypeError(f"must be at most {MAX_PROCESSES}, not {count}")
+    return count
 
 
-def nodes(text: str) -> tuple[int, int]:
-    """``M`` or ``MIN:MAX`` machines."""
+def node_range(text: str) -> tuple[int, int]:
+    """Parse ``M`` or ``MIN:MAX`` nodes; the result is (minimum, maximum)."""
     low, _, high = text.partition(":")
-    least, most = processes(low), processes(high or low)
-    if least > most or text.endswith(":"):
-        raise ArgumentTypeError(f"must be M or MIN:MAX, MIN not above MAX, not {text!r}")
-    return least, most
+    minimum, maximum = process_count(low), process_count(high or low)
+    if minimum > maximum or text.endswith(":"):
+        raise ArgumentTypeError(f"must be M or MIN:MAX with MIN at most MAX, not {text!r}")
+    return minimum, maximum
 
 
-def restarts(text: str) -> int:
-    """A whole number from 0 to 999."""
-    if not re.fullmatch(r"\d{1,3}", text.strip()):
-        raise ArgumentTypeError(f"must be a whole number from 0 to 999, not {text!r:.40}")
-    return int(text)
+def restart_count(text: str) -> int:
+    """Parse a whole number from 0 to 999."""
+    return _integer(text, 0, 999)
 
 
 def seed(text: str) -> int:
-    """A whole number from 0 to 2**32 - 1: what every generator of random numbers takes."""
-    if not re.fullmatch(r"\d{1,10}", text.strip()) or int(text) >= 2**32:
-        raise ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, not {text!r}")
-    return int(text)
+    """Parse a whole number from 0 to 2**32 - 1, the range that every random number generator accepts."""
+    return _integer(text, 0, 2**32 - 1)
 
 
 def margin(text: str) -> float:
-    """How much worse the metric may be, in its own unit; a margin of nothing can never be passed with noise."""
+    """Parse a positive number. A margin of 0 could not be passed: the metric is never free of noise."""
     try:
         value = float(text)
     except ValueError:
@@ -83,141 +79,168 @@ def margin(text: str) -> float:
     return value
 
 
-def folder(text: str) -> str:
-    """The path of a folder, or of nothing yet."""
+def directory(text: str) -> str:
+    """Accept the path of a directory, or a path that does not exist yet."""
     if not text:
-        raise ArgumentTypeError("must be a folder, but it is empty")
+        raise ArgumentTypeError("must be a directory, not an empty text")
     if os.path.exists(text) and not os.path.isdir(text):
-        raise ArgumentTypeError(f"must be a folder, but {text} is a file")
+        raise ArgumentTypeError(f"must be a directory, but {text} is a file")
     return text
 
 
-def names(text: str) -> list[str]:
-    """``a,b,c`` as a list."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+def name_list(text: str) -> list[str]:
+    """Parse ``a,b,c``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
         raise ArgumentTypeError("must be names separated by commas")
-    return found
+    return names
 
 
-def everywhere() -> ArgumentParser:
-    """Options that may stand before or after the verb; without defaults, so that neither place overrides the other."""
+def common_options() -> ArgumentParser:
+    """Options accepted before and after the command; without defaults, so that neither position overrides the other."""
     parser = ArgumentParser(add_help=False, argument_default=SUPPRESS)
-    group = parser.add_argument_group("everywhere")
-    group.add_argument("--json", action="store_true", help="one JSON object on standard output, for programs")
+    group = parser.add_argument_group("common options")
+    group.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     group.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda or cuda:1; an NVIDIA GPU where there is one, unless said"
+        "--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: an NVIDIA GPU if there is one, else cpu)"
     )
-    group.add_argument("--seed", type=seed, metavar="N", help="of all random numbers; 0 unless said")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--seed", type=seed, metavar="N", help="seed of all random numbers (default: 0)")
+    group.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
 
 
-def add_restarts(parser: ArgumentParser) -> None:
-    """The option that says how often a job goes on by itself."""
+def add_max_restarts(parser: ArgumentParser) -> None:
+    """Add ``--max-restarts``."""
     parser.add_argument(
         "--max-restarts",
-        type=restarts,
-        default=RESTARTS,
+        type=restart_count,
+        default=DEFAULT_RESTARTS,
         metavar="K",
-        help=f"go on from the newest checkpoint, up to K times, when a process is lost without a word; {RESTARTS} unless said",
+        help="restart all processes from the newest checkpoint up to K times if one is lost (default: %(default)s)",
     )
 
 
 def add_timeout(parser: ArgumentParser) -> None:
-    """The option that says when a rank hangs."""
+    """Add ``--timeout`` of a job whose ranks wait for each other."""
     parser.add_argument(
         "--timeout",
         type=timeout,
         default=DEFAULT_TIMEOUT_S,
         metavar="TIME",
-        help="a process that keeps the others waiting for so long counts as lost; 30m unless said, and longer than one evaluation has to be",
+        help="a process that others wait for longer than this is lost; must exceed one evaluation (default: 30m)",
     )
 
 
-def add_measuring_timeout(parser: ArgumentParser, usual: str) -> None:
-    """The same of a job that is measured."""
+def add_trial_timeout(parser: ArgumentParser, default: str) -> None:
+    """Add ``--timeout`` of jobs that are measured; ``default`` describes the value that the command computes."""
     parser.add_argument(
         "--timeout",
         type=timeout,
         metavar="TIME",
-        help=f"a job that says nothing for so long, beyond the budget, counts as hanging; {usual} unless said, and longer than one evaluation",
+        help="a trial that reports nothing for this long beyond its budget hangs; must exceed one evaluation "
+        f"(default: {default})",
     )
 
 
-def add_processes(parser: ArgumentParser, what: str) -> None:
-    """The option that says how many train together: ``--processes``."""
-    parser.add_argument("--processes", type=processes, default=1, metavar="N", help=what)
+def add_processes(parser: ArgumentParser, help_text: str, default: int = 1) -> None:
+    """Add ``--processes``."""
+    parser.add_argument(
+        "--processes", type=process_count, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
+    )
 
 
-def add_recipe(parser: ArgumentParser) -> None:
-    """The options that say which methods: ``--recipe`` and ``--with``."""
-    parser.add_argument("--recipe", metavar="R.toml", help="a recipe file; without one, the task as it is")
+def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:
+    """Add ``--budget`` of a command that measures for a fixed time."""
+    parser.add_argument(
+        "--budget",
+        type=duration,
+        default=float(default_s),
+        metavar="TIME",
+        help=f"time to spend, such as 90s or 10m (default: {default_s}s)",
+    )
+
+
+def add_recipe_options(parser: ArgumentParser) -> None:
+    """Add ``--recipe`` and ``--with``."""
+    parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")
     parser.add_argument(
         "--with",
         dest="methods",
         metavar="METHOD[:key=value,...]",
         action="append",
         default=[],
-        help="one method more, installed or ./file.py:Class; may be given several times",
+        help="add a method, either installed or ./file.py:Class; can be repeated",
     )
 
 
-def recipe(options: Namespace) -> Recipe:
-    """What ``--recipe`` and ``--with`` say together; where both give a setting, ``--with`` has the last word."""
-    from hasten.core.recipe import Recipe  # TOML is not needed to show the help
+def recipe_from_options(options: Namespace) -> Recipe:
+    """Combine ``--recipe`` and ``--with``. An option of a method that both set has the value of ``--with``."""
+    from hasten.core.recipe import Recipe  # not at the top: --help needs no TOML
 
-    given = Recipe.parse(options.methods)
-    written = Recipe() if options.recipe is None else named_recipe(options.recipe, given)
-    return written | Recipe(
-        {name: written.methods.get(name, {}) | settings for name, settings in given.methods.items()}
-    )
+    extra = Recipe.parse(options.methods)
+    base = Recipe() if options.recipe is None else resolve_recipe(options.recipe, extra)
+    return base | Recipe({name: base.methods.get(name, {}) | values for name, values in extra.methods.items()})
 
 
-def recipe_of_ranks(options: Namespace) -> Recipe:
-    """What the ranks of a job will train with, as far as whoever starts them can tell; code of a folder that is gone on with is not loaded."""
-    from hasten.core.recipe import Recipe
+def preflight_recipe(options: Namespace) -> Recipe:
+    """The recipe of a job, as far as the launcher can know it before the ranks start.
 
-    given = recipe(options)
-    if given or not (getattr(options, "resume", False) and options.out):
-        return given
-    try:
-        found = Recipe.load(f"{options.out}/recipe.toml")
-    except ConfigurationError:  # on another machine, or nothing to go on with: the run itself looks again
-        return given
-    return found.drop(*(name for name in found.methods if ":" in name))
-
-
-def named_recipe(what: str, given: Recipe) -> Recipe:
-    """A recipe as options name one. A file brings no code of its own: a method from outside has to be in ``given``, too.
-
-    Raises:
-        Refusal: the file names code that the command line does not.
+    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load
+    their code.
     """
     from hasten.core.recipe import Recipe
 
-    if not what.strip():
-        raise ConfigurationError('a recipe is named by a file, "baseline" or methods; this name is empty')
-    if not what.endswith(".toml"):
+    given = recipe_from_options(options)
+    if given or not (getattr(options, "resume", False) and options.out):
+        return given
+    try:
+        saved = Recipe.load(f"{options.out}/recipe.toml")
+    except ConfigurationError:  # on another node, or no run there yet: the ranks check again
+        return given
+    return saved.drop(*(name for name in saved.methods if ":" in name))
+
+
+def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
+    """Read a recipe from a TOML file, "baseline" or a list of methods.
+
+    Args:
+        text: the value of ``--recipe``, ``--a`` or ``--b``.
+        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among
+            these.
+
+    Raises:
+        ConfigurationError: ``text`` is no recipe, or its file refers to code that ``trusted`` does not contain.
+    """
+    from hasten.core.recipe import Recipe
+
+    if not text.strip():
+        raise ConfigurationError('a recipe must be a file, "baseline" or methods, not an empty text')
+    if not text.endswith(".toml"):
         try:
-            return Recipe.coerce(what)
+            return Recipe.coerce(text)
         except ConfigurationError:
-            if os.path.exists(what):
-                raise ConfigurationError(f"{what} is no recipe: its name does not end in .toml") from None
+            if os.path.exists(text):
+                raise ConfigurationError(f"{text} is no recipe: its name does not end in .toml") from None
             raise
-    written, known = Recipe.load(what), {_place(name, Path()): name for name in given.methods}
-    named = {
-        name: name if name in given.methods else known.get(_place(name, Path(what).parent)) for name in written.methods
-    }
-    for name in written.methods:
-        if ":" in name and named[name] is None:
+    loaded, methods = Recipe.load(text), {}
+    trusted_names = {_absolute_name(name, Path()): name for name in trusted.methods}
+    for name, values in loaded.methods.items():
+        known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
+        if known is None and ":" in name:
             raise ConfigurationError(
-                f"{what} names code from outside, {name}; if you trust it, name it after --with, too"
+                f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}"
             )
-    return Recipe({named[name] or name: settings for name, settings in written.methods.items()})
+        methods[known or name] = values
+    return Recipe(methods)
 
 
-def _place(name: str, folder: Path) -> str:
-    """``./mine.py:Faster``, as seen from a folder, in the one form that it has from everywhere."""
-    where, _, cls = name.rpartition(":")
-    return f"{(folder / where).resolve()}:{cls}" if where.endswith(".py") else name
+def _integer(text: str, low: int, high: int) -> int:
+    if not re.fullmatch(r"\d{1,10}", text.strip()) or not low <= int(text) <= high:
+        raise ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r:.40}")
+    return int(text)
+
+
+def _absolute_name(method: str, base: Path) -> str:
+    """``./mine.py:Faster`` relative to ``base`` as an absolute path, so that two spellings can be compared."""
+    path, _, cls = method.rpartition(":")
+    return f"{(base / path).resolve()}:{cls}" if path.endswith(".py") else method

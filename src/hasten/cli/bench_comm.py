@@ -1,36 +1,38 @@
-"""Measures how fast processes talk to each other: latency and bandwidth of each collective, by size.
+"""Measures the communication between processes: latency and bandwidth of each collective, by message size.
 
-Between machines: hasten launch --processes N --nnodes M --rdzv-endpoint HOST:PORT -- network
+On several nodes: hasten launch --nproc-per-node N --nnodes M --rdzv-endpoint HOST:PORT -- bench-comm
 """
 
+from argparse import ArgumentParser, Namespace
 from functools import partial
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
+from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
-HELP = "latency and bandwidth between processes, by collective and size"
+HELP = "measure latency and bandwidth of each collective"
 
 
-def arguments(parser) -> None:
-    parser.add_argument(
-        "--processes", type=argument_types.processes, default=2, metavar="N", help="on this machine; 2 unless said"
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    argument_types.add_processes(parser, "number of processes on this machine", default=2)
     argument_types.add_timeout(parser)
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Measure in this rank of a job, or start the job first."""
     if not in_job():
         from hasten.launch.launcher import launch
 
-        return CommandResult(None, deferred=partial(launch, options.words, options.processes))
+        return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     from hasten.launch.comm_benchmark import bench_comm
 
-    result = bench_comm(options.device, watch=watch, timeout=options.timeout)
+    return CommandResult(bench_comm(options.device, watch=watch, timeout=options.timeout), _page)
 
-    def page():
-        from hasten.reporting.terminal_bench_comm import network_answer
 
-        return network_answer(result)
+def _page(result: dict) -> Any:
+    from hasten.reporting.terminal_bench_comm import bench_comm_answer
 
-    return CommandResult(result, page)
+    return bench_comm_answer(result)

@@ -1,16 +1,24 @@
-"""Measures two recipes against each other: both run in turns, so that the machine's moods hit both alike."""
+"""Measures two recipes against each other in interleaved blocks, so that a slow minute of the machine affects both.
+
+The exit code is 0 if recipe b is faster and 1 for every other verdict.
+"""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
+from hasten.core.progress import ProgressCallback
 
-HELP = "measure two recipes against each other, in turns"
+HELP = "measure two recipes against each other"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as after --with')
+    parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as for --with')
     parser.add_argument(
-        "--b", required=True, metavar="R", help="the other one; the ratio is the time of a over the time of b"
+        "--b", required=True, metavar="R", help="the other recipe; the ratio is the time of a divided by the time of b"
     )
     parser.add_argument(
         "--with",
@@ -18,26 +26,20 @@ def arguments(parser) -> None:
         metavar="./file.py:Class",
         action="append",
         default=[],
-        help="a method from outside that a recipe file may name; may be given several times",
+        help="allow the recipe files to refer to this method in a Python file; can be repeated",
     )
-    argument_types.add_processes(parser, "compare whole jobs of N processes on this machine")
-    argument_types.add_measuring_timeout(parser, "2m")
-    parser.add_argument(
-        "--budget",
-        type=argument_types.seconds,
-        default=60.0,
-        metavar="TIME",
-        help="time to spend, such as 90s or 10m; 60s unless said",
-    )
+    argument_types.add_processes(parser, "compare jobs of N processes on this machine")
+    argument_types.add_trial_timeout(parser, "2m")
+    argument_types.add_measuring_budget(parser)
 
 
-def run(options, watch) -> CommandResult:
-    """Exit code 0 where b is faster; 1 for every other verdict, so that a script can ask ``compare && use b``."""
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Compare and map the verdict to the exit code, so that ``hasten compare ... && use b`` works in a script."""
     from hasten.benchmarking.compare import compare
     from hasten.core.recipe import Recipe
 
     extra = Recipe.parse(options.extra)
-    a, b = (argument_types.named_recipe(what, extra) for what in (options.a, options.b))
+    a, b = (argument_types.resolve_recipe(text, extra) for text in (options.a, options.b))
     result = compare(
         options.task,
         a,
@@ -49,10 +51,10 @@ def run(options, watch) -> CommandResult:
         seed=options.seed,
         watch=watch,
     )
+    return CommandResult(result, _page, code=0 if result["verdict"] == "faster" else 1)
 
-    def page():
-        from hasten.reporting.terminal import compare_answer
 
-        return compare_answer(result)
+def _page(result: dict) -> Any:
+    from hasten.reporting.terminal import compare_answer
 
-    return CommandResult(result, page, code=0 if result["verdict"] == "faster" else 1)
+    return compare_answer(result)

@@ -1,113 +1,121 @@
-"""Inspects stored data and converts them to a faster format."""
+"""Inspects stored data and converts it to a faster format."""
 
 from __future__ import annotations
 
 import shlex
+from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
 from hasten.core.errors import RunError
+from hasten.core.progress import ProgressCallback
 
-HELP = "inspect stored data, convert them to a faster format"
-FORMS = "parquet, feather, tfrecord, rows (.npy matrices) or, for pictures, shards (tar files)"
+HELP = "inspect stored data, convert it to a faster format"
+FORMATS = "parquet, feather, tfrecord, rows (.npy matrices) or, for images, webdataset (tar shards)"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add ``inspect`` and ``convert``, each with its options."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
-    for name, (add, run) in ACTIONS.items():
-        what, _, more = run.__doc__.partition("\n")
+    for name, (add, run_action) in ACTIONS.items():
+        summary, _, details = (run_action.__doc__ or "").partition("\n")
         action = actions.add_parser(
-            name, help=what, description=f"{what}. {more}", parents=[argument_types.everywhere()], allow_abbrev=False
+            name,
+            help=summary[0].lower() + summary[1:].rstrip("."),
+            description=f"{summary} {' '.join(details.split())}",
+            parents=[argument_types.common_options()],
+            allow_abbrev=False,
         )
         add(action)
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Run the chosen action."""
     return ACTIONS[options.action][1](options, watch)
 
 
-def _inspect_arguments(parser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
+def _add_inspect_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a directory, a file or a quoted pattern")
     parser.add_argument(
-        "--target", metavar="NAME", help="the column of a table to predict; the others are then read as one matrix"
+        "--target", metavar="NAME", help="table column to predict; the other columns are then read as one matrix"
     )
-    _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read, and list them")
-    parser.add_argument(
-        "--budget", type=argument_types.seconds, default=20.0, metavar="TIME", help="time to spend; 20s unless said"
-    )
+    _add_max_bad_rows(parser, "skip up to N unreadable rows or files, and list them")
+    argument_types.add_measuring_budget(parser, 20)
 
 
-def _inspect(options, watch) -> CommandResult:
-    """what is there, how fast it is read, what limits that, which storage would be faster
+def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Show what is stored, how fast it is read, what limits that, and which format would be faster.
 
-    All speeds are measured on one core of this machine, each three times where that does not take long; it prints the median, and from
-    where to where the readings lie. Exit code 1 where rows cannot be read, so that nothing was measured.
+    Speeds are measured on one core of this machine, three times where that is quick; the median is printed with the
+    range of the measurements. The exit code is 1 if rows cannot be read, because then nothing is measured.
     """
     from hasten.datatools.inspection import inspect
 
     result = inspect(
         options.path, target=options.target, max_bad_rows=options.max_bad_rows, budget=options.budget, watch=watch
     )
-    return CommandResult(result, lambda: _pages().inspect_answer(result), code=1 if result["trouble"] else 0)
+    return CommandResult(result, _inspect_page, code=1 if result["trouble"] else 0)
 
 
-def _convert_arguments(parser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a folder, a file or a pattern in quotes")
-    parser.add_argument("--to", required=True, metavar="FORM", help=FORMS)
+def _add_convert_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a directory, a file or a quoted pattern")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help=FORMATS)
     parser.add_argument(
         "--out",
         required=True,
-        type=argument_types.folder,
+        type=argument_types.directory,
         metavar="DIR",
-        help="where it is written; a killed conversion goes on there",
+        help="output directory; an interrupted conversion continues there",
     )
     parser.add_argument(
-        "--resize", type=argument_types.count, metavar="N", help="pictures become squares of N pixels a side"
+        "--resize", type=argument_types.positive_int, metavar="N", help="resize images to N by N pixels"
     )
     parser.add_argument(
-        "--shards", type=argument_types.count, metavar="N", help="files to write; one for every 256 MB unless said"
+        "--shards", type=argument_types.positive_int, metavar="N", help="number of files (default: one per 256 MB)"
     )
     parser.add_argument(
-        "--target", metavar="NAME", help="with --to rows: this column of a table apart, the others as one matrix"
+        "--target", metavar="NAME", help="with --to rows: store this column separately, the others as one matrix"
     )
-    parser.add_argument("--fill", type=float, metavar="NUMBER", help="what stands for missing numbers")
-    _add_skip_bad(parser, "leave out up to N rows, or files, that cannot be read; DIR/skipped.jsonl lists them")
+    parser.add_argument("--fill", type=float, metavar="NUMBER", help="value that replaces missing numbers")
+    _add_max_bad_rows(parser, "skip up to N unreadable rows or files; DIR/skipped.jsonl lists them")
 
 
-def _convert(options, watch) -> CommandResult:
-    """store the same samples in another form, each part read back; started again, it goes on
+def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Store the same samples in another format and verify each part by reading it back.
 
-    The files get their names when all is written. At the end it tells by how much reading became faster: as some rows made it
-    expect, and as it was measured.
+    An interrupted conversion continues when the same command is given again. The files get their final names when all
+    of them are written. The result is how much faster reading became: as estimated from a sample of the rows, and as
+    measured.
     """
     from hasten.datatools.conversion import convert
 
-    settings = {name: getattr(options, name) for name in ("to", "target", "fill", "resize", "shards", "skip_bad")}
+    names = ("to", "target", "fill", "resize", "shards", "max_bad_rows")
+    values = {name: getattr(options, name) for name in names}
     try:
-        result = convert(options.path, options.out, **settings, watch=watch)
+        result = convert(options.path, options.out, **values, watch=watch)
     except KeyboardInterrupt:
-        words = [
-            word
-            for name, value in settings.items()
-            if value is not None
-            for word in (f"--{name.replace('_', '-')}", f"{value}")
-        ]
-        command = shlex.join(["hasten", "data", "convert", options.path, *words, "--out", options.out])
-        raise RunError(f"stopped; go on with: {command}") from None
-    return CommandResult(result, lambda: _pages().convert_answer(result))
+        command = ["hasten", "data", "convert", options.path]
+        for name, value in values.items():
+            command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        raise RunError(f"interrupted; to continue: {shlex.join([*command, '--out', options.out])}") from None
+    return CommandResult(result, _convert_page)
 
 
-def _add_skip_bad(parser, what: str) -> None:
-    parser.add_argument("--max-bad-rows", type=argument_types.count, metavar="N", help=what)
+def _add_max_bad_rows(parser: ArgumentParser, help_text: str) -> None:
+    parser.add_argument("--max-bad-rows", type=argument_types.positive_int, metavar="N", help=help_text)
 
 
-def _pages():
-    from hasten.reporting import terminal_data
+def _inspect_page(result: dict) -> Any:
+    from hasten.reporting.terminal_data import inspect_answer
 
-    return terminal_data
+    return inspect_answer(result)
 
 
-ACTIONS = {
-    "inspect": (_inspect_arguments, _inspect),
-    "convert": (_convert_arguments, _convert),
-}
+def _convert_page(result: dict) -> Any:
+    from hasten.reporting.terminal_data import convert_answer
+
+    return convert_answer(result)
+
+
+ACTIONS = {"inspect": (_add_inspect_arguments, _inspect), "convert": (_add_convert_arguments, _convert)}

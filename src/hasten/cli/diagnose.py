@@ -1,44 +1,37 @@
-"""Measures where the time of a step goes, and how fast each stage of the input pipeline is.
+"""Measures where the time of a training step goes, and how fast each stage of the input pipeline is.
 
-With several processes also what they lose to each other.
+With several processes it also measures stragglers and the cost of communication.
 """
 
+from argparse import ArgumentParser, Namespace
 from functools import partial
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
+from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
-HELP = "where the step's time goes, and what each part could give at most"
+HELP = "measure where the time of a step goes, and the ceiling of each phase"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe(parser)
-    parser.add_argument(
-        "--processes",
-        type=argument_types.processes,
-        default=1,
-        metavar="N",
-        help="share every batch out among N processes on this machine (data parallel)",
-    )
+    argument_types.add_recipe_options(parser)
+    argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
     argument_types.add_timeout(parser)
-    parser.add_argument(
-        "--budget",
-        type=argument_types.seconds,
-        default=60.0,
-        metavar="TIME",
-        help="time to spend, such as 90s or 10m; 60s unless said",
-    )
+    argument_types.add_measuring_budget(parser)
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Measure in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
 
-        preflight_check(options.task, options.processes, make_methods(argument_types.recipe_of_ranks(options)))
-        return CommandResult(None, deferred=partial(launch, options.words, options.processes))
+        preflight_check(options.task, options.processes, make_methods(argument_types.preflight_recipe(options)))
+        return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     if in_job():
         from hasten.profiling.rank_profile import diagnose_ranks
 
@@ -48,20 +41,20 @@ def run(options, watch) -> CommandResult:
 
     result = diagnose(
         options.task,
-        recipe=argument_types.recipe(options),
+        recipe=argument_types.recipe_from_options(options),
         budget=options.budget,
         device=options.device,
         seed=options.seed,
         watch=watch,
     )
+    return CommandResult(result, _page)
 
-    def page():
-        if result["kind"] == "diagnose_ranks":
-            from hasten.reporting.terminal_ranks import ranks_answer
 
-            return ranks_answer(result)
-        from hasten.reporting.terminal import diagnose_answer
+def _page(result: dict) -> Any:
+    if result["kind"] == "diagnose_ranks":
+        from hasten.reporting.terminal_ranks import ranks_answer
 
-        return diagnose_answer(result)
+        return ranks_answer(result)
+    from hasten.reporting.terminal import diagnose_answer
 
-    return CommandResult(result, page)
+    return diagnose_answer(result)

@@ -1,33 +1,41 @@
-"""Writes the composed run as one flat PyTorch script that does not need hasten; data from hasten.data it still reads with that."""
+"""Writes a run as one flat PyTorch script.
+
+The script does not import hasten, unless the task reads its data through hasten.data.
+"""
 
 import os
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
+from hasten.core.progress import ProgressCallback
 
-HELP = "the composed run as one flat PyTorch script without hasten"
+HELP = "write a run as one flat PyTorch script"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe(parser)
-    parser.add_argument("--out", metavar="FILE", help="the script's file; standard output unless said")
+    argument_types.add_recipe_options(parser)
+    parser.add_argument("--out", metavar="FILE", help="file of the script (default: standard output)")
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Generate the script and write it to ``--out`` or standard output."""
     from hasten.export.eject import eject
 
     if options.out and os.path.exists(options.out):
-        raise ConfigurationError(f"{options.out} exists already; choose another --out")
-    source = eject(options.task, argument_types.recipe(options), device=options.device)
+        raise ConfigurationError(f"{options.out} already exists; choose another --out")
+    source = eject(options.task, argument_types.recipe_from_options(options), device=options.device)
     if not options.out:
-        return CommandResult({"source": source}, lambda: source.rstrip("\n"))
+        return CommandResult({"source": source}, lambda result: result["source"].rstrip("\n"))
     _write(Path(options.out), source)
     lines = source.count("\n")
     return CommandResult(
-        {"out": options.out, "lines": lines}, lambda: f"{options.out}: {lines} lines; run it with: python {options.out}"
+        {"out": options.out, "lines": lines},
+        lambda result: f"{result['out']}: {result['lines']} lines; run it with: python {result['out']}",
     )
 
 
@@ -39,5 +47,5 @@ def _write(path: Path, source: str) -> None:
             file.write(source)
             file.flush()
         except BaseException:
-            path.unlink(missing_ok=True)  # half a script is of no use
+            path.unlink(missing_ok=True)  # an incomplete script would look like a finished one
             raise

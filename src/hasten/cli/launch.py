@@ -1,117 +1,136 @@
-"""Runs a command of hasten in several processes, on one machine or on many: a thin face over torchrun.
+"""Runs a command in several processes, on one machine or on several nodes, with torchrun's elastic agent.
 
-The same words have to be said on every machine.
+On several nodes the same command must be started on every node.
 """
 
 import argparse
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method
+from hasten.core.progress import ProgressCallback
 
-HELP = "run a command in several processes, on one machine or many"
-FORM = "hasten launch --processes N [--nnodes M --rdzv-endpoint HOST:PORT] -- train TASK ..."
-COMMANDS = ("train", "diagnose", "network")
-SHARES = ("degree", "shards", "inner")  # settings of methods that have to divide the processes
-BEFORE = ("--processes", "--max-restarts", "--timeout")  # and not in the command
+HELP = "run a command in several processes, on one machine or several nodes"
+USAGE = "hasten launch --nproc-per-node N [--nnodes M --rdzv-endpoint HOST:PORT] -- train TASK ..."
+COMMANDS = ("train", "diagnose", "bench-comm")
+SHARES = ("degree", "hybrid_shard_size", "group_size")  # options of methods that must divide the number of processes
+LAUNCH_OPTIONS = ("--processes", "--nproc-per-node", "--nnodes", "--max-restarts", "--timeout")  # not in the command
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command, named as in torchrun."""
     parser.add_argument(
-        "--processes", type=argument_types.processes, required=True, metavar="N", help="on each machine"
+        "--nproc-per-node",
+        type=argument_types.process_count,
+        required=True,
+        metavar="N",
+        help="number of processes on each node",
     )
     parser.add_argument(
         "--nnodes",
-        type=argument_types.nodes,
+        type=argument_types.node_range,
         default=(1, 1),
-        metavar="M",
-        help="machines in all, 1 unless said; MIN:MAX goes on with fewer when some are lost, and takes in who comes",
+        metavar="M|MIN:MAX",
+        help="number of nodes; MIN:MAX keeps training while at least MIN nodes are alive and admits nodes up to MAX "
+        "(default: 1)",
     )
-    argument_types.add_restarts(parser)
-    argument_types.add_timeout(parser)
     parser.add_argument(
-        "--rdzv-endpoint", type=_address, metavar="HOST:PORT", help="where the machines meet; one of them is HOST"
+        "--rdzv-endpoint",
+        type=_endpoint,
+        metavar="HOST:PORT",
+        help="where the nodes find each other; HOST is one of the nodes; required for several nodes",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train TASK ...")
+    argument_types.add_max_restarts(parser)
+    argument_types.add_timeout(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS))
 
 
-def run(options, watch) -> CommandResult:
+def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
+    """Check the request on this node, then start the processes."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if command[:1] not in [[name] for name in COMMANDS]:
-        raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}; say {FORM}")
-    if options.nodes[1] > 1 and options.rendezvous is None:
+    if not command or command[0] not in COMMANDS:
+        raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {USAGE}")
+    if options.nnodes[1] > 1 and options.rdzv_endpoint is None:
         raise ConfigurationError(
-            f"{options.nodes[1]} nodes have to meet somewhere; say --rdzv-endpoint HOST:PORT, where HOST is one of them"
+            f"{options.nnodes[1]} nodes need a rendezvous; add --rdzv-endpoint HOST:PORT, where HOST is one of them"
         )
-    if misplaced := [word for word in command if word.partition("=")[0] in BEFORE]:
-        raise ConfigurationError(f"say {misplaced[0].partition('=')[0]} before the command, once: {FORM}")
-    _refuse_what_does_not_fit(command, options)
+    misplaced = [name for word in command if (name := word.partition("=")[0]) in LAUNCH_OPTIONS]
+    if misplaced:
+        raise ConfigurationError(f"put {misplaced[0]} before the command, as an option of launch: {USAGE}")
+    _check_command(command, options)
     from hasten.launch.launcher import launch
 
-    restarts = options.restarts if command[0] == "train" else 0  # the others keep nothing to go on from
+    restarts = options.max_restarts if command[0] == "train" else 0  # the other commands have no checkpoint
     command += ["--timeout", str(options.timeout)]
     command += [f"--{name}" for name in ("json", "quiet") if getattr(options, name)]
-    command += [
-        word for name in ("device", "seed") if (given := getattr(options, name)) for word in (f"--{name}", str(given))
-    ]
-    return CommandResult(
-        None, deferred=partial(launch, command, options.processes, options.nodes, options.rendezvous, restarts)
-    )
+    for name in ("device", "seed"):
+        value = getattr(options, name)
+        command += [f"--{name}", str(value)] if value else []
+    nodes, endpoint = options.nnodes, options.rdzv_endpoint
+    return CommandResult(None, deferred=partial(launch, command, options.nproc_per_node, nodes, endpoint, restarts))
 
 
-def _refuse_what_does_not_fit(command: list[str], options) -> None:
-    """What is asked for has to fit every number of machines that may come together, or the job would end with the machine that comes or goes.
+def _check_command(command: list[str], options: argparse.Namespace) -> None:
+    """Check the command for every number of nodes that the job may have, because a node may leave or join at any time.
 
     Raises:
-        Refusal: words that the command does not know; a method that nobody knows; ranks that a setting of one does not divide, or with less
-            than a sample each; what one process alone can do.
+        ConfigurationError: an unknown option or method, an option of a method that does not divide the number of
+            processes, fewer samples in a batch than processes, or an option that only a single process supports.
     """
-    from hasten.cli.main import read
+    from hasten.cli.main import parse_arguments
     from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):
         return
-    given = read(command)
-    if given.verb == "network":
+    inner = parse_arguments(command)
+    if inner is None or inner.verb == "bench-comm":
         return
-    methods = make_methods(argument_types.recipe_of_ranks(given))
-    if options.processes * options.nodes[1] == 1:
+    methods = make_methods(argument_types.preflight_recipe(inner))
+    if options.nproc_per_node * options.nnodes[1] == 1:
         return
-    if given.verb == "train" and given.max_bad_rows:
+    if inner.verb == "train" and inner.max_bad_rows:
         raise ConfigurationError(
-            "--max-bad-rows is for one process: several would count their bad rows apart; leave it out, or mend the data"
+            "--max-bad-rows supports a single process, because each rank would count its own bad rows; "
+            "remove the option or fix the data"
         )
-    if ":" in (device := given.device or options.device or ""):
+    device = inner.device or options.device or ""
+    if ":" in device:
         raise ConfigurationError(
-            f"several processes cannot share {device}; say --device cuda, and each gets a GPU of its own"
+            f"several processes cannot share {device}; use --device cuda, which assigns one GPU to each process"
         )
-    _refuse_what_divides_not(methods, options.processes, *options.nodes)
+    _check_divisible(methods, options.nproc_per_node, *options.nnodes)
     from hasten.launch.launcher import preflight_check
 
-    preflight_check(given.task, options.processes, methods, nnodes=options.nodes[0])
+    preflight_check(inner.task, options.nproc_per_node, methods, options.nnodes[0])
 
 
-def _refuse_what_divides_not(methods, processes: int, fewest: int, most: int) -> None:
-    settings = [(method.name, *each) for method in methods for each in vars(method).items()]
-    shares = [
-        (f"{name}:{setting}={value}", value)
-        for name, setting, value in settings
-        if setting in SHARES and isinstance(value, int) and value > 0
-    ]
-    degrees = [(told, value) for told, value in shares if ":degree=" in told]
-    together = " with ".join(told for told, _ in degrees), math.prod(value for _, value in degrees)
-    for told, value in [*shares, together]:
-        odd = [machines * processes for machines in range(fewest, most + 1) if machines * processes % value]
-        if odd and fewest < most:
-            raise ConfigurationError(
-                f"--nnodes {fewest}:{most} may come to {odd[0]} processes, which {told} does not divide; take other numbers"
-            )
+def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
+    """Check that each share, and the product of all degrees, divides every number of processes of ``--nnodes``."""
+    if min_nodes == max_nodes:
+        return  # the ranks check a fixed number themselves
+    shares = {
+        f"{method.name}:{option}={value}": value
+        for method in methods
+        for option, value in vars(method).items()
+        if option in SHARES and isinstance(value, int) and value > 0
+    }
+    degrees = {text: value for text, value in shares.items() if ":degree=" in text}
+    for text, value in [*shares.items(), (" with ".join(degrees), math.prod(degrees.values()))]:
+        for nodes in range(min_nodes, max_nodes + 1):
+            world_size = nodes * nproc_per_node
+            if world_size % value:
+                raise ConfigurationError(
+                    f"--nnodes {min_nodes}:{max_nodes} can result in {world_size} processes, which {text} does not "
+                    "divide; change one of them"
+                )
 
 
-def _address(text: str) -> str:
+def _endpoint(text: str) -> str:
     host, colon, port = text.rpartition(":")
     if not (colon and host and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")

@@ -1,4 +1,4 @@
-"""Lists the acceleration methods, or tells all about one: its card, settings, place in the order, conflicts and records."""
+"""Lists the acceleration methods, or describes one: its card, options, position in the order, conflicts and records."""
 
 from __future__ import annotations
 
@@ -6,37 +6,50 @@ import dataclasses
 import inspect
 import json
 import typing
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import UnionType
+from typing import TYPE_CHECKING, Any
 
 import hasten
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
+from hasten.core.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from hasten.core.card import Card
+    from hasten.core.method import Method
 
 RECORDS = Path(hasten.__file__).with_name("records.jsonl")  # written by benchmarks/make_index.py
-HELP = "the catalogue of methods, or one method's card, settings and records"
+HELP = "list the methods, or show one method's card, options and records"
 
 
-def arguments(parser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one method, installed or ./file.py:Class")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a method, installed or ./file.py:Class")
 
 
-def run(options, watch) -> CommandResult:
-    if options.name is not None:
-        method = _described(options.name, options.device)
-        return CommandResult(method, lambda: _terminal().method_page(method))
-    catalogue = {"methods": _catalogue(options.device)}
-    return CommandResult(catalogue, lambda: _terminal().methods_table(catalogue["methods"]))
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """List all methods, or describe the one that is named."""
+    if options.name is None:
+        return CommandResult({"methods": _catalogue(options.device)}, _catalogue_page)
+    return CommandResult(_description(options.name, options.device), _method_page)
 
 
-def _terminal():
-    from hasten.reporting import terminal
+def _catalogue_page(result: dict) -> Any:
+    from hasten.reporting.terminal import methods_table
 
-    return terminal
+    return methods_table(result["methods"])
+
+
+def _method_page(result: dict) -> Any:
+    from hasten.reporting.terminal import method_page
+
+    return method_page(result)
 
 
 def _catalogue(device: str | None) -> list[dict]:
-    """One row a method: name, summary, exactness, gain, and why it would be no use here (None where it may be)."""
+    """One row per method. ``not_here`` is the reason why it cannot work on this machine, or None."""
     from hasten.engine.registry import method_class, method_names
 
     cards = {name: method_class(name).card for name in method_names()}
@@ -52,8 +65,8 @@ def _catalogue(device: str | None) -> list[dict]:
     ]
 
 
-def _described(name: str, device: str | None) -> dict:
-    """Everything about one method, as plain data."""
+def _description(name: str, device: str | None) -> dict:
+    """Everything about one method as plain data."""
     from hasten.core.method import hooks_of
     from hasten.engine.registry import method_class
 
@@ -66,92 +79,87 @@ def _described(name: str, device: str | None) -> dict:
         "order": cls.card.order.name.lower(),
         "text": inspect.getdoc(cls) or "",
         "hooks": hooks_of(cls),
-        "settings": _settings(cls),
+        "options": _options(cls),
         "not_here": _not_here(cls.card, device),
-        **_place(cls),
+        **_position(cls),
         "conflicts": _conflicts(cls),
         "records": _records(name),
     }
 
 
-def _settings(cls) -> list[dict]:
-    types = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+def _options(cls: type[Method]) -> list[dict]:
+    if not dataclasses.is_dataclass(cls):
+        return []
+    types = typing.get_type_hints(cls)
     return [
         {
-            "name": f.name,
-            "type": _typed(types[f.name]),
-            "default": _default(f),
-            "range": f.metadata.get("range", ""),
+            "name": field.name,
+            "type": _type_name(types[field.name]),
+            "default": None if field.default is dataclasses.MISSING else field.default,
+            "range": field.metadata.get("range", ""),
         }
-        for f in fields
+        for field in dataclasses.fields(cls)
     ]
 
 
-def _typed(kind) -> str:
-    """``int``, ``str or float``: what can be typed, which None cannot."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
-    return " or ".join(getattr(each, "__name__", str(each)) for each in kinds if each is not type(None))
+def _type_name(annotation: Any) -> str:
+    """``int`` or ``str or float``; without None, which cannot be written in a recipe."""
+    is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return " or ".join(getattr(member, "__name__", str(member)) for member in members if member is not type(None))
 
 
-def _default(field):
-    return None if field.default is dataclasses.MISSING else field.default
-
-
-def _others(cls) -> list:
+def _other_methods(cls: type[Method]) -> list[type[Method]]:
     from hasten.engine.registry import method_class, method_names
 
     return [method_class(name) for name in method_names() if name != cls.name]
 
 
-def _place(cls) -> dict:
-    """Which methods this one wraps, and which wrap it, among those that share a hook with it."""
+def _position(cls: type[Method]) -> dict:
+    """The methods that this one wraps, and those that wrap it, among the methods that use one of its hooks."""
     from hasten.core.method import hooks_of
     from hasten.engine.composition import sort_methods
 
-    hooks = set(hooks_of(cls))
-    names = [each.name for each in sort_methods([cls, *_others(cls)])]
-    shares = {other.name for other in _others(cls) if hooks & set(hooks_of(other))}
-    here = names.index(cls.name)
+    others = _other_methods(cls)
+    names = [method.name for method in sort_methods([cls, *others])]  # pyright: ignore[reportArgumentType]  # reads cards
+    related = {other.name for other in others if set(hooks_of(cls)) & set(hooks_of(other))}
+    index = names.index(cls.name)
     return {
-        "wraps": [n for n in names[:here] if n in shares],
-        "wrapped_by": [n for n in names[here + 1 :] if n in shares],
+        "wraps": [name for name in names[:index] if name in related],
+        "wrapped_by": [name for name in names[index + 1 :] if name in related],
     }
 
 
-def _conflicts(cls) -> list[dict]:
-    """The methods that it cannot go together with, and why: computed from the cards, as in a run."""
+def _conflicts(cls: type[Method]) -> list[dict]:
+    """The methods that cannot be combined with this one, and why: computed from the cards, as in a run."""
     from hasten.engine.composition import check_conflicts
 
-    found = []
-    for other in _others(cls):
+    conflicts = []
+    for other in _other_methods(cls):
         try:
-            check_conflicts([cls, other])
-        except ConfigurationError as why:
-            found.append({"method": other.name, "why": str(why)})
-    return found
+            check_conflicts([cls, other])  # pyright: ignore[reportArgumentType]  # reads cards
+        except ConfigurationError as error:
+            conflicts.append({"method": other.name, "why": str(error)})
+    return conflicts
 
 
 def _records(name: str) -> list[dict]:
-    """Every trial of the published searches that the method was part of, winners and losers."""
-    entries = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
+    """Every trial of the published searches whose recipe contains the method, successful or not."""
+    searches = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
     return [
-        {"task": entry["workload"], **trial}
-        for entry in entries
-        for trial in entry["trials"]
-        if name in _members(trial["what"])
+        {"task": search["workload"], **trial}
+        for search in searches
+        for trial in search["trials"]
+        if name in [member.partition(":")[0] for member in trial["what"].split(" + ")]  # "num_threads:count=2 + ema"
     ]
 
 
-def _members(recipe: str) -> list[str]:
-    """The names in ``num_threads:count=2 + ema``."""
-    return [member.partition(":")[0] for member in recipe.split(" + ")]
-
-
-def _not_here(card, device: str | None) -> str | None:
-    """Why the method is no use on this machine, or None; what depends on the task only `diagnose` can tell."""
+def _not_here(card: Card, device: str | None) -> str | None:
+    """Why the method cannot work on this machine, or None. Requirements on the task are checked by `diagnose`."""
     from hasten.engine.devices import pick_device
 
-    on = pick_device(device).partition(":")[0]
-    wrong = [fact for fact in ("cuda", "cpu") if fact in card.applies_to and fact != on]
-    return {"cuda": "for an NVIDIA GPU", "cpu": "for the CPU"}[wrong[0]] if wrong else None
+    device_type = pick_device(device).partition(":")[0]
+    for fact, reason in (("cuda", "for an NVIDIA GPU"), ("cpu", "for the CPU")):
+        if fact in card.applies_to and fact != device_type:
+            return reason
+    return None

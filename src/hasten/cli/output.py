@@ -1,4 +1,4 @@
-"""What a command gives back, and how it reaches standard output: a page for people, one JSON object for programs."""
+"""The result of a command, and how it reaches standard output: text for a person or one JSON object for a program."""
 
 from __future__ import annotations
 
@@ -17,56 +17,61 @@ class CommandResult:
     """The result of a command.
 
     Attributes:
-        result: the plain data behind ``--json``; None where other processes answer.
-        page: makes what a person sees: a rich renderable or a text. Only called where a person looks.
-        code: 0 done, 1 a result that is a "no".
-        elsewhere: runs the processes that answer, on this one's standard output, and returns their code.
+        result: plain data that ``--json`` prints; None if ``deferred`` is set.
+        page: ``(result) -> text or rich renderable`` for a person; not called with ``--json``.
+        code: exit code: 0 done, 1 a result that is a "no".
+        deferred: starts the processes that print the answer themselves, and returns the exit code; None if there are
+            none.
     """
 
-    result: dict | None
-    page: Callable[[], Any] = str
+    result: Any
+    page: Callable[[Any], Any] = str
     code: int = 0
     deferred: Callable[[], int] | None = None
 
 
 def show(answer: CommandResult) -> None:
-    """Prints an answer for a person. A text goes out as it is, so that it can be redirected into a file."""
-    page = answer.page()
+    """Print an answer for a person. A plain text is printed unchanged, so that it can be redirected into a file."""
+    page = answer.page(answer.result)
     if isinstance(page, str):
         print(page)
         return
     from rich.console import Console
 
-    Console(highlight=False).print(page, crop=False)  # a command is one line, however wide the terminal is
+    Console(highlight=False).print(page, crop=False)  # a command stays on one line even in a narrow terminal
 
 
-def strict_json(value) -> str:
-    """One line of JSON that every parser takes: no NaN, no Infinity."""
+def strict_json(value: Any) -> str:
+    """One line of JSON. NaN and infinity, which JSON cannot hold, become null."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
 @contextmanager
-def stdout_kept_for_the_answer() -> Iterator[None]:
-    """Inside, whatever is written to standard output goes to standard error: a task file's ``print``, a C library, a
-    child process. So a program that reads the answer finds the answer and nothing else."""
+def stdout_reserved_for_answer() -> Iterator[None]:
+    """Redirect file descriptor 1 to standard error while a command runs.
+
+    Output of the task's code, of C libraries and of child processes then cannot mix with the answer on standard output.
+    """
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
     return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -1,4 +1,4 @@
-"""Draws progress on standard error: a bar on a terminal, a line now and then elsewhere, nothing when asked for quiet."""
+"""Shows progress on standard error: a bar on a terminal, else a line every 15 seconds; nothing with ``--quiet``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from hasten.core.progress import ProgressCallback, no_progress
 
-PATIENCE = 2.0  # seconds that may pass without a word
-REDRAW = 0.5  # seconds between two pictures of the bar; drawing one takes a millisecond
-BETWEEN_LINES = 15.0  # seconds between two lines where there is no terminal
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+INITIAL_DELAY_S = 2.0
+BAR_INTERVAL_S = 0.5  # drawing the bar takes about a millisecond
+LINE_INTERVAL_S = 15.0
 
 
 @contextmanager
-def watching(quiet: bool) -> Iterator[ProgressCallback]:
-    """A ``watch`` that draws what it is told; gone without a trace when the work is done."""
+def progress_display(quiet: bool) -> Iterator[ProgressCallback]:
+    """A callback that shows the progress it receives; the bar is erased at the end."""
     if quiet:
         yield no_progress
     elif sys.stderr.isatty():
@@ -26,27 +30,27 @@ def watching(quiet: bool) -> Iterator[ProgressCallback]:
         yield _lines()
 
 
-def tell(line: str) -> None:
-    """One line on standard error. That nobody reads it any more (``2> >(head)``) stops no work, nor that the disk is full for a moment."""
+def print_stderr(line: str) -> None:
+    """Print a line on standard error. A closed pipe (``2> >(head)``) or a full disk must not stop the work."""
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 2)
+        os.close(devnull)
     except OSError:
         pass
 
 
 def _bar() -> Iterator[ProgressCallback]:
-    bar, is_due = None, _regularly(REDRAW)
+    bar, is_due = None, _rate_limit(BAR_INTERVAL_S)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
         nonlocal bar
         if not is_due():
             return
-        with suppress(OSError):  # the terminal is gone; the work goes on
-            bar = bar or _started_bar()
+        with suppress(OSError):  # the terminal was closed; the work continues
+            bar = bar or _start_bar()
             bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
 
     try:
@@ -57,40 +61,39 @@ def _bar() -> Iterator[ProgressCallback]:
                 bar.stop()
 
 
-def _started_bar():
+def _start_bar() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}")
-    bar = Progress(
-        *columns, console=Console(stderr=True), transient=True, auto_refresh=False
-    )  # no thread beside the training
+    # Without auto_refresh no thread runs beside the training.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     bar.add_task("", total=1.0, left="")
     bar.start()
     return bar
 
 
 def _lines() -> ProgressCallback:
-    is_due = _regularly(BETWEEN_LINES)
+    is_due = _rate_limit(LINE_INTERVAL_S)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
         if is_due():
-            tell(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip())
+            print_stderr(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip())
 
     return watch
 
 
-def _regularly(seconds: float) -> Callable[[], bool]:
-    """``is_due()``: true every so many seconds, for the first time when patience is over since it was first asked."""
+def _rate_limit(interval_s: float) -> Callable[[], bool]:
+    """``is_due()`` is true once per interval, for the first time INITIAL_DELAY_S after the first call."""
     due = None
 
     def is_due() -> bool:
         nonlocal due
         now = time.monotonic()
-        due = now + PATIENCE if due is None else due
+        due = now + INITIAL_DELAY_S if due is None else due
         if now < due:
             return False
-        due = now + seconds
+        due = now + interval_s
         return True
 
     return is_due

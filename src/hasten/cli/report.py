@@ -1,19 +1,26 @@
-"""Writes the page about a search or a run: one HTML file that needs no network."""
+"""Writes the HTML report about a search, a run, a comparison or a diagnosis: one file that works offline."""
+
+from argparse import ArgumentParser, Namespace
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
+from hasten.core.progress import ProgressCallback
 
-HELP = "write the page about a search or a run"
+HELP = "write the HTML report about a search or a run"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument(
-        "folder", type=argument_types.folder, metavar="DIR", help="what `hasten tune` or `hasten train` left"
+        "directory",
+        type=argument_types.directory,
+        metavar="DIR",
+        help="run directory of `hasten tune` or `hasten train` (--out)",
     )
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Write ``report.html`` into the run directory and print its path."""
     from hasten.reporting.report import report
 
-    page = str(report(options.folder))
-    return CommandResult({"report": page}, lambda: page)
+    return CommandResult({"report": str(report(options.directory))}, lambda result: result["report"])

@@ -1,76 +1,77 @@
-"""Trains a task, with a recipe if one is given, and leaves a folder with everything about the run."""
+"""Trains a task with a recipe, or as it is, and writes a run directory with log, checkpoints, weights and result.
+
+The exit code is 1 if the task has a target and the training did not reach it.
+"""
 
 import re
 import shlex
 import warnings
+from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, RunInterrupted
+from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job, is_main_process, is_managed_rank, note_run, resume_directory
 
 HELP = "train a task, with a recipe if one is given"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe(parser)
-    argument_types.add_processes(parser, "share every batch out among N processes on this machine (data parallel)")
-    argument_types.add_restarts(parser)
+    argument_types.add_recipe_options(parser)
+    argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
+    argument_types.add_max_restarts(parser)
     argument_types.add_timeout(parser)
     parser.add_argument(
         "--out",
-        type=argument_types.folder,
+        type=argument_types.directory,
         metavar="DIR",
-        help="the run's folder; a new one, runs/train-TASK, unless said",
+        help="run directory (default: a new one, runs/train-TASK)",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --out from its newest checkpoint, under its own recipe unless said; begins in an empty folder",
+        help="resume the run in --out from its newest checkpoint, with its own recipe unless one is given; "
+        "an empty directory starts a new run",
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=argument_types.seconds,
+        type=argument_types.duration,
         default=30.0,
         metavar="TIME",
-        help="at most that much is trained again after a loss; 30s unless said, longer where saving would cost more than 1 %% of the run",
+        help="interval between checkpoints (default: 30s); longer if saving would take more than 1 %% of the run",
     )
     parser.add_argument(
         "--max-bad-rows",
-        type=argument_types.count,
+        type=argument_types.positive_int,
         metavar="N",
-        help="leave out up to N rows that cannot be read, of data that hasten.data reads; skipped.jsonl in DIR lists them",
+        help="skip up to N unreadable rows of data that hasten.data reads; DIR/skipped.jsonl lists them",
     )
 
 
-def run(options, watch) -> CommandResult:
-    """Exit code 1 where the task has a target that the training did not reach."""
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Train in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
 
-        methods = make_methods(
-            argument_types.recipe_of_ranks(options)
-        )  # a wrong word need not wait until all ranks have started
-        preflight_check(options.task, options.processes, methods)
-        return CommandResult(
-            None, deferred=partial(launch, options.words, options.processes, max_restarts=options.restarts)
-        )
+        # A wrong option is reported before the ranks start, which takes seconds.
+        preflight_check(options.task, options.processes, make_methods(argument_types.preflight_recipe(options)))
+        restarts = options.max_restarts
+        return CommandResult(None, deferred=partial(launch, options.argv, options.processes, (1, 1), None, restarts))
     from hasten.engine.train import train
 
-    if again := resume_directory():
-        options.out, options.resume = again, True
-    elif options.resume and not options.out:
-        raise ConfigurationError("--resume goes on with the run in --out DIR; say which folder that is")
-    elif options.resume and is_main_process() and not Path(options.out).exists():  # rank 0 has the folder
-        raise ConfigurationError(_no_such_folder(Path(options.out)))
-    recipe = argument_types.recipe(options) if options.recipe is not None or options.methods else None
-    options.out = options.out or _new_folder(options.task)
+    _choose_directory(options)
+    recipe = None  # that of a resumed run
+    if options.recipe is not None or options.methods:
+        recipe = argument_types.recipe_from_options(options)
     try:
         result = train(
             options.task,
@@ -83,55 +84,69 @@ def run(options, watch) -> CommandResult:
             watch=watch,
             checkpoint_seconds=options.checkpoint_every,
             timeout=options.timeout,
-            begun=note_run if is_managed_rank() else None,
+            begun=note_run if is_managed_rank() else None,  # pyright: ignore[reportArgumentType]  # out is set
         )
     except KeyboardInterrupt:
-        raise (RunInterrupted if is_managed_rank() else RunError)(
-            _how_to_go_on(options)
-        ) from None  # who started a rank may end it
-
-    def page():
-        from hasten.reporting.terminal import train_answer
-
-        return train_answer(result)
-
-    missed = result["target"] is not None and not result["reached"]
-    if missed:
-        best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
-        warnings.warn(
-            f"the target {result['target']:g} was not reached and held, {best}; train for longer or lower it",
-            HastenWarning,
-            stacklevel=2,
-        )
-    return CommandResult(result, page, code=1 if missed else 0)
+        error_type = RunInterrupted if is_managed_rank() else RunError  # the launcher may have interrupted its rank
+        raise error_type(_how_to_resume(options)) from None
+    return CommandResult(result, _page, code=1 if _target_missed(result) else 0)
 
 
-def _new_folder(task: str) -> str:
-    """``runs/train-TASK``, or the first of ``runs/train-TASK-2``, ... that is not there yet: no run is written over."""
+def _page(result: dict) -> Any:
+    from hasten.reporting.terminal import train_answer
+
+    return train_answer(result)
+
+
+def _choose_directory(options: Namespace) -> None:
+    """Set ``options.out``, and ``options.resume`` in a rank that the launcher has restarted."""
+    resumed = resume_directory()
+    if resumed:
+        options.out, options.resume = resumed, True
+    elif options.resume and not options.out:
+        raise ConfigurationError("--resume needs the run directory; add --out DIR")
+    elif options.resume and is_main_process() and not Path(options.out).exists():  # only rank 0 needs the directory
+        raise ConfigurationError(_missing_directory(Path(options.out)))
+    options.out = options.out or _new_directory(options.task)
+
+
+def _target_missed(result: dict) -> bool:
+    if result["target"] is None or result["reached"]:
+        return False
+    best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
+    warnings.warn(
+        f"the target {result['target']:g} was not reached and held, {best}; train longer or change the target",
+        HastenWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+def _new_directory(task: str) -> str:
+    """``runs/train-TASK``, or the first of ``runs/train-TASK-2``, ... that does not exist: no run is overwritten."""
     from hasten.engine.tasks import TaskRef
 
-    first = "runs/train-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task)))
-    return next(
-        name for name in chain([first], (f"{first}-{number}" for number in count(2))) if not Path(name).exists()
-    )
+    name = "runs/train-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task)))
+    if not Path(name).exists():
+        return name
+    return next(path for number in count(2) if not Path(path := f"{name}-{number}").exists())
 
 
-def _no_such_folder(out: Path) -> str:
-    """A mistyped folder must not become a training from the start that nobody sees before it should be over."""
-    runs = [found.parent.name for found in out.parent.glob("*/environment.json")]
-    close = [str(out.parent / name) for name in get_close_matches(out.name, runs)]
-    hint = f" (did you mean {', '.join(close)}?)" if close else ""
-    return f"there is no folder {out} to go on with{hint}; to begin, leave --resume out, or make the folder first"
+def _missing_directory(out: Path) -> str:
+    """A mistyped ``--out`` must not start a new training in place of the one to resume."""
+    runs = [path.parent.name for path in out.parent.glob("*/environment.json")]
+    similar = [str(out.parent / name) for name in get_close_matches(out.name, runs)]
+    hint = f" (did you mean {', '.join(similar)}?)" if similar else ""
+    return f"there is no directory {out} to resume{hint}; for a new run remove --resume or create the directory"
 
 
-def _how_to_go_on(options) -> str:
+def _how_to_resume(options: Namespace) -> str:
     if not Path(options.out).exists():
-        return "stopped before the run began; nothing was written"
-    words = ["hasten", "train", options.task]
-    words += ["--recipe", options.recipe] if options.recipe else []
-    words += [word for method in options.methods for word in ("--with", method)]
-    words += ["--seed", str(options.seed)] if options.seed else []
-    words += ["--device", options.device] if options.device else []
-    words += ["--max-bad-rows", str(options.max_bad_rows)] if options.max_bad_rows else []
-    words += ["--processes", str(options.processes)] if options.processes > 1 else []
-    return f"stopped; go on with: {shlex.join([*words, '--out', options.out, '--resume'])}"
+        return "interrupted before the run began; nothing was written"
+    command = ["hasten", "train", options.task]
+    command += ["--recipe", options.recipe] if options.recipe else []
+    command += [word for method in options.methods for word in ("--with", method)]
+    for name, default in (("seed", 0), ("device", None), ("max_bad_rows", None), ("processes", 1)):
+        value = getattr(options, name)
+        command += [] if value == default else [f"--{name.replace('_', '-')}", str(value)]
+    return f"interrupted; to resume: {shlex.join([*command, '--out', options.out, '--resume'])}"

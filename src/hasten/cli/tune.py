@@ -1,52 +1,61 @@
-"""Finds the methods that make a task faster at equal quality, and proves it; or reports "no improvement"."""
+"""Searches for methods that make a task faster at equal quality, and proves the result; or finds that nothing does."""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
 from hasten.core.errors import RunError
+from hasten.core.progress import ProgressCallback
 
-HELP = "find a faster recipe of equal quality, with evidence"
+HELP = "search for a faster recipe of equal quality, with evidence"
 
 
-def arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_processes(
-        parser, "find a recipe for N processes on this machine; distributed strategies are tried, too"
+        parser, "search for a recipe for N processes on this machine, distributed strategies included"
     )
-    argument_types.add_measuring_timeout(parser, "an eighth of the budget, or two runs of the task,")
+    argument_types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
     parser.add_argument(
         "--budget",
-        type=argument_types.seconds,
+        type=argument_types.duration,
         metavar="TIME",
-        help="time for the search, such as 10m; a few runs of the task unless said",
+        help="time for the search, such as 10m (default: the time of a few runs of the task)",
     )
     parser.add_argument(
-        "--margin", type=argument_types.margin, metavar="M", help="how much worse the metric may be, in its own unit"
+        "--margin",
+        type=argument_types.margin,
+        metavar="M",
+        help="how much worse the metric may become, in its own unit (default: 0.5 %% of the metric)",
     )
-    parser.add_argument("--methods", type=argument_types.names, metavar="M1,M2", help="try these methods only")
+    parser.add_argument("--methods", type=argument_types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",
         dest="extra",
         action="append",
         default=[],
         metavar="./file.py:Class",
-        help="try a method from outside too; may be given several times",
+        help="also try this method from a Python file; can be repeated",
     )
     parser.add_argument(
         "--runs",
-        type=argument_types.count,
+        type=argument_types.positive_int,
         default=10,
         metavar="N",
-        help="runs you expect to do, which the search has to pay for; 10 unless said",
+        help="number of runs you expect to do; a trial that they cannot pay back is not made (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
-        type=argument_types.folder,
+        type=argument_types.directory,
         metavar="DIR",
-        help="where trials and the report go; a search that was stopped goes on there",
+        help="run directory of the search (default: runs/tune-TASK); an interrupted search continues there",
     )
 
 
-def run(options, watch) -> CommandResult:
+def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+    """Search; the exit code is 0 only for the verdict "faster"."""
     from hasten.tuning.tune import tune
 
     try:
@@ -65,11 +74,11 @@ def run(options, watch) -> CommandResult:
             watch=watch,
         )
     except KeyboardInterrupt:
-        raise RunError("stopped; the same command goes on where it was, and no finished trial is lost") from None
+        raise RunError("interrupted; the same command continues the search, and every finished trial is kept") from None
+    return CommandResult(result, _page, code=0 if result["verdict"] == "faster" else 1)
 
-    def page():
-        from hasten.reporting.terminal import tune_answer
 
-        return tune_answer(result)
+def _page(result: dict) -> Any:
+    from hasten.reporting.terminal import tune_answer
 
-    return CommandResult(result, page, code=0 if result["verdict"] == "faster" else 1)
+    return tune_answer(result)

@@ -44,8 +44,8 @@ CANDIDATES = {  # target formats that may be faster
     "feather": ("feather", "rows"),
     "csv": ("parquet", "feather", "rows"),
     "tfrecord": ("feather", "rows"),
-    "images": ("shards", "rows"),
-    "shards": ("shards", "rows"),
+    "images": ("webdataset", "rows"),
+    "webdataset": ("webdataset", "rows"),
 }
 
 
@@ -68,7 +68,7 @@ def better_storages(
         single one), "bytes" of all rows}``.
     """
     kind, resize = reader.kind.name, side_of(reader.resize)
-    candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("shards", "shards")]
+    candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("webdataset", "webdataset")]
     deadline, results = time.perf_counter() + budget, []
     seconds = budget / (3 * max(1, len(candidates)))  # a third each for writing, for reading and in reserve
     sample = _sample(replace(reader, fill=0), median(before), seconds)
@@ -117,7 +117,7 @@ def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) 
     Returns:
         As ``gain_of``; all None if no batches can be built from the rows.
     """
-    resize = reader.resize if to == "shards" else None
+    resize = reader.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)
     try:
         with temporary_folder() as folder:
@@ -210,7 +210,7 @@ def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tup
         writer.finish()
     files = sorted(str(file) for file in folder.iterdir())
     table_options: dict[str, Any] = {"target": sample.target, "fill": 0} if FORMATS[to].is_table else {}
-    resize = sample.resize if to == "shards" else None
+    resize = sample.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, **table_options, resize=resize)
     rates = repeated_stage_rates(stored, seconds)["batches"]
     return sum(map(os.path.getsize, files)) / sample.rows, rates or []

@@ -40,8 +40,8 @@ TARGET_FORMATS = {  # of each format
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
     "tfrecord": ("parquet", "feather", "rows"),
     "rows": ("parquet", "feather", "tfrecord"),
-    "images": ("shards", "rows"),
-    "shards": ("shards", "rows"),
+    "images": ("webdataset", "rows"),
+    "webdataset": ("webdataset", "rows"),
     "tokens": (),
 }
 
@@ -64,11 +64,11 @@ def convert(
         path: A folder, a file or a pattern; of several formats, the one with the most files is converted.
         out: The output folder; a new one, or one where this conversion was begun.
         to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, where fractions are
-            float32; "rows", a ``.npy`` matrix for each column; "shards", tar files in WebDataset's layout, for images.
+            float32; "rows", a ``.npy`` matrix for each column; "webdataset", tar files in WebDataset's layout, for images.
         target: With "rows", the column of a table that is stored separately from the others, which become one float32
             matrix if they are numeric. Strings become class indices.
         fill: Replaces missing numbers, which "tfrecord" and "rows" cannot express.
-        resize: Images become squares of this side in pixels, stored as JPEG (quality 90) in "shards".
+        resize: Images become squares of this side in pixels, stored as JPEG (quality 90) in "webdataset".
         shards: Number of files to write; None means one for every 256 MB of the original. The matrices of "rows" are
             never split.
         max_bad_rows: Skip up to this many unreadable rows and list them in ``skipped.jsonl``; None fails at the first.
@@ -233,9 +233,9 @@ def _check_request(
         raise ConfigurationError("--target and --fill apply to a table that is converted to rows or tfrecord")
     if target is not None and to != "rows":
         raise ConfigurationError("--target applies to --to rows; other formats store the target like other columns")
-    if counts["resize"] is not None and kind.name not in ("images", "shards"):
+    if counts["resize"] is not None and kind.name not in ("images", "webdataset"):
         raise ConfigurationError(f"--resize applies to images; {kind.title} contain none")
-    if kind.name == to == "shards" and counts["resize"] is None:
+    if kind.name == to == "webdataset" and counts["resize"] is None:
         raise ConfigurationError("the data are tar shards already; use --resize 256 to make the images smaller")
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -246,9 +246,9 @@ def _check_request(
 
 def _opening_code(to: str, manifest: dict, folder: Path, resize: int | None) -> str:
     """The Python call that opens the output."""
-    if to == "shards" and resize:
+    if to == "webdataset" and resize:
         return f'webdataset("{folder}", resize={resize})'
-    if to == "shards":
+    if to == "webdataset":
         return f'webdataset("{folder}")'
     if to != "rows":
         return f'{to}("{folder}")'

@@ -33,7 +33,7 @@ class StorageFormat:
     """A storage format of samples.
 
     Attributes:
-        name: Identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "shards" are read by ``webdataset``.
+        name: Identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``.
         title: Name in messages.
         suffixes: Endings of the file names.
         is_table: Whether it has named columns and is read in runs of rows (row groups, record batches).
@@ -56,7 +56,7 @@ FORMATS = {
         StorageFormat("parquet", "Parquet", Parquet.suffixes, is_table=True),
         StorageFormat("feather", "Feather", Feather.suffixes, is_table=True),
         StorageFormat("tfrecord", "TFRecord", TFRECORD_SUFFIXES, has_index=False),
-        StorageFormat("shards", "tar shards", (".tar",), has_index=False),
+        StorageFormat("webdataset", "tar shards", (".tar",), has_index=False),
         StorageFormat("images", "images", IMAGE_SUFFIXES),
         StorageFormat("rows", "rows (.npy)", (".npy",), decodes=False),
         StorageFormat("tokens", "tokens", (".bin",), decodes=False),
@@ -158,7 +158,7 @@ def open_pipeline(
         return _open_arrays(where)
     if kind.name == "tokens":
         return tokens(where, WINDOW)
-    return webdataset(where, resize=resize) if kind.name == "shards" else tfrecord(where)
+    return webdataset(where, resize=resize) if kind.name == "webdataset" else tfrecord(where)
 
 
 def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
 
 def _with_common_size(reader: RowReader) -> RowReader:
     """Images of one size, as batches require: their own if it is common to all and small, else a square."""
-    if reader.kind.name not in ("images", "shards") or not reader.rows:
+    if reader.kind.name not in ("images", "webdataset") or not reader.rows:
         return reader
     rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
     sizes = {tuple(image.shape[1:]) for image in _images(reader, rows)}

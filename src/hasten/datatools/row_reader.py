@@ -146,7 +146,7 @@ class RowReader:
 
     def _named(self, columns: Any) -> dict[str, Any]:
         flat = flatten_columns(columns, self.kind, self.target)
-        if self.kind.name in ("images", "shards"):
+        if self.kind.name in ("images", "webdataset"):
             return {name: _stack_images(column) for name, column in flat.items()}
         return flat
 

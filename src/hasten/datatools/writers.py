@@ -196,6 +196,6 @@ WRITERS: dict[str, Callable[[ShardPlan], Writer]] = {
     "parquet": lambda plan: FilePerPart(plan, ".parquet", write_parquet, _table_reader(Parquet)),
     "feather": lambda plan: FilePerPart(plan, ".feather", write_feather, _table_reader(Feather)),
     "tfrecord": lambda plan: FilePerPart(plan, ".tfrecord", write_tfrecord, read_tfrecord),
-    "shards": lambda plan: FilePerPart(plan, ".tar", write_tar, read_tar),
+    "webdataset": lambda plan: FilePerPart(plan, ".tar", write_tar, read_tar),
     "rows": NpyWriter,
 }

@@ -1,27 +1,43 @@
-"""Charts as SVG text: pure functions, numbers in, Markup out.
+"""Charts as SVG: pure functions from numbers to Markup.
 
-Every chart is drawn for a width in pixels and keeps its 13-pixel text at that width; the page shows a wide and a
-narrow drawing in turn. Colours are the page's: shapes carry classes, ``page.html.j2`` says what they look like.
+Each chart is drawn for a width in pixels, so that its text is 13 pixels high at that width; the page contains a wide
+and a narrow drawing and shows the one that fits. Shapes have CSS classes; ``page.css`` defines their colors.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log, log10
 
 from markupsafe import Markup, escape
 
 from hasten.reporting import formatting
 from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
+from hasten.reporting.view_model import ARMS, Json
 
 WIDE, NARROW = 820, 340
-MOST_POINTS = 160  # of a drawn line
+MAX_POINTS = 160  # per line
+PHASE_CLASSES = (
+    "input",
+    "copy",
+    "forward",
+    "backward",
+    "grad_transform",
+    "optimizer_step",
+    "evaluation",
+    "logging",
+    "start",
+    "training",
+    "checkpoints",
+)
 
 
-def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> Markup:
-    """The metric against the wall clock: a thin line for each seed, a dot where it reaches the target.
+def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int) -> Markup:
+    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target.
 
     Args:
-        arms: as ``figures.arms`` gives them.
-        target: drawn as a dashed line, or None.
+        arms: the result of ``view_model.arms``.
+        target: value of the metric, drawn as a dashed line; or None.
         metric: ``{"name", "higher_is_better", "unit"}``.
+        width: in pixels.
     """
     height, left, right, top, bottom = (340 if width > 500 else 280), 48, 14, 26, 38
     points = [point for arm in arms for line in arm["lines"] for point in line]
@@ -51,8 +67,8 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
     lines = [
         element(
             "polyline",
-            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thinned(line))),
-            class_=f"curve {_arm(arm)}",
+            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thin_out(line))),
+            class_=f"curve {_arm_class(arm)}",
         )
         for arm in arms
         for line in arm["lines"]
@@ -67,7 +83,7 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
         parts.append(
             text(width - right, worse_side, f"target {formatting.plain(target, metric['unit'])}", "small halo end")
         )
-        parts += [dot(*at(*point), 3.5, f"dot {_arm(arm)}") for arm in arms for point in arm["moments"]]
+        parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
         parts += _drops(
             [arm for arm in arms if arm["time"] is not None],
             at,
@@ -76,16 +92,15 @@ def curves(arms: list[dict], target: float | None, metric: dict, width: int) -> 
             metric["higher_is_better"],
             width,
         )
-    return svg(
-        width, height, f"{metric['name'] or 'metric'} against wall-clock time", _curves_in_words(arms, target), parts
-    )
+    return svg(width, height, f"{metric['name'] or 'metric'} over wall-clock time", _curves_text(arms, target), parts)
 
 
-def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
+def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int) -> Markup:
     """Stacked bars on one scale.
 
     Args:
-        bars: (name, what stands at the right, {phase: seconds}) from top to bottom.
+        bars: (name, text at the right, {phase: seconds}) from top to bottom.
+        width: in pixels.
     """
     longest = max((sum(phases.values()) for _, _, phases in bars), default=0) or 1.0
     row, thick = 66, 30
@@ -108,15 +123,15 @@ def anatomy(bars: list[tuple[str, str, dict]], width: int) -> Markup:
             if length > 7.2 * len(phase) + 8:
                 parts.append(text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
-    told = "; ".join(
+    description = "; ".join(
         f"{name}: " + ", ".join(f"{phase} {formatting.seconds(value)}" for phase, value in phases.items())
         for name, _, phases in bars
     )
-    return svg(width, len(bars) * row - 10, "Where the time of a step goes", told, parts)
+    return svg(width, len(bars) * row - 10, "Where the time of a step goes", description, parts)
 
 
-def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Markup:
-    """From the baseline's time down to the tuned one, a stair for each method, with the interval of its end."""
+def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Markup:
+    """From the time of the baseline down to the tuned time, a bar for each step of ``view_model.staircase``."""
     wide = width > 500
     left, right, row, thick = (210, 156, 38, 20) if wide else (0, 0, 48, 18)
     scale = (width - left - right) / start
@@ -132,31 +147,35 @@ def waterfall(start: float, end: float, stairs: list[dict], width: int) -> Marku
         ]
 
     parts = bar(0, "baseline", formatting.seconds(start), 0, start, "bar baseline")
-    for index, stair in enumerate(stairs, 1):
-        note = _ratio_with_interval(stair["speedup"]) if stair["speedup"] else "the rest"
+    for index, step in enumerate(steps, 1):
+        note = _ratio_with_interval(step["speedup"]) if step["speedup"] else "combined effect"
         parts += bar(
-            index, stair["name"], note, stair["to"], stair["from"], "bar stair" if stair["speedup"] else "bar rest"
+            index, step["name"], note, step["to"], step["from"], "bar stair" if step["speedup"] else "bar combination"
         )
         top = index * row + (9 if wide else 20)
         if wide:  # where names stand above the bars, a link would cross them
             parts.append(
-                line(left + stair["from"] * scale, top - (row - thick), left + stair["from"] * scale, top, "link")
+                line(left + step["from"] * scale, top - (row - thick), left + step["from"] * scale, top, "link")
             )
-        if stair["late"] - stair["early"] > 0:
+        if step["high_end"] - step["low_end"] > 0:
             parts += whisker(
-                left + stair["early"] * scale, left + min(stair["late"], start) * scale, top + thick / 2, 5, "whisker"
+                left + step["low_end"] * scale,
+                left + min(step["high_end"], start) * scale,
+                top + thick / 2,
+                5,
+                "whisker",
             )
-    last = len(stairs) + 1
+    last = len(steps) + 1
     parts += bar(last, "tuned", formatting.seconds(end), 0, end, "bar tuned")
-    told = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
-        f"{stair['name']} {formatting.ratio(stair['speedup']['median']) if stair['speedup'] else 'the rest'}"
-        for stair in stairs
+    description = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
+        f"{step['name']} {formatting.ratio(step['speedup']['median']) if step['speedup'] else 'combined effect'}"
+        for step in steps
     )
-    return svg(width, (last + 1) * row, "What each method gave", told, parts)
+    return svg(width, (last + 1) * row, "What each method contributes", description, parts)
 
 
-def gate(difference: dict, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
-    """The interval of (tuned - baseline, good direction) drawn against the margin."""
+def gate(difference: Json, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
+    """The interval of the difference in quality (tuned minus baseline, positive is better) and the margin."""
     height, y = 112, 50
     mean = difference["mean"]
     low, high = (difference[key] if difference[key] is not None else mean for key in ("low", "high"))
@@ -169,7 +188,7 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
     kind = "tuned" if passed else "bad"
     parts = [
         box(0, 22, max(at(-margin), 0), 56, "forbidden"),
-        text(8, 14, "too much worse: fails", "tick"),
+        text(8, 14, "worse than the margin: fails", "tick"),
         line(0, 78, width, 78, "axis"),
         line(at(-margin), 22, at(-margin), 84, "limit"),
         text(
@@ -179,7 +198,7 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
             "tick end" if at(-margin) > 100 else "tick",
         ),
         line(at(0), 22, at(0), 84, "axis"),
-        text(at(0), 100, "no change", "tick"),
+        text(at(0), 100, "equal quality", "tick"),
         *whisker(at(low), at(high), y, 8, f"interval {kind}"),
         dot(at(mean), y, 6, f"dot {kind}"),
         text(
@@ -189,12 +208,17 @@ def gate(difference: dict, margin: float, unit: str, passed: bool | None, width:
             f"value middle halo {kind}",
         ),
     ]
-    told = f"The difference is {formatting.metric(mean, unit, signed=True)}, interval {formatting.metric(low, unit, signed=True)} to {formatting.metric(high, unit, signed=True)}; the margin is {formatting.plain(margin, unit, 2)}."
-    return svg(width, height, "Quality against the margin", told, parts)
+    shown, ends = (
+        formatting.metric(mean, unit, signed=True),
+        [formatting.metric(end, unit, signed=True) for end in (low, high)],
+    )
+    limit = formatting.plain(margin, unit, 2)
+    description = f"The difference is {shown}, interval {ends[0]} to {ends[1]}; the margin is {limit}."
+    return svg(width, height, "Quality difference and margin", description, parts)
 
 
-def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
-    """A small interval around 1 for a row of a table; every row of a column shares the domain."""
+def ratio_mark(ratio: Json, domain: tuple[float, float], good: bool) -> Markup:
+    """A small interval mark for a table row, on a logarithmic axis; all rows of a column share ``domain``."""
     width, height, middle = 120, 18, 9
     if ratio["median"] is None:
         return Markup("")
@@ -214,68 +238,64 @@ def ratio_mark(ratio: dict, domain: tuple[float, float], good: bool) -> Markup:
 
 
 def phase_class(phase: str) -> str:
-    """The class that colours a phase; strangers are all the same grey."""
-    known = (
-        "input",
-        "copy",
-        "forward",
-        "backward",
-        "grad_transform",
-        "optimizer_step",
-        "evaluation",
-        "logging",
-        "start",
-        "training",
-        "checkpoints",
-    )
-    return f"p-{phase}" if phase in known else "p-other"
+    """The CSS class that colors a phase; unknown phases are gray."""
+    return f"p-{phase}" if phase in PHASE_CLASSES else "p-other"
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers within [low, high], at most about ``most`` of them."""
+def ticks(low: float, high: float, limit: int) -> list[float]:
+    """Round numbers within [low, high], about ``limit`` of them at most."""
     span = high - low
     if not span > 0:
         return [low]
-    rough = span / max(most, 1)
+    rough = span / max(limit, 1)
     power = 10.0 ** floor(log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def thinned(line: list, most: int = MOST_POINTS) -> list:
-    """At most ``most`` points of a line, its ends among them."""
-    if len(line) <= most:
-        return line
-    return [line[round(index * (len(line) - 1) / (most - 1))] for index in range(most)]
+def thin_out(points: list, limit: int = MAX_POINTS) -> list:
+    """At most ``limit`` points of a line, including both ends."""
+    if len(points) <= limit:
+        return points
+    return [points[round(index * (len(points) - 1) / (limit - 1))] for index in range(limit)]
 
 
-def _ratio_with_interval(ratio: dict) -> Markup:
-    interval = "" if formatting.between(ratio) == formatting.NOTHING else formatting.between(ratio)
+def _ratio_with_interval(ratio: Json) -> Markup:
+    interval = formatting.between(ratio).removeprefix(formatting.UNKNOWN)
     return escape(formatting.ratio(ratio["median"])) + element("tspan", interval, class_="aside", dx=8)
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
-    """The shown range: the worst fifth of the values (the first steps of a training) may lie outside."""
+    """The axis of the metric. The worst fifth of the values, from the first steps of a training, may lie outside."""
     ordered = sorted(values)
     cut = len(ordered) // 5
-    kept = (ordered[cut:] if higher else ordered[: len(ordered) - cut]) + ([] if target is None else [target])
-    low, high = min(kept, default=0.0), max(kept, default=1.0)
+    shown = (ordered[cut:] if higher else ordered[: len(ordered) - cut]) + ([] if target is None else [target])
+    low, high = min(shown, default=0.0), max(shown, default=1.0)
     pad = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
     return low - pad, high + pad
 
 
-def _drops(arms: list[dict], at, target: float, edges: tuple[float, float], higher: bool, width: int) -> list[Markup]:
-    """From the target to the edge on the worse side, where the curves leave room, with the arm's name and time."""
+def _drops(
+    arms: Sequence[Json],
+    at: Callable[[float, float], tuple[float, float]],
+    target: float,
+    edges: tuple[float, float],
+    higher: bool,
+    width: int,
+) -> list[Markup]:
+    """A vertical line from the target to the edge on the worse side, with the arm's name and time."""
     parts = []
     for index, arm in enumerate(sorted(arms, key=lambda arm: -arm["time"])):
         x, y = at(arm["time"], target)
-        told = f"{arm['name'].replace('_', ' ')} {formatting.seconds(arm['time'])}"
-        at_right = x + 8 * len(told) + 7 > width
+        label = f"{arm['label']} {formatting.seconds(arm['time'])}"
+        at_right = x + 8 * len(label) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
-        parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm(arm)}"))
+        parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm_class(arm)}"))
         parts.append(
-            text(x + (-7 if at_right else 7), text_y, told, f"label halo {_arm(arm)}{' end' if at_right else ''}")
+            text(
+                x + (-7 if at_right else 7), text_y, label, f"label halo {_arm_class(arm)}{' end' if at_right else ''}"
+            )
         )
     return parts
 
@@ -286,14 +306,15 @@ def _time_unit(longest: float) -> tuple[str, float]:
     )
 
 
-def _curves_in_words(arms: list[dict], target: float | None) -> str:
+def _curves_text(arms: Sequence[Json], target: float | None) -> str:
     if target is None:
         return ""
-    return "; ".join(
-        f"{arm['name'].replace('_', ' ')} reaches {target:g} {'after ' + formatting.seconds(arm['time']) if arm['time'] is not None else 'never'}"
-        for arm in arms
-    )
+    texts = []
+    for arm in arms:
+        when = "in no run" if arm["time"] is None else f"after {formatting.seconds(arm['time'])}"
+        texts.append(f"{arm['label']} reaches {target:g} {when}")
+    return "; ".join(texts)
 
 
-def _arm(arm: dict) -> str:
-    return arm["name"] if arm["name"] in ("baseline", "strong_baseline", "tuned") else "other-arm"
+def _arm_class(arm: Json) -> str:
+    return arm["name"] if arm["name"] in ARMS else "other-arm"

@@ -1,9 +1,9 @@
-"""The schema of results: what tune, compare, diagnose and train write, and what the report and the terminal read.
+"""The schema of the results that tune, compare, diagnose and train write, and that the report and the terminal read.
 
-One typed dictionary for each command. Writers return it, so a type checker compares their keys with it. Readers do not
-trust a file: ``validate`` fills in missing keys (None, "", []), drops unknown ones and refuses values of the wrong
-type, so code that shows a result need not check again. Text loses control characters: a method's name cannot move the
-cursor.
+There is one TypedDict per command. The functions that compute results return it, so that a type checker compares their
+keys with it. A file is not trusted: ``validate`` fills in missing keys (None, "", [], {}), drops unknown keys and
+refuses values of the wrong type, so that code which shows a result need not check again. Control characters are removed
+from texts, because a method's name must not move the cursor of a terminal.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict, Union, get_args, get_origin, get_t
 
 from hasten.core.errors import ConfigurationError
 
-# The metadata is how an error message calls the type, and what ``coerce`` decides by.
+# The metadata is the name of the type in error messages; ``coerce`` distinguishes the types by it.
 Number = Annotated[float | None, "a number"]
 Amount = Annotated[float | None, "a number from 0 up"]
 Text = Annotated[str, "a text"]
@@ -34,6 +34,8 @@ class Interval(TypedDict):
 
 
 class Metric(TypedDict, total=False):
+    """The metric of the task; ``target`` is the value that counts as trained."""
+
     name: Text
     higher_is_better: YesNo
     target: Number
@@ -41,12 +43,16 @@ class Metric(TypedDict, total=False):
 
 
 class Difference(TypedDict, total=False):
+    """Mean and confidence interval of tuned minus baseline; positive is better."""
+
     mean: Number
     low: Number
     high: Number
 
 
 class Quality(TypedDict, total=False):
+    """The quality gate: metrics of both arms, margin and verdict."""
+
     baseline: Number
     tuned: Number
     margin: Amount
@@ -56,26 +62,36 @@ class Quality(TypedDict, total=False):
 
 
 class Point(TypedDict, total=False):
+    """An evaluation on the validation data, in seconds and samples since the start."""
+
     seconds: Amount
     samples: Amount
     metric: Number
 
 
 class Evaluation(Point, total=False):
+    """A point with its optimizer step."""
+
     step: Amount
 
 
 class Curve(TypedDict, total=False):
+    """The evaluations of one run."""
+
     seed: Number
     points: Sequence[Point]
 
 
-class Contribution(TypedDict, total=False):
+class Share(TypedDict, total=False):
+    """How much slower the recipe is without a method."""
+
     method: Text
     speedup: Interval | None
 
 
 class Trial(TypedDict, total=False):
+    """One trial of a search. ``ratio``: time of the best recipe so far divided by its time."""
+
     what: Text
     stage: Text
     verdict: Text
@@ -85,38 +101,46 @@ class Trial(TypedDict, total=False):
 
 
 class Offered(TypedDict, total=False):
-    """What became of a method that the user offered."""
+    """Outcome of a method that the user added with ``--with``."""
 
     method: Text
     accepted: YesNo
     why: Text
 
 
-class Advice(TypedDict):
+class Advice(TypedDict, total=False):
+    """A method that could pay; ``bound`` is its largest possible speed-up."""
+
     method: Text
     bound: Amount
     why: Text
 
 
-class NotAdvised(TypedDict):
+class NotAdvised(TypedDict, total=False):
+    """A method that cannot pay."""
+
     method: Text
     why: Text
 
 
 class Flops(TypedDict, total=False):
+    """Arithmetic throughput; ``share`` is that of the measured peak."""
+
     achieved_gflops: Amount
     peak_gflops: Amount
     share: Amount
 
 
 class SkippedRow(TypedDict, total=False):
+    """A row that could not be read."""
+
     row: Amount
     where: Text
     why: Text
 
 
 class InputThroughput(TypedDict, total=False):
-    """Rates in samples per second; ``data_wait_fraction`` is a share of the step."""
+    """Rates in samples per second; ``data_wait_fraction`` is a fraction of the step, 0 to 1."""
 
     stages: Mapping[str, Amount]
     step_throughput: Amount
@@ -144,6 +168,8 @@ class Result(TypedDict, total=False):
 
 
 class TuneResult(Result, total=False):
+    """Result of ``tune``. Times to the target are in seconds."""
+
     metric: Metric
     recipe: Recipe
     recipe_file: Text
@@ -170,12 +196,14 @@ class TuneResult(Result, total=False):
     facts: Sequence[Text]
     search_seconds: Amount
     budget_seconds: Amount
-    baseline_seconds: Amount
+    textbook_seconds: Amount
     break_even_runs: Amount
-    expected_runs: Amount
+    runs_expected: Amount
 
 
 class CompareResult(Result, total=False):
+    """Result of ``compare``. ``ratio``: time of a divided by time of b."""
+
     a: Text
     b: Text
     ratio: Interval
@@ -188,6 +216,8 @@ class CompareResult(Result, total=False):
 
 
 class DiagnoseResult(Result, total=False):
+    """Result of ``diagnose``. ``phases``: fractions of the step; ``headroom``: ceilings."""
+
     recipe: Text
     device: Text
     phases: Mapping[str, Amount]
@@ -209,6 +239,8 @@ class DiagnoseResult(Result, total=False):
 
 
 class TrainResult(Result, total=False):
+    """Result of ``train``. ``split``: seconds by activity."""
+
     metric: Number
     best_metric: Number
     metric_name: Text
@@ -221,12 +253,12 @@ class TrainResult(Result, total=False):
     seconds_to_target: Amount
     samples_to_target: Amount
     stopped: Fact
-    skipped: Amount
-    chosen: Recipe
+    skipped_rows: Amount
+    tuned_settings: Recipe
     out: Text
     device: Text
     split: Mapping[str, Amount]
-    idle: Sequence[Sequence[Text]]
+    no_effect: Sequence[Sequence[Text]]
     recipe: Text
     evaluations: Sequence[Evaluation]
 
@@ -234,42 +266,45 @@ class TrainResult(Result, total=False):
 SCHEMAS = {"tune": TuneResult, "compare": CompareResult, "diagnose": DiagnoseResult, "train": TrainResult}
 
 MAX_FILE_BYTES = 32 << 20
-MAX_NUMBER = 1e18  # nothing that is measured is larger, or smaller than its inverse
+MAX_NUMBER = 1e18  # measured values are smaller than this and larger than its inverse
 MAX_TEXT = 400  # characters
 
 
-def read_result(folder: str | Path) -> dict:
-    """Reads and validates ``result.json`` of a run's folder.
+def read_result(directory: str | Path) -> dict[str, Any]:
+    """Read and validate ``result.json`` of a run directory.
 
     Raises:
-        Refusal: no folder, no result in it, a half-written or foreign file, or a key of the wrong type.
+        ConfigurationError: no such directory, no result in it, an incomplete or foreign file, or a value of the wrong
+            type.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
+    directory = Path(directory)
+    if not directory.is_dir():
         raise ConfigurationError(
-            f"there is no folder {folder}; name one that `hasten tune` or `hasten train` has written"
+            f"there is no directory {directory}; give the run directory of `hasten tune` or `hasten train`"
         )
-    path = folder / "result.json"
+    path = directory / "result.json"
     if not path.is_file():
-        raise ConfigurationError(f"{folder} holds no result.json; the run has not finished, or this is not its folder")
+        raise ConfigurationError(
+            f"{directory} contains no result.json: the run has not finished, or it is no run directory"
+        )
     return validate(read_json(path), str(path))
 
 
-def validate(result: dict, where: str = "the result") -> dict:
-    """A result of any kind, with every key of its schema and no other one.
+def validate(result: Any, where: str = "the result") -> dict[str, Any]:
+    """The result with every key of its schema and no other key.
+
+    Args:
+        result: a result of any command.
+        where: the beginning of error messages.
 
     Raises:
-        Refusal: not a result, or a value of the wrong type. The message begins with ``where`` and names the key.
+        ConfigurationError: not a result, or a value of the wrong type; the message names the key.
     """
     if not isinstance(result, dict):
-        raise ConfigurationError(
-            f"{where} holds no result of hasten: it must be an object with a verdict or evaluations"
-        )
+        raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
     kind = result.get("kind") or _guess_kind(result)
     if not isinstance(kind, str) or kind not in SCHEMAS:
-        raise ConfigurationError(
-            f"{where} holds no result that hasten knows; it must come from tune, train, compare or diagnose"
-        )
+        raise ConfigurationError(f"{where} is of an unknown kind; it must come from tune, train, compare or diagnose")
     return coerce(result, SCHEMAS[kind], where) | {"kind": kind}
 
 
@@ -277,39 +312,37 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        Refusal: it cannot be read, is larger than MAX_FILE_BYTES, or is cut short.
+        ConfigurationError: the file cannot be read, is larger than MAX_FILE_BYTES, or is incomplete.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes; that is no result of hasten")
-        return json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        value = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_FILE_BYTES else None
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
-    except ConfigurationError:
-        raise
     except (ValueError, RecursionError):
-        raise ConfigurationError(
-            f"{path} is not whole JSON (cut short while it was written?); run the command that wrote it again"
-        ) from None
+        raise ConfigurationError(f"{path} is not complete JSON; run the command that wrote it again") from None
+    if size > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes, so it is no result of hasten")
+    return value
 
 
 def coerce(value: Any, schema: Any, where: str) -> Any:
-    """``value`` in the form of a schema: a typed dictionary, ``Sequence[...]``, ``Mapping[str, ...]`` or a type above.
+    """Convert ``value`` to a schema: a TypedDict, ``Sequence[...]``, ``Mapping[str, ...]`` or one of the scalar types
     above.
 
     Raises:
-        Refusal: a value of the wrong type. The message begins with ``where`` and names the key.
+        ConfigurationError: a value of the wrong type. The message begins with ``where`` and names the key.
     """
     if get_origin(schema) in (Union, UnionType):
         schema = get_args(schema)[0]
     if get_origin(schema) is Annotated:
         return _coerce_scalar(value, schema, where)
-    expected = list if get_origin(schema) is Sequence else dict
+    expected: Any = list if get_origin(schema) is Sequence else dict
     if value is None:
         value = expected()
     if schema is Interval and isinstance(value, (int, float)):
         value = {"median": value}
-    if isinstance(value, tuple):  # not read from a file
+    if isinstance(value, tuple):  # of a result that was not read from a file
         value = list(value)
     if not isinstance(value, expected):
         raise ConfigurationError(f"{where} must be {_type_name(expected())}, not {_type_name(value)}")
@@ -335,7 +368,7 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and schema in (Number, Amount, Option, Fact):
         if schema == Amount and value < 0:
-            raise ConfigurationError(f"{where} must be {schema.__metadata__[0]}, not below it")
+            raise ConfigurationError(f"{where} must be {schema.__metadata__[0]}, not a negative number")
         return _limit(value)
     if schema == Fact:
         return None
@@ -343,19 +376,19 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
 
 
 def _limit(value: float) -> float | None:
-    """None for a NaN and for what is beyond MAX_NUMBER; 0 for what is below its inverse."""
+    """None for NaN and values beyond MAX_NUMBER; 0 for values below its inverse."""
     if not abs(value) <= MAX_NUMBER:
         return None
     return value if abs(value) >= 1 / MAX_NUMBER else 0
 
 
 def _clean(text: str) -> str:
-    """On one line, printable, at most MAX_TEXT characters."""
+    """One line of printable characters, at most MAX_TEXT."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def _guess_kind(result: dict) -> str | None:
+def _guess_kind(result: dict[str, Any]) -> str | None:
     if "trials" in result:
         return "tune"
     return "train" if "evaluations" in result and "verdict" not in result else None

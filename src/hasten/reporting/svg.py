@@ -1,54 +1,58 @@
-"""The few SVG elements that charts are made of, as Markup: every text and attribute is escaped here and nowhere else."""
+"""The SVG elements that the charts consist of, as Markup. Every text and attribute is escaped here and nowhere else."""
+
+from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
 
-def svg(width: float, height: float, title: str, description: str, parts: list, class_: str = "") -> Markup:
-    """A whole drawing. Without a class it fills its place, and is the wide or the narrow one of a pair."""
-    inside = [element("title", title)] + ([element("desc", description)] if description else []) + parts
+def svg(width: float, height: float, title: str, description: str, parts: Sequence[Markup], class_: str = "") -> Markup:
+    """A complete drawing. Without a class it scales with the page and is the wide or the narrow one of a pair."""
+    head = [element("title", title)] + ([element("desc", description)] if description else [])
     size = {"width": width, "height": height} if class_ else {}
     kind = class_ or ("wide" if width > 500 else "narrow")
-    return element("svg", *inside, viewBox=f"0 0 {width:g} {height:g}", role="img", class_=kind, **size)
+    return element("svg", *head, *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", class_=kind, **size)
 
 
-def clipped(x: float, y: float, width: float, height: float, parts: list) -> Markup:
-    """A nested SVG hides what leaves it; the view box keeps the outer coordinates."""
+def clipped(x: float, y: float, width: float, height: float, parts: Sequence[Markup]) -> Markup:
+    """A nested SVG that hides what lies outside it; its view box keeps the outer coordinates."""
     return element("svg", *parts, x=x, y=y, width=width, height=height, viewBox=f"{x:g} {y:g} {width:g} {height:g}")
 
 
 def whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
-    """A lying interval with caps at its ends."""
-    return [
-        line(low, y, high, y, kind),
-        line(low, y - cap, low, y + cap, kind),
-        line(high, y - cap, high, y + cap, kind),
-    ]
+    """A horizontal interval with caps at its ends."""
+    caps = (line(x, y - cap, x, y + cap, kind) for x in (low, high))
+    return [line(low, y, high, y, kind), *caps]
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
+    """A straight line; ``kind`` is its CSS class."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> Markup:
-    return element(
-        "rect", *([element("title", title)] if title else []), x=x, y=y, width=width, height=height, class_=kind
-    )
+    """A rectangle; ``title`` is shown on hover."""
+    children = [element("title", title)] if title else []
+    return element("rect", *children, x=x, y=y, width=width, height=height, class_=kind)
 
 
 def dot(x: float, y: float, radius: float, kind: str) -> Markup:
+    """A circle."""
     return element("circle", cx=x, cy=y, r=radius, class_=kind)
 
 
-def text(x: float, y: float, told: str, kind: str, title: str = "") -> Markup:
-    return element("text", told, *([element("title", title)] if title and title != told else []), x=x, y=y, class_=kind)
+def text(x: float, y: float, content: str, kind: str, title: str = "") -> Markup:
+    """A line of text; ``title`` is shown on hover if it differs."""
+    children = [element("title", title)] if title and title != content else []
+    return element("text", content, *children, x=x, y=y, class_=kind)
 
 
-def element(name: str, *children: str, **attributes) -> Markup:
-    told = "".join(
+def element(name: str, *children: str, **attributes: float | str | None) -> Markup:
+    """An element. ``class_`` becomes ``class``; attributes without a value are omitted."""
+    written = "".join(
         f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None)
     )
-    return Markup(f"<{name}{told}>{''.join(escape(child) for child in children)}</{name}>")
+    return Markup(f"<{name}{written}>{''.join(escape(child) for child in children)}</{name}>")
 
 
-def _number(value) -> str:
+def _number(value: float | str | None) -> str:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)

@@ -1,32 +1,34 @@
-"""What `hasten network` prints: how long each collective takes by size, and the two numbers that describe it."""
+"""Output of `hasten bench-comm`: the time of each collective by message size, with its latency and bandwidth."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hasten.reporting import formatting
+from hasten.reporting.formatting import file_size
 from hasten.reporting.rich_layout import grid, headline, indented
-from hasten.reporting.terminal_data import size
+from hasten.reporting.view_model import Json
 
-GRADIENTS = 100e6  # bytes: those of 25 million weights in float32
+EXAMPLE_BYTES = 100e6  # gradients of 25 million float32 parameters
 
 
-def network_answer(result: dict) -> RenderableType:
-    """The faster way of an all-reduce first: it is what data parallel training waits for."""
+def bench_comm_answer(result: Json) -> RenderableType:
+    """The headline is the time of the faster all-reduce, which data parallel training waits for in every step."""
     collectives = result["collectives"]
     table = grid("", *(f">{name.replace('all-reduce by', 'by')}" for name in collectives))
-    taken = {
-        name: {row["bytes"]: row["seconds"]["median"] for row in found["sizes"]} for name, found in collectives.items()
+    times = {
+        name: {row["bytes"]: row["seconds"]["median"] for row in measured["sizes"]}
+        for name, measured in collectives.items()
     }
-    for each in sorted(set().union(*taken.values())):
-        table.add_row(size(each), *(formatting.seconds(of_one.get(each)) for of_one in taken.values()))
-    table.add_row("latency", *(formatting.seconds(found["latency"]) for found in collectives.values()))
-    table.add_row("bandwidth", *(f"{size(found['bandwidth'])}/s" for found in collectives.values()))
-    reduces = {
-        name: found["latency"] + GRADIENTS / found["bandwidth"]
-        for name, found in collectives.items()
+    for size in sorted(set().union(*times.values())):
+        table.add_row(file_size(size), *(formatting.seconds(by_size.get(size)) for by_size in times.values()))
+    table.add_row("latency", *(formatting.seconds(measured["latency"]) for measured in collectives.values()))
+    table.add_row("bandwidth", *(f"{file_size(measured['bandwidth'])}/s" for measured in collectives.values()))
+    fastest = min(
+        measured["latency"] + EXAMPLE_BYTES / measured["bandwidth"]
+        for name, measured in collectives.items()
         if name.startswith("all-reduce")
-    }
-    best = min(reduces, key=reduces.get)
-    told = f"averaging the gradients of 25 million weights takes about {formatting.seconds(reduces[best])}"
-    where = f"{result['processes']} processes on {formatting.count(result['nodes'], 'machine', 'machines')}, {result['backend']}"
-    return Group(headline(told, where, False), Text(), indented(table))
+    )
+    text = f"An all-reduce of the gradients of 25 million parameters takes about {formatting.seconds(fastest)}"
+    nodes = formatting.count(result["nodes"], "node", "nodes")
+    where = f"{result['processes']} processes on {nodes}, {result['backend']}"
+    return Group(headline(text, where, False), Text(), indented(table))

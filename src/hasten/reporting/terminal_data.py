@@ -1,15 +1,17 @@
-"""What `hasten data` prints: storages and their speeds, and what a conversion gave."""
+"""Output of `hasten data`: what is stored, reading speeds, faster formats, and the gain of a conversion."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hasten.reporting import formatting
-from hasten.reporting.rich_layout import HEAD, QUIET, grid, headline, indented, pairs
+from hasten.reporting.formatting import file_size
+from hasten.reporting.rich_layout import BOLD, DIM, grid, headline, indented, pairs
+from hasten.reporting.view_model import Json
 
-MOST_COLUMNS, MOST_BAD = 12, 3  # shown; the JSON has them all
+MAX_COLUMNS, MAX_BAD = 12, 3  # shown; the JSON lists all of them
 LIMITS = {
     "disk": "The disk limits reading",
     "network": "The network limits reading",
@@ -18,170 +20,146 @@ LIMITS = {
 }
 
 
-def inspect_answer(result: dict) -> RenderableType:
-    """What is there, how fast it is read, and which storage would be faster."""
+def inspect_answer(result: Json) -> RenderableType:
+    """What is stored, how fast it is read, and which formats would be faster."""
     about = "" if result["rows_exact"] else "about "
     rows = [
-        ("files", f"{formatting.count(result['files'], 'file', 'files')}, {size(result['bytes'])}"),
-        ("beside them", _left(result["others"], "not looked at")),
+        ("files", f"{formatting.count(result['files'], 'file', 'files')}, {file_size(result['bytes'])}"),
+        ("other files", _other_files(result["others"], "not inspected")),
         ("rows", f"{about}{formatting.count(result['rows'], 'row', 'rows')}"),
         ("columns", _columns(result["columns"])),
         ("classes", _classes(result["classes"])),
-        ("left out", _listed(result["skipped_rows"])),
+        ("skipped", _bad_rows(result["skipped_rows"])),
     ]
-    paces = [
-        ("from the network", _figure(result, "network", size, "/s")),
-        ("from the disk", _figure(result, "disk", size, "/s")),
-        ("from memory", _figure(result, "page_cache", size, "/s")),
-        ("decoding", _figure(result, "decode", _three_digits, " rows/s")),
-        ("into batches", _figure(result, "copy", _three_digits, " rows/s")),
+    speeds = [
+        ("from the network", _speed(result, "network", file_size, "/s")),
+        ("from the disk", _speed(result, "disk", file_size, "/s")),
+        ("from memory", _speed(result, "page_cache", file_size, "/s")),
+        ("decoding", _speed(result, "decode", _round, " rows/s")),
+        ("into batches", _speed(result, "copy", _round, " rows/s")),
     ]
-    told = f"Not measured: {result['trouble']}" if result["trouble"] else _verdict(result)
-    parts = [headline(result["title"], result["path"], False), _told(rows), Text(), Text(told), Text(), _told(paces)]
-    return Group(*parts, *_storages(result))
+    verdict = f"Not measured: {result['trouble']}" if result["trouble"] else _verdict(result)
+    head = headline(result["title"], result["path"], False)
+    return Group(head, _non_empty(rows), Text(), Text(verdict), Text(), _non_empty(speeds), *_faster_formats(result))
 
 
-def convert_answer(result: dict) -> RenderableType:
-    """What was written, that it was read back, and what it gives."""
+def convert_answer(result: Json) -> RenderableType:
+    """What was written and verified, and how much faster it is read."""
     gain = result["gain"]
-    paces = f"{pace(gain['before'])} before, {pace(gain['after'])} now" if gain["ratio"] else ""
-    estimated = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
+    files = formatting.count(len(result["files"]), "file", "files")
+    skipped = _files_and_rows(result["skipped_files"], result["skipped_rows"])
+    estimate = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
+    measured = formatting.with_interval(gain | {"median": gain["ratio"]})
     rows = [
-        (
-            "files",
-            f"{formatting.count(len(result['files']), 'file', 'files')}, {size(result['bytes'])}, before {size(result['bytes_before'])}",
-        ),
-        ("left as they are", _left(result["others"], "not converted")),
-        ("read back", f"all {formatting.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
-        ("left out", _skipped(result)),
+        ("files", f"{files}, {file_size(result['bytes'])}, before {file_size(result['bytes_before'])}"),
+        ("other files", _other_files(result["others"], "not converted")),
+        ("verified", f"read back all {formatting.count(result['rows'], 'row', 'rows')}, content {result['digest']}"),
+        ("skipped", skipped and f"{skipped} that could not be read; skipped.jsonl lists them"),
         ("classes", _classes(result["classes"])),
-        ("took", formatting.seconds(result["seconds"])),
-        (
-            "gain",
-            f"{estimated}, measured {formatting.with_interval(gain | {'median': gain['ratio']})}"
-            if gain["ratio"]
-            else "",
-        ),
-        ("one core", paces),
+        ("time", formatting.seconds(result["seconds"])),
+        ("gain", f"{estimate}, measured {measured}" if gain["ratio"] else ""),
+        ("on one core", f"{_rate(gain['before'])} before, {_rate(gain['after'])} now" if gain["ratio"] else ""),
         ("open it with", result["open"]),
     ]
-    return Group(headline(_gained(result["to"], gain), result["out"], gain["verdict"] == "faster"), _told(rows))
+    return Group(
+        headline(_conversion_headline(result["to"], gain), result["out"], gain["verdict"] == "faster"), _non_empty(rows)
+    )
 
 
-def size(number: float) -> str:
-    """``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= unit:
-            return f"{formatting.plain(number / unit, digits=3)} {name}"
-    return formatting.count(number, "byte", "bytes")
+def _rate(rows: float | None) -> str:
+    return "" if rows is None else f"{_round(rows)} rows/s"
 
 
-def pace(rows: float | None) -> str:
-    return "" if rows is None else f"{_three_digits(rows)} rows/s"
-
-
-def _three_digits(number: float) -> str:
+def _round(number: float) -> str:
+    """Three significant digits."""
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
-def _figure(result: dict, name: str, told: Callable[[float], str], unit: str) -> str:
-    """``1,230 rows/s (1,100 to 1,250)``: the median, and the readings that lie farthest apart, where there were several."""
-    if (median := result["speed"][name]) is None:
+def _speed(result: Json, name: str, formatted: Callable[[float], str], unit: str) -> str:
+    """``1,230 rows/s (1,100 to 1,250)``: the median and, if there are several, the range of the measurements."""
+    median = result["speed"][name]
+    if median is None:
         return ""
-    between = " to ".join(told(each) for each in result["ranges"].get(name, ()))
-    return f"{told(median)}{unit}" + (f" ({between})" if between else "")
+    limits = " to ".join(formatted(value) for value in result["ranges"].get(name, ()))
+    return f"{formatted(median)}{unit}" + (f" ({limits})" if limits else "")
 
 
-def _told(rows: list[tuple[str, str]]) -> RenderableType:
-    """The rows in which something is said."""
+def _non_empty(rows: Sequence[tuple[str, str]]) -> RenderableType:
     return pairs([row for row in rows if row[1]])
 
 
-def _columns(columns: dict) -> str:
-    shown = [f"{name}: {kind}" for name, kind in list(columns.items())[:MOST_COLUMNS]]
+def _columns(columns: Mapping[str, str]) -> str:
+    shown = [f"{name}: {kind}" for name, kind in list(columns.items())[:MAX_COLUMNS]]
     more = len(columns) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or formatting.NOTHING
+    return "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])]) or formatting.UNKNOWN
 
 
-def _left(others: dict, what: str) -> str:
-    """The files of other forms, and what of them; nothing where there are none."""
-    files = ", ".join(f"{count:,} {form}" for form, count in others.items())
-    return files and f"{files}; {what}"
+def _other_files(others: Mapping[str, int], note: str) -> str:
+    files = ", ".join(f"{count:,} {kind}" for kind, count in others.items())
+    return files and f"{files}; {note}"
 
 
-def _skipped(result: dict) -> str:
-    what = _files_and_rows(result["skipped_files"], result["skipped_rows"])
-    return what and f"{what} that could not be read; skipped.jsonl lists them"
-
-
-def _listed(bad: list[dict]) -> str:
-    """How many files and rows could not be read, and the first of them, each in a line."""
-    files = sum(each["row"] is None for each in bad)
-    what = _files_and_rows(files, len(bad) - files)
-    told = [
-        each["why"] if each["where"] in each["why"] else f"{each['where']}: {each['why']}" for each in bad[:MOST_BAD]
+def _bad_rows(bad: Sequence[Json]) -> str:
+    """The number of unreadable files and rows, and one line for each of the first."""
+    files = sum(entry["row"] is None for entry in bad)
+    summary = _files_and_rows(files, len(bad) - files)
+    reasons = [
+        entry["why"] if entry["where"] in entry["why"] else f"{entry['where']}: {entry['why']}"
+        for entry in bad[:MAX_BAD]
     ]
-    more = [f"and {len(bad) - MOST_BAD} more"] if len(bad) > MOST_BAD else []
-    return what and "\n".join([f"{what} that could not be read:", *told, *more])
+    more = [f"and {len(bad) - MAX_BAD} more"] if len(bad) > MAX_BAD else []
+    return summary and "\n".join([f"{summary} that could not be read:", *reasons, *more])
 
 
 def _files_and_rows(files: int, rows: int) -> str:
-    told = [
+    counts = (
         formatting.count(files, "file", "files") if files else "",
         formatting.count(rows, "row", "rows") if rows else "",
-    ]
-    return " and ".join(filter(None, told))
+    )
+    return " and ".join(filter(None, counts))
 
 
-def _classes(names: list[str] | None) -> str:
-    """``3: bird, cat, dog``, in the order of their numbers."""
-    shown = ", ".join((names or [])[:MOST_COLUMNS])
-    return shown and f"{len(names)}: {shown}{', ...' if len(names) > MOST_COLUMNS else ''}"
+def _classes(names: Sequence[str] | None) -> str:
+    """``3: bird, cat, dog``, in the order of their labels."""
+    names = names or []
+    shown = ", ".join(names[:MAX_COLUMNS])
+    return shown and f"{len(names)}: {shown}{', ...' if len(names) > MAX_COLUMNS else ''}"
 
 
-def _gained(to: str, gain: dict) -> str:
-    """What a conversion gave, in as strong words as the measurement bears."""
+def _conversion_headline(to: str, gain: Json) -> str:
     if gain["verdict"] == "no difference":
-        return f"Stored as {to}; no clear difference in how fast it is read"
+        return f"Stored as {to}; no clear difference in reading speed"
     return f"Read {formatting.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {to}"
 
 
-def _verdict(result: dict) -> str:
+def _verdict(result: Json) -> str:
     resized = f", resized to {result['resize']} pixels" if result["resize"] else ""
-    told = f"{LIMITS[result['limit']]}: {_figure(result, 'batches', _three_digits, ' rows/s')} on one core{resized}."
-    if result["limit"] == "copy" and result["passes"] == "first" and not result["target"]:
-        told += " With --target NAME, columns of numbers become one matrix, which is copied faster."
-    if result["passes"] == "first":
-        return f"{told} The table fits into memory: this is the first pass, later ones take decoded rows from there."
-    return told
+    text = f"{LIMITS[result['limit']]}: {_speed(result, 'batches', _round, ' rows/s')} on one core{resized}."
+    if result["passes"] != "first":
+        return text
+    if result["limit"] == "copy" and not result["target"]:
+        text += " With --target NAME the numeric columns become one matrix, which is copied faster."
+    return f"{text} The table fits into memory: this is the first epoch, later ones read decoded rows from memory."
 
 
-def _storages(result: dict) -> list[RenderableType]:
+def _faster_formats(result: Json) -> list[RenderableType]:
     if result["trouble"]:
         return []
     if not result["storages"]:
-        return [Text(), Text("No other storage that was tried would be faster.", QUIET)]
-    head = "would make the first pass faster" if result["passes"] == "first" else "would be faster"
+        return [Text(), Text("No other format that was tried would be faster.", DIM)]
+    head = "would make the first epoch faster" if result["passes"] == "first" else "would be faster"
     table = grid(head, ">estimate", ">rows/s", ">size")
-    for each in result["storages"]:
-        name = f"{each['to']} at {each['resize']} pixels" if each["resize"] else each["to"]
-        estimate = formatting.with_interval(each | {"median": each["gain"]})
-        table.add_row(Text(name, HEAD), estimate, _three_digits(each["rows_per_second"]), size(each["bytes"]))
+    for storage in result["storages"]:
+        name = f"{storage['to']} at {storage['resize']} pixels" if storage["resize"] else storage["to"]
+        estimate = formatting.with_interval(storage | {"median": storage["gain"]})
+        table.add_row(Text(name, BOLD), estimate, _round(storage["rows_per_second"]), file_size(storage["bytes"]))
     best = result["storages"][0]
     command = ["hasten", "data", "convert", result["path"], "--to", best["to"]]
     command += ["--resize", str(best["resize"])] if best["resize"] else []
     command += ["--target", result["target"]] if result["target"] and best["to"] == "rows" else []
-    command += ["--max-bad-rows", str(result["skip_bad"])] if result["skip_bad"] else []
+    command += ["--max-bad-rows", str(result["max_bad_rows"])] if result["max_bad_rows"] else []
     command += ["--fill", str(best["fill"])] if best["fill"] is not None else []
-    or_else = (
-        [Text('or .cache("disk") in the pipeline: its first pass stores such rows by itself', QUIET)]
-        if best["to"] == "rows"
-        else []
-    )
-    return [
-        Text(),
-        indented(table),
-        Text(),
-        Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore"),
-        *or_else,
-    ]
+    lines = [Text(f"{shlex.join(command)} --out DIR", no_wrap=True, overflow="ignore")]
+    if best["to"] == "rows":
+        lines.append(Text('or .cache("disk") in the pipeline, which stores such rows during the first epoch', DIM))
+    return [Text(), indented(table), Text(), *lines]

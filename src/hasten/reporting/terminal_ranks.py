@@ -1,82 +1,62 @@
-"""What `hasten diagnose` prints of several processes: a step of each rank by phase, what talking costs, and what could pay."""
+"""Output of `hasten diagnose` with several processes: the step of each rank, the cost of communication, advice."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
-from hasten.reporting.rich_layout import QUIET, grid, headline, indented, pairs
-from hasten.reporting.terminal import advised
-from hasten.reporting.terminal_data import size
+from hasten.reporting.formatting import file_size
+from hasten.reporting.rich_layout import DIM, grid, headline, indented, pairs
+from hasten.reporting.terminal import advice_table
+from hasten.reporting.view_model import Json
 
-LEAST_SHARE = 0.01  # of a step; a phase that takes less on every rank is not shown
-CEILINGS = {"exchange": ("no averaging", "of gradients"), "input": ("no input", "but one cached batch on every rank")}
-
-
-def ranks_answer(result: dict) -> RenderableType:
-    """The verdict, and the straggler where that is another matter; then every rank's step."""
-    straggler = result["straggler"]
-    told = [result["verdict"]]
-    if straggler and straggler["sentence"][1:] not in result["verdict"]:
-        told.append(straggler["sentence"].capitalize() + ".")
-    parts = [
-        headline(f"Where a step of {result['processes']} processes goes", result["task"], False),
-        *map(Text, told),
-        Text(),
-    ]
-    parts += [indented(_ranks(result)), Text(), pairs(_facts(result))]
-    parts.append(
-        Text(
-            "  waits: for the latest rank, before gradients are averaged; that and the averaging are part of backward",
-            QUIET,
-        )
-    )
-    return Group(*parts, *advised(result["advice"]))
+MIN_SHARE = 0.01  # of a step; a phase that takes less on every rank is not shown
+CEILINGS = {
+    "exchange": ("no exchange", "if gradients were not averaged"),
+    "input": ("no input", "with one cached batch on every rank"),
+}
 
 
-def _ranks(result: dict) -> RenderableType:
+def ranks_answer(result: Json) -> RenderableType:
+    """The verdict, the straggler if the verdict does not name it, and the step of each rank."""
+    straggler, verdict = result["straggler"], result["verdict"]
+    parts = [headline(f"Where a step of {result['processes']} processes goes", result["task"], False), Text(verdict)]
+    if straggler and straggler["sentence"][1:] not in verdict:
+        parts.append(Text(f"{straggler['sentence'].capitalize()}."))
+    note = "  waits: for the slowest rank, before gradients are averaged; waiting and averaging are part of backward"
+    parts += [Text(), indented(_ranks(result)), Text(), pairs(_facts(result)), Text(note, DIM)]
+    return Group(*parts, *advice_table(result["advice"]))
+
+
+def _ranks(result: Json) -> RenderableType:
     ranks, step = result["ranks"], result["seconds_per_step"]
-    shown = [name for name in PHASES if any(row["phases"].get(name, 0.0) >= LEAST_SHARE * step for row in ranks)]
-    waits = "wait_seconds" in ranks[0]
-    table = grid("rank", *(f">{name}" for name in shown), *([">waits", ">is last"] if waits else []))
+    shown = [name for name in PHASES if any(row["phases"].get(name, 0.0) >= MIN_SHARE * step for row in ranks)]
+    has_waits = "waits" in ranks[0]
+    table = grid("rank", *(f">{name}" for name in shown), *([">waits", ">is last"] if has_waits else []))
     for row in ranks:
-        last = [formatting.seconds(row["wait_seconds"]), formatting.percent(row["last_fraction"])] if waits else []
+        last = [formatting.seconds(row["waits"]), formatting.percent(row["last"])] if has_waits else []
         table.add_row(str(row["rank"]), *(formatting.seconds(row["phases"][name]) for name in shown), *last)
-    table.add_row(Text("skew", QUIET), *(Text(formatting.seconds(result["skew"][name]), QUIET) for name in shown))
+    table.add_row(Text("skew", DIM), *(Text(formatting.seconds(result["skew"][name]), DIM) for name in shown))
     return table
 
 
-def _facts(result: dict) -> list[tuple[str, str]]:
-    talk = result["communication"]
-    rows = [("a step", f"{formatting.seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
-    if talk["exposed"] is not None:
-        rows.append(
-            (
-                "averaging",
-                f"of gradients makes it {formatting.seconds(talk['exposed'])} longer ({formatting.percent(talk['share'])})",
-            )
-        )
-    if talk["seconds"] is not None:
-        buckets = formatting.count(talk["buckets"], "bucket", "buckets")
-        rows.append(
-            (
-                "by itself",
-                f"{formatting.seconds(talk['seconds'])} for {size(talk['bytes'])} in {buckets}, {formatting.seconds(talk['hidden'])} hidden",
-            )
-        )
+def _facts(result: Json) -> list[tuple[str, str]]:
+    cost, seconds = result["communication"], formatting.seconds
+    rows = [("step", f"{seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
+    if cost["exposed"] is not None:
+        share = formatting.percent(cost["share"])
+        rows.append(("exposed", f"averaging gradients makes the step {seconds(cost['exposed'])} longer ({share})"))
+    if cost["seconds"] is not None:
+        amount = f"{file_size(cost['bytes'])} in {formatting.count(cost['buckets'], 'bucket', 'buckets')}"
+        rows.append(("averaging", f"{seconds(cost['seconds'])} for {amount}, {seconds(cost['hidden'])} of it hidden"))
     for name, ratio in result["ceilings"].items():
-        what, more = CEILINGS[name]
-        rows.append((what, f"{more}: {formatting.with_interval(ratio)} as fast"))
+        label, condition = CEILINGS[name]
+        rows.append((label, f"{formatting.with_interval(ratio)} as fast {condition}"))
     if result["speedup"]:
-        gain = formatting.with_interval(result["speedup"])
-        rows.append(
-            (
-                f"{result['processes']} processes",
-                f"train {gain} as fast as one with {formatting.count(result['threads']['single_process'], 'thread', 'threads')}: efficiency {result['efficiency']:.2f}",
-            )
-        )
-    slowest = max(result["links"], key=lambda link: link["seconds"])
-    rows.append(
-        ("slowest link", f"rank {slowest['from']} to {slowest['to']}: {size(slowest['bytes'] / slowest['seconds'])}/s")
-    )
-    return rows + [(name, f"not measured: {why}") for name, why in result["not_measured"].items()]
+        threads = formatting.count(result["threads"]["alone"], "thread", "threads")
+        gain = f"{formatting.with_interval(result['speedup'])} as fast as one process with {threads}"
+        rows.append((f"{result['processes']} processes", f"{gain}: efficiency {result['efficiency']:.2f}"))
+    link = max(result["links"], key=lambda link: link["seconds"])
+    bandwidth = file_size(link["bytes"] / link["seconds"])
+    rows.append(("slowest link", f"rank {link['from']} to {link['to']}: {bandwidth}/s"))
+    return rows + [(name, f"not measured: {reason}") for name, reason in result["not_measured"].items()]

@@ -1,19 +1,26 @@
-"""What the page and the terminal show, computed from a validated result. Nothing here draws."""
+"""Values that the HTML report and the terminal show, computed from a validated result. Nothing here draws.
 
+The result has passed ``result_schema.validate``: every key of its schema exists, unknown values are None.
+"""
+
+from collections.abc import Mapping, Sequence
 from math import log
 from statistics import median
+from typing import Any
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
 
-ARMS = ("baseline", "strong_baseline", "tuned")  # in the order in which they are shown
-SMALLEST_GAIN = 1.005  # a share below it is called nothing
-NEVER_RAN = ("no effect", "not tried")
-AFTER_WHO_LOST = ("refused", "failed", *NEVER_RAN)  # verdicts, the more telling first
+ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
+MIN_GAIN = 1.005  # a smaller contribution is reported as none
+NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
+NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
+
+Json = dict[str, Any]
 
 
-def won(result: dict) -> bool:
-    """Whether a tuning may be called a success: faster, and the gate passed. Missing proof is no proof."""
+def is_proven_faster(result: Json) -> bool:
+    """Whether the verdict is "faster" and the quality gate passed. A missing gate counts as failed."""
     return (
         result["verdict"] == "faster"
         and result["quality"]["passed"] is True
@@ -21,272 +28,262 @@ def won(result: dict) -> bool:
     )
 
 
-def tune_headline(result: dict) -> str:
-    if won(result):
+def tune_headline(result: Json) -> str:
+    """The largest line of the report."""
+    if is_proven_faster(result):
         return f"{formatting.ratio(result['speedup']['median'])} faster"
     if result["verdict"] == "faster":
-        return "Faster, but not as good" if result["quality"]["passed"] is False else "Faster, but not proven"
-    return (
-        "Leave it as it is" if result["verdict"] == "no improvement" else result["verdict"].capitalize() or "No verdict"
-    )
+        return "Faster, but worse quality" if result["quality"]["passed"] is False else "Faster, but quality not tested"
+    return result["verdict"].capitalize() or "No verdict"
 
 
-def tune_sentence(result: dict) -> str:
-    """What was won in seconds and at what quality; or why nothing was."""
-    if not won(result):
-        return result["why"] or "Nothing that was tried made the training faster at equal quality."
+def tune_sentence(result: Json) -> str:
+    """The gain in seconds and the quality, or the reason why there is no gain."""
+    if not is_proven_faster(result):
+        return result["why"] or "No method that was tried made the training faster at equal quality."
     times, metric = result["time_to_target"], result["metric"]
-    held = quality_in_words(result["quality"], metric["unit"])
+    quality = quality_sentence(result["quality"], metric["unit"])
     if not times.get("baseline") or not times.get("tuned"):
-        return held
-    return f"Trains to {goal(metric)} in {formatting.seconds(times['tuned'])} instead of {formatting.seconds(times['baseline'])}. {held}"
+        return quality
+    tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
+    return f"Reaches {target_text(metric)} in {tuned} instead of {baseline}. {quality}"
 
 
-def goal(metric: dict) -> str:
-    """``accuracy 0.97``: what the training is to reach."""
+def target_text(metric: Json) -> str:
+    """``accuracy 0.97``: metric and target."""
     name = metric["name"] or "the target"
     return name if metric["target"] is None else f"{name} {formatting.plain(metric['target'], metric['unit'])}"
 
 
-def compare_headline(result: dict) -> str:
-    said, middle = result["verdict"], result["ratio"]["median"]
-    if said in ("faster", "slower") and middle:
-        return f"b is {formatting.ratio(middle if said == 'faster' else 1 / middle)} {'faster' if said == 'faster' else 'slower'}"
-    return said.capitalize() or "No verdict"
+def compare_headline(result: Json) -> str:
+    """``b is 2.7x faster``."""
+    verdict, ratio = result["verdict"], result["ratio"]["median"]
+    if verdict in ("faster", "slower") and ratio:
+        return f"b is {formatting.ratio(ratio if verdict == 'faster' else 1 / ratio)} {verdict}"
+    return verdict.capitalize() or "No verdict"
 
 
-def break_even(result: dict) -> str:
-    """What the search cost against what it saves, in a sentence."""
-    after, expected = result["break_even_runs"], result["expected_runs"]
-    if not won(result) or after is None:
-        return "It found nothing to save, so it does not pay for itself; the answer is what it bought."
-    text = f"It has paid for itself after {formatting.count(max(after, 1), 'run', 'runs')}."
+def break_even(result: Json) -> str:
+    """After how many runs the search has paid for itself, compared with the number of runs that the user expects."""
+    runs, expected = result["break_even_runs"], result["runs_expected"]
+    if not is_proven_faster(result) or runs is None:
+        return "It found nothing that saves time, so there is no break-even."
+    text = f"Break-even after {formatting.count(max(runs, 1), 'run', 'runs')}"
     if expected is None:
-        return text
-    verdict = "so it pays" if after <= expected else "so it does not pay for those alone"
-    return f"{text} {formatting.count(expected, 'run is', 'runs are').capitalize()} expected, {verdict}."
+        return f"{text}."
+    verdict = "the search pays" if runs <= expected else "the search does not pay for these alone"
+    return f"{text}; {formatting.count(expected, 'run is', 'runs are')} expected, so {verdict}."
 
 
-def quality_in_words(quality: dict, unit: str) -> str:
+def quality_sentence(quality: Json, unit: str) -> str:
+    """Whether the quality gate passed, with its margin."""
     if quality["passed"] is None:
-        return "Its quality was not tested."
+        return "The quality was not tested."
     if not quality["passed"]:
-        return "It did not pass the quality gate."
-    margin = (
-        f" within the margin of {formatting.plain(quality['margin'], unit, 2)}" if quality["margin"] is not None else ""
-    )
-    return f"Its quality holds{margin}."
+        return "The quality gate was not passed."
+    if quality["margin"] is None:
+        return "The quality gate was passed."
+    return f"The quality gate was passed with a margin of {formatting.plain(quality['margin'], unit, 2)}."
 
 
-def moment(points: list[dict], target: float | None, higher_is_better: bool) -> dict | None:
-    """The first point that reaches the target and still holds it at the next look; None if there is none."""
+def target_point(points: Sequence[Json], target: float | None, higher_is_better: bool) -> Json | None:
+    """The first point that reaches the target and whose successor, if any, still holds it; None if there is none."""
     if target is None:
         return None
     reached = [point["metric"] >= target if higher_is_better else point["metric"] <= target for point in points]
-    return next(
-        (point for index, point in enumerate(points) if reached[index] and all(reached[index + 1 : index + 2])), None
-    )
+    for index, point in enumerate(points):
+        if all(reached[index : index + 2]):
+            return point
+    return None
 
 
-def arms(curves: dict, target: float | None, higher_is_better: bool, times: dict) -> list[dict]:
-    """The curves of every arm, ready to draw.
+def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapping[str, float | None]) -> list[Json]:
+    """The learning curves of every arm, ready to draw.
 
     Args:
         curves: {arm: [{"seed", "points"}]}.
-        target: the metric's value that ends training, or None.
-        higher_is_better: the metric's direction.
-        times: {arm: seconds to the target}, where it was measured; else the median of the curves' own moments.
+        target: the value of the metric that counts as trained, or None.
+        higher_is_better: direction of the metric.
+        times: {arm: measured seconds to the target}. Arms without a time get the median over their curves, if most
+            reach the target.
 
     Returns:
-        ``{"name", "lines": [[(seconds, metric)]], "moments": [(seconds, metric)], "time"}`` for every arm with points.
+        ``{"name", "label", "lines": [[(seconds, metric)]], "target_points": [(seconds, metric)], "time"}`` per arm with
+        points.
     """
-    found = []
+    rows = []
     for name in sorted(curves, key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm)):
-        runs = [
-            [point for point in run["points"] if None not in (point["seconds"], point["metric"])]
-            for run in curves[name]
-        ]
-        runs = [sorted(points, key=lambda point: point["seconds"]) for points in runs if points]
-        moments = [at for points in runs if (at := moment(points, target, higher_is_better))]
-        if runs:
-            own = median(at["seconds"] for at in moments) if len(moments) * 2 > len(runs) else None
-            found.append(
-                {
-                    "name": name,
-                    "lines": [[(point["seconds"], point["metric"]) for point in points] for points in runs],
-                    "moments": [(at["seconds"], at["metric"]) for at in moments],
-                    "time": times.get(name) if times.get(name) is not None else own,
-                }
-            )
-    return found
+        runs = []
+        for run in curves[name]:
+            points = [point for point in run["points"] if None not in (point["seconds"], point["metric"])]
+            if points:
+                runs.append(sorted(points, key=lambda point: point["seconds"]))
+        if not runs:
+            continue
+        reached = [point for points in runs if (point := target_point(points, target, higher_is_better))]
+        time = times.get(name)
+        if time is None and len(reached) * 2 > len(runs):
+            time = median(point["seconds"] for point in reached)
+        rows.append(
+            {
+                "name": name,
+                "label": name.replace("_", " "),
+                "lines": [[(point["seconds"], point["metric"]) for point in points] for points in runs],
+                "target_points": [(point["seconds"], point["metric"]) for point in reached],
+                "time": time,
+            }
+        )
+    return rows
 
 
 INPUT_NAMES = {"end_to_end": "end to end", "step_throughput": "training step"}
 
 
-def input_rates(measured: dict) -> list[tuple[str, float, bool]]:
-    """(name, samples/s, whether it is the bottleneck) of each stage of the input, of the whole and of the training step."""
+def input_rates(measured: Json) -> list[tuple[str, float, bool]]:
+    """(name, samples/s, is bottleneck) of every input stage, of the whole pipeline and of the training step."""
     rates = measured["stages"] | {name: measured[key] for key, name in INPUT_NAMES.items()}
     bottleneck = INPUT_NAMES["step_throughput"] if measured["bottleneck"] == "step" else measured["bottleneck"]
     return [(name, rate, name == bottleneck) for name, rate in rates.items() if rate]
 
 
-def input_sentence(measured: dict) -> str:
-    """How much of its time the training step waits for data, and for which stage."""
+def input_sentence(measured: Json) -> str:
+    """The fraction of time that the training step waits for data, and the stage that it waits for."""
     if measured["data_wait_fraction"] is None:
         return ""
     sentence = f"The training step waits for data {formatting.percent(measured['data_wait_fraction'])} of the time"
-    if measured["bottleneck"] in ("step", ""):
-        return f"{sentence}; the step is the bottleneck"
     stage = measured["bottleneck"]
+    if stage in ("step", ""):
+        return f"{sentence}; the step is the bottleneck"
     return f"{sentence}; the bottleneck is {'the input pipeline' if stage == 'input' else f'its stage {stage!r}'}"
 
 
-def input_notes(measured: dict) -> list[tuple[str, str]]:
-    """(what, reason) of everything that was not measured, and the rows that were skipped."""
+def input_notes(measured: Json) -> list[tuple[str, str]]:
+    """(name, reason) of everything that was not measured, and the rows that were skipped."""
     notes = [(name.replace("_", " "), f"not measured: {reason}") for name, reason in measured["not_measured"].items()]
-    if rows := measured["skipped_rows"]:
-        first = f"{rows[0]['where']}: {rows[0]['why']}"
-        notes.append(
-            ("skipped_rows", f"{formatting.count(len(rows), 'row', 'rows')} that could not be read, the first: {first}")
-        )
+    rows = measured["skipped_rows"]
+    if rows:
+        count, first = formatting.count(len(rows), "unreadable row", "unreadable rows"), rows[0]
+        notes.append(("skipped", f"{count}; the first: {first['where']}: {first['why']}"))
     return notes
 
 
-def anatomy(before: dict, after: dict) -> list[dict]:
-    """``{"phase", "meaning", "before", "after", "ratio"}`` for every phase that took any time, in a step's order."""
-    names = [name for name in PHASES if name in before or name in after] + sorted(
-        (before.keys() | after.keys()) - PHASES.keys()
-    )
+def step_profile(before: Json, after: Json) -> list[Json]:
+    """``{"phase", "meaning", "before", "after", "ratio"}`` for each phase with a time, in the order of a step."""
+    names = [name for name in PHASES if name in before or name in after]
+    names += sorted((before.keys() | after.keys()) - PHASES.keys())
     rows = []
     for name in names:
         old, new = before.get(name), after.get(name)
         if old or new:
-            rows.append(
-                {
-                    "phase": name,
-                    "meaning": PHASES.get(name, ""),
-                    "before": old,
-                    "after": new,
-                    "ratio": old / new if old and new else None,
-                }
-            )
+            ratio = old / new if old and new else None
+            rows.append({"phase": name, "meaning": PHASES.get(name, ""), "before": old, "after": new, "ratio": ratio})
     return rows
 
 
-def ceiling_medians(ceilings: dict) -> dict[str, float]:
-    """The median of each ceiling that was measured."""
-    return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
+def other_ceilings(headroom: Json, phases: Json) -> Json:
+    """Ceilings of what is no phase of the step (the allocator, a larger batch), if they exceed MIN_GAIN."""
+    return {name: value for name, value in headroom.items() if name not in phases and value and value > MIN_GAIN}
 
 
-def other_ceilings(ceilings: dict, phases: dict) -> dict:
-    """Ceilings of what is no phase of the step (the allocator, a larger batch), as far as they promise anything."""
-    return {name: value for name, value in ceilings.items() if name not in phases and value and value > SMALLEST_GAIN}
+def staircase(start: float | None, end: float | None, shares: Sequence[Json]) -> list[Json]:
+    """Steps from the time of the baseline down to the tuned time, one for each method, largest first.
 
-
-def staircase(start: float | None, end: float | None, shares: list[dict]) -> list[dict]:
-    """The way from the baseline's time down to the tuned one, a stair for each method, largest first.
-
-    A share says how much longer the recipe takes without the method. Such shares do not multiply up to the whole:
-    methods that help each other overshoot it, methods that do the same work fall short. Overshooting shares are
-    scaled down (in proportion to their logarithms); what is missing is a last stair of its own.
+    A share states how much slower the recipe is without the method. The product of the shares is not the total
+    speed-up: methods that reinforce each other exceed it, methods that do the same work fall short. Shares that exceed
+    it are scaled down in proportion to their logarithms; a shortfall becomes a last step, "combination".
 
     Returns:
-        ``{"name", "from", "to", "speedup"}`` for each stair, with ``"early"`` and ``"late"``: where the stair would
-        end at the ends of its interval. ``speedup`` is None for the last, common stair.
+        ``{"name", "from", "to", "low_end", "high_end", "speedup"}`` per step, in seconds. ``low_end`` and ``high_end``
+        are the ends of the step if the share were at the ends of its interval. ``speedup`` is None for "combination".
     """
     if not start or not end or start <= end:
         return []
-    gains = [share for share in shares if (share["speedup"]["median"] or 0) > SMALLEST_GAIN]
+    gains = [share for share in shares if (share["speedup"]["median"] or 0) > MIN_GAIN]
     gains.sort(key=lambda share: -share["speedup"]["median"])
-    whole, parts = log(start / end), sum(log(share["speedup"]["median"]) for share in gains)
-    scale = min(1.0, whole / parts) if parts else 1.0
-    stairs, at = [], start
+    total, parts = log(start / end), sum(log(share["speedup"]["median"]) for share in gains)
+    scale = min(1.0, total / parts) if parts else 1.0
+    steps, top = [], start
     for share in gains:
         low, middle, high = (share["speedup"][key] for key in ("low", "median", "high"))
-        below = at / middle**scale
-        stairs.append(
+        bottom = top / middle**scale
+        steps.append(
             {
                 "name": share["method"],
-                "from": at,
-                "to": below,
-                "early": at / high**scale if high and high > 0 else below,
-                "late": at / low**scale if low and low > 0 else below,
+                "from": top,
+                "to": bottom,
+                "low_end": top / high**scale if high and high > 0 else bottom,
+                "high_end": top / low**scale if low and low > 0 else bottom,
                 "speedup": share["speedup"],
             }
         )
-        at = below
-    if at > end * SMALLEST_GAIN:
-        stairs.append({"name": "only together", "from": at, "to": end, "early": end, "late": end, "speedup": None})
-    return stairs
+        top = bottom
+    if top > end * MIN_GAIN:
+        steps.append({"name": "combination", "from": top, "to": end, "low_end": end, "high_end": end, "speedup": None})
+    return steps
 
 
-def contributions(result: dict) -> list[dict]:
-    """What each member of the recipe gives; a recipe of one method gives what that method gives."""
-    if not result["contributions"] and len(result["recipe"]) == 1:
+def contributions(result: Json) -> list[Json]:
+    """What each member of the recipe contributes; the only member of a recipe contributes the whole speed-up."""
+    if not result["shares"] and len(result["recipe"]) == 1:
         return [{"method": next(iter(result["recipe"])), "speedup": result["speedup"]}]
     return result["contributions"]
 
 
-def without_gain(shares: list[dict]) -> list[str]:
-    """Members of the recipe that gave nothing measurable."""
-    return [
-        share["method"]
-        for share in shares
-        if share["speedup"]["median"] is not None and share["speedup"]["median"] <= SMALLEST_GAIN
-    ]
+def without_gain(shares: Sequence[Json]) -> list[str]:
+    """Members of the recipe without a measurable contribution."""
+    ratios = {share["method"]: share["speedup"]["median"] for share in shares}
+    return [method for method, ratio in ratios.items() if ratio is not None and ratio <= MIN_GAIN]
 
 
-def sources_of_speed(result: dict) -> dict:
-    """``{"step": how much faster the same samples are worked through, "samples": how many times fewer are needed}``; None where unknown."""
-    sums = {arm: sum(value for value in phases.values() if value) for arm, phases in result["step_profile"].items()}
-    middle = middles(result["samples_to_target"])
+def sources_of_speed(result: Json) -> dict[str, float | None]:
+    """``{"step": ratio of times for the same samples, "samples": ratio of samples to the target}``; None if unknown."""
+    totals = {arm: sum(value for value in phases.values() if value) for arm, phases in result["anatomy"].items()}
+    samples = medians(result["samples_to_target"])
     return {
-        "step": sums["baseline"] / sums["tuned"] if sums.get("baseline") and sums.get("tuned") else None,
-        "samples": middle["baseline"] / middle["tuned"] if {"baseline", "tuned"} <= middle.keys() else None,
+        "step": totals["baseline"] / totals["tuned"] if totals.get("baseline") and totals.get("tuned") else None,
+        "samples": samples["baseline"] / samples["tuned"] if {"baseline", "tuned"} <= samples.keys() else None,
     }
 
 
-def middles(of_seeds: dict[str, list]) -> dict[str, float]:
-    """The median over an arm's seeds, where most of them have a value."""
-    known = {arm: [value for value in values if value] for arm, values in of_seeds.items()}
-    return {arm: median(values) for arm, values in known.items() if len(values) * 2 > len(of_seeds[arm])}
+def medians(seeds: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """{arm: median over its seeds} of the arms for which most seeds have a value."""
+    known = {arm: [value for value in values if value] for arm, values in seeds.items()}
+    return {arm: median(values) for arm, values in known.items() if len(values) * 2 > len(seeds[arm])}
 
 
-def best_trial(trials: list[dict]) -> dict | None:
-    """The trial with the greatest ratio, whatever became of it."""
+def best_trial(trials: Sequence[Json]) -> Json | None:
+    """The trial with the largest ratio, whatever its verdict."""
     measured = [trial for trial in trials if trial["ratio"]["median"] is not None]
     return max(measured, key=lambda trial: trial["ratio"]["median"], default=None)
 
 
-def stages(trials: list[dict]) -> list[tuple[str, list[dict]]]:
-    """The trials in their order, gathered by stage; a stage in which nothing was measured comes last."""
-    gathered: dict[str, list[dict]] = {}
+def stages(trials: Sequence[Json]) -> list[tuple[str, list[Json]]]:
+    """The trials grouped by stage; stages in which nothing was tried come last."""
+    groups: dict[str, list[Json]] = {}
     for trial in trials:
-        gathered.setdefault(trial["stage"] or "trials", []).append(trial)
-    return sorted(gathered.items(), key=lambda stage: all(trial["verdict"] == "not tried" for trial in stage[1]))
+        groups.setdefault(trial["stage"] or "trials", []).append(trial)
+    return sorted(groups.items(), key=lambda group: all(trial["verdict"] == "not tried" for trial in group[1]))
 
 
-def in_vain(trials: list[dict]) -> list[dict]:
-    """The candidates that did not make it: who lost or left it unsure, nearest to a gain first; then who was refused, failed, never ran."""
+def unsuccessful(trials: Sequence[Json]) -> list[Json]:
+    """The candidates that were not adopted: those that were compared, fastest first, then those of NOT_COMPARED."""
 
-    def rank(trial: dict) -> tuple[int, float]:
+    def rank(trial: Json) -> tuple[int, float]:
         verdict = trial["verdict"]
-        return AFTER_WHO_LOST.index(verdict) + 1 if verdict in AFTER_WHO_LOST else 0, -(trial["ratio"]["median"] or 0.0)
+        group = NOT_COMPARED.index(verdict) + 1 if verdict in NOT_COMPARED else 0
+        return group, -(trial["ratio"]["median"] or 0.0)
 
-    return sorted(
-        (trial for trial in trials if not is_good(trial) and trial["stage"] not in ("baseline", "search")), key=rank
-    )
+    candidates = (trial for trial in trials if not is_success(trial) and trial["stage"] not in ("baseline", "search"))
+    return sorted(candidates, key=rank)
 
 
-def is_good(trial: dict) -> bool:
-    """Whether a trial's verdict is good news."""
+def is_success(trial: Json) -> bool:
+    """Whether a trial was adopted."""
     return trial["verdict"] in ("kept", "won", "faster", "passed")
 
 
-def ratio_domain(ratios: list[dict]) -> tuple[float, float]:
-    """The (low, high) that a column of small interval marks shares: it holds 1 and every median, within a factor of 32."""
+def ratio_domain(ratios: Sequence[Json]) -> tuple[float, float]:
+    """The (low, high) axis of a column of interval marks: it contains 1 and, within a factor of 32, every median."""
     values = [ratio["median"] for ratio in ratios if ratio["median"]]
-    return max(1 / 32, min([0.8, *(value * 0.9 for value in values)])), min(
-        32.0, max([1.25, *(value * 1.1 for value in values)])
-    )
+    low, high = min([0.8, *(value * 0.9 for value in values)]), max([1.25, *(value * 1.1 for value in values)])
+    return max(1 / 32, low), min(32.0, high)
