@@ -186,7 +186,7 @@ WRONG = [
     ("train mine.py:good --recipe pipe.toml", "pipe.toml is no regular file"),
     ("train mine.py:good --recipe mine.py", "mine.py is no recipe"),
     ("train mine.py:good --max-bad-rows 9999999999", "from 1 to 999999999"),
-    ("data inspect pipe.csv", "pipe.csv is no regular file"),
+    ("data inspect pipe.csv", "pipe.csv is not a regular file"),
     ("train mine.py:no_module", "nn.Module"),
     ("train mine.py:good --with bfloat61", "bfloat16"),
     ("train mine.py:good --with ema:dekay=0.9", "decay"),
