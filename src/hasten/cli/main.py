@@ -213,7 +213,8 @@ def _result_of_error(error: BaseException) -> RankResult:
     return RankResult(
         code,
         line,
-        is_peer_failure=isinstance(error, (PeerFailure, KeyboardInterrupt)),  # the launcher may have interrupted this rank
+        # The launcher may have interrupted this rank.
+        is_peer_failure=isinstance(error, (PeerFailure, KeyboardInterrupt)),
         stopped=isinstance(error, RunInterrupted),
         waited=error.seconds if isinstance(error, CollectiveTimeout) else 0.0,
     )

@@ -64,7 +64,7 @@ def convert(
         path: A folder, a file or a pattern; of several formats, the one with the most files is converted.
         out: The output folder; a new one, or one where this conversion was begun.
         to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, where fractions are
-            float32; "rows", a ``.npy`` matrix for each column; "webdataset", tar files in WebDataset's layout, for images.
+            float32; "rows", a ``.npy`` matrix for each column; "webdataset", tar shards for images.
         target: With "rows", the column of a table that is stored separately from the others, which become one float32
             matrix if they are numeric. Strings become class indices.
         fill: Replaces missing numbers, which "tfrecord" and "rows" cannot express.
