@@ -22,7 +22,7 @@ from _common import finish, interval, parser, show, tell
 from planted_task import SECONDS_A_BATCH, slow
 
 from hasten import compare
-from hasten.tuning.confirm import MOST_FURTHER
+from hasten.tuning.confirm import MAX_FURTHER
 
 HERE = Path(__file__).parent
 SHARES = (0.5, 0.8, 0.9, 0.95)
@@ -106,7 +106,7 @@ def planted_harm(repetitions: int) -> list[dict]:
             "passed_without_harm": sum(gate_passes(0.0, spread * MARGIN, further, chance) for _ in range(repetitions))
             / repetitions,
         }
-        for spread, further in product(SPREADS, (0, MOST_FURTHER))
+        for spread, further in product(SPREADS, (0, MAX_FURTHER))
     ]
 
 

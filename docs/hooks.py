@@ -85,7 +85,7 @@ def ratio(record: dict) -> str:
 
 
 def cli_page() -> str:
-    from hasten.cli.main import _parser as build_parser
+    from hasten.cli.main import build_parser
 
     lines = [
         "# Command line",

@@ -40,7 +40,10 @@ def run_quickly(name: str, folder: Path) -> dict:
 @pytest.mark.slow
 def test_keeping_the_place(tmp_path):
     told = run_quickly("data_place", tmp_path)
-    assert len(told["micro"]["hasten, position tracked"]) == 5 and told["extra"]["hasten, position tracked"]["median"] < 100
+    assert (
+        len(told["micro"]["hasten, position tracked"]) == 5
+        and told["extra"]["hasten, position tracked"]["median"] < 100
+    )
 
 
 @pytest.mark.timing

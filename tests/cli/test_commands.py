@@ -21,7 +21,7 @@ from hasten.cli.main import main, parse_arguments
 from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
-from helpers.process import TIMEOUT_S, start_hasten, join_process, run_hasten
+from helpers.process import TIMEOUT_S, join_process, run_hasten, start_hasten
 
 NOISY = """
 import os, subprocess
@@ -210,8 +210,8 @@ def test_a_reader_of_the_progress_that_left_stops_no_work(here):
     os.close(reader)
     words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
-        code = ended(
-            begun(
+        code = join_process(
+            start_hasten(
                 *words,
                 cwd=here,
                 out=answer.fileno(),
@@ -240,7 +240,7 @@ def test_an_odd_terminal_gets_its_answer_too(here, odd):
 
 def test_a_folder_that_is_gone_is_told(here):
     (gone := here / "gone").mkdir()
-    done = program("methods", cwd=gone, prepare=gone.rmdir)
+    done = run_hasten("methods", cwd=gone, prepare=gone.rmdir)
     assert (done.returncode, done.stderr) == (
         2,
         "hasten: the current directory does not exist any more; cd into another one\n",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from hasten import Recipe
-from hasten.benchmarking.compare import FEWEST_PAIRS
+from hasten.benchmarking.compare import MIN_PAIRS
 from hasten.cli.main import main
 from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
@@ -145,7 +145,7 @@ def test_compare(here, capfd):
     assert verdict in ("faster", "slower", "no difference", "unsure")
     assert code == (0 if verdict == "faster" else 1)
     assert (verdict == "faster") <= (ratio["low"] > 1) and (verdict == "slower") <= (ratio["high"] < 1)
-    assert isinstance(told["blocks"], int) and told["blocks"] >= FEWEST_PAIRS
+    assert isinstance(told["blocks"], int) and told["blocks"] >= MIN_PAIRS
 
 
 def test_tune(search, here):

@@ -21,11 +21,11 @@ from hasten.data import Pipeline, Source, arrays
 from hasten.data.cache.cache import Cache
 from hasten.data.cache.cache_disk import _ColumnWriter, free_disk
 from hasten.data.workers import autotuned
-from hasten.data.workers.autotuned import AutotunedRunner, is_repeatable, is_cacheable
+from hasten.data.workers.autotuned import AutotunedRunner, is_cacheable, is_repeatable
 from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
-from helpers.pipelines import BATCH, ROWS, random_pipeline, equal
+from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 

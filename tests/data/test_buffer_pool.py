@@ -9,8 +9,8 @@ import torch
 
 from hasten.data import arrays
 from hasten.data.buffer_pool import (
-    MAX_FREE_BYTES,
     MAX_BLOCKS_PER_SIZE,
+    MAX_FREE_BYTES,
     MAX_SIZES,
     _free,
     acquire,

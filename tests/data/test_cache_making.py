@@ -11,7 +11,7 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, Source, arrays
-from hasten.data.cache.cache_disk import _try_lock, _ColumnWriter, file_lock, remove_partial
+from hasten.data.cache.cache_disk import _ColumnWriter, _try_lock, file_lock, remove_partial
 from helpers.caches import NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS
 from helpers.process import FORK, join_process, start_process

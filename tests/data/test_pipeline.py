@@ -10,7 +10,7 @@ import torch
 
 from hasten import ConfigurationError, RunError
 from hasten.data import Pipeline, arrays
-from helpers.pipelines import BATCH, ROWS, Bad, random_pipeline, equal
+from helpers.pipelines import BATCH, ROWS, Bad, equal, random_pipeline
 
 WAYS = [{"batches": 0}, {"batches": 3}]
 WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)]

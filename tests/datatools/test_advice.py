@@ -11,7 +11,7 @@ from hasten.datatools.advice import better_storages, limit_by_disk, temporary_fo
 from hasten.datatools.format_detection import detect_format
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import stage_rates
-from helpers.process import FORK, forked
+from helpers.process import FORK, start_process
 from helpers.storages import mixed_table, write_images, write_table
 
 

@@ -16,7 +16,7 @@ import pytest
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
-from helpers.process import FORK, ended, forked
+from helpers.process import FORK
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
 

@@ -163,7 +163,9 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
     for earlier in range(epoch):
         list(train.epoch(earlier, 0))
     data.index.fill_(7)
-    with pytest.raises(RunError, match=r"^the data raised at batch \d of the epoch, sample 7: KeyError: 'missing.png'$"):
+    with pytest.raises(
+        RunError, match=r"^the data raised at batch \d of the epoch, sample 7: KeyError: 'missing.png'$"
+    ):
         list(train.epoch(epoch, 0))
 
 

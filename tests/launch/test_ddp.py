@@ -203,7 +203,8 @@ def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
 def test_bad_rows_are_not_skipped_by_several_processes():
     told = run_ranks(2, skipping)
     assert all(
-        isinstance(answer, ConfigurationError) and "--max-bad-rows is for a single process" in str(answer) for answer in told
+        isinstance(answer, ConfigurationError) and "--max-bad-rows is for a single process" in str(answer)
+        for answer in told
     )
 
 

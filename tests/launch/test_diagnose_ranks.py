@@ -148,7 +148,10 @@ def test_one_step_each_is_no_straggler():
     """Each comes late by turns: both wait, and nobody is to blame."""
     told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
     rows = rank_phase_times(told)
-    assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [0.5, 0.5]
+    assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [
+        0.5,
+        0.5,
+    ]
     assert find_straggler(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
 
 

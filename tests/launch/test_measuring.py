@@ -150,9 +150,13 @@ def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
     of = study_of(tmp_path, "tower")
     proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
     assert proof.get("passed"), proof
-    proof = of.check_exactness(Recipe(), Recipe.coerce(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(
+        Recipe(), Recipe.coerce(f"{name} + {method('Faster')}"), hasten.Exactness.EQUIVALENT_MATH
+    )
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
-    proof = of.check_exactness(Recipe(), Recipe.coerce(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH)
+    proof = of.check_exactness(
+        Recipe(), Recipe.coerce(f"{name} + {method('Unlike')}"), hasten.Exactness.EQUIVALENT_MATH
+    )
     assert "Unlike requires monolithic_forward, which pipeline invalidates; choose one of them" in proof["failed"]
 
 
@@ -160,7 +164,9 @@ def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
     of = study_of(tmp_path, "tower")
     honest = of.check_exactness(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
     assert honest.get("passed"), honest
-    lying = of.check_exactness(Recipe(), Recipe.coerce(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION)
+    lying = of.check_exactness(
+        Recipe(), Recipe.coerce(f"pipeline + {method('Rounding')}"), hasten.Exactness.REDUCED_PRECISION
+    )
     assert not lying["passed"] and "dB above its error against float64" in lying["why"]
 
 
@@ -238,7 +244,9 @@ def confirmed(speedup: Ratio) -> Confirmation:
 @pytest.mark.slow
 def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
     paced = study.Study.compare_speed
-    monkeypatch.setattr(study.Study, "compare_speed", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0})))
+    monkeypatch.setattr(
+        study.Study, "compare_speed", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0}))
+    )
     monkeypatch.setattr(tune, "MIN_TIMEOUT_S", 10.0)
     monkeypatch.setattr(tune, "TIMEOUT_FRACTION", 0.01)
     monkeypatch.chdir(HELPERS)

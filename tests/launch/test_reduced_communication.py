@@ -283,7 +283,7 @@ def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", APART)
 def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
     run_ranks(2, interrupted_run, rank_tasks.samples, tmp_path / "run", recipe)
-    state = loaded(max((tmp_path / "run/checkpoints").iterdir()))
+    state = load_checkpoint(max((tmp_path / "run/checkpoints").iterdir()))
     (name,) = state["rank_state"][0]
     ones, others = (own[name]["model"] for own in state["rank_state"])
     assert all(torch.equal(state["model"][key], (ones[key] + others[key]) / 2) for key in ones)

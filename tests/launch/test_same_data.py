@@ -121,8 +121,7 @@ def loader(collate) -> DataLoader:
 def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
     told = run_ranks(2, training, rank_tasks.task(data()))
     assert all(
-        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer)
-        for answer in told
+        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer) for answer in told
     ), told
 
 

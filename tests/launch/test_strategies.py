@@ -93,7 +93,7 @@ def test_a_weight_without_dimension(tmp_path):
 def test_ranks_write_what_they_have(tmp_path):
     """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
-    second, first = (loaded(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
+    second, first = (load_checkpoint(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()

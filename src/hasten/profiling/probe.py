@@ -111,7 +111,7 @@ class Probe(Arm):
             return []
         losses = super()._read_losses()
         first = self.program.run.progress.step - len(losses) + 1
-        self.log.write(lines_of([{"step": first + i, "loss": loss} for i, loss in enumerate(losses)]).encode())
+        self.log.write(to_json_lines([{"step": first + i, "loss": loss} for i, loss in enumerate(losses)]).encode())
         return losses
 
 

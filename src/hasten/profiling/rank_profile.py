@@ -109,7 +109,7 @@ def diagnose_ranks(
         check_conflicts(sort_methods(make_methods(recipe)))
         loaded = task.load()
         code = task.fingerprint() if task.given is None else None
-        check_ranks_agree(ranks, identity_of(loaded, seed, code, recipe))
+        check_ranks_agree(ranks, run_identity(loaded, seed, code, recipe))
         without_metric = TaskRef.of(dataclasses.replace(loaded, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:

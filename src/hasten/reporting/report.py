@@ -55,7 +55,7 @@ def _tune(result: Json) -> Json:
     higher = metric["higher_is_better"] is not False
     won, headline = view_model.is_proven_faster(result), view_model.tune_headline(result)
     arms = view_model.arms(result["curves"], metric["target"], higher, result["time_to_target"])
-    phases = result["anatomy"]
+    phases, ceilings = result["step_profile"], view_model.ceiling_medians(result["ceilings"])
     rows = view_model.step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
     measured_times = {arm: time for arm, time in result["time_to_target"].items() if time is not None}
     times = {arm["name"]: arm["time"] for arm in arms} | measured_times
@@ -77,13 +77,14 @@ def _tune(result: Json) -> Json:
         if arms
         else (),
         "waterfall": _drawings(charts.waterfall, baseline, tuned, steps) if steps else (),
-        "without_gain": view_model.without_gain(result["shares"]),
+        "without_gain": view_model.without_gain(result["contributions"]),
         "gate": _gate(quality, metric["unit"]),
         "phase_bars": _drawings(charts.phase_bars, _bars(phases, rows)) if rows else (),
         "phases": rows,
-        "other_ceilings": view_model.other_ceilings(result["headroom"], phases.get("baseline", {})),
+        "ceilings": ceilings,
+        "other_ceilings": view_model.other_ceilings(ceilings, phases.get("baseline", {})),
         "has_tuned_phases": bool(phases.get("tuned")),
-        "stopwatch": view_model.medians(result["stopwatch_to_target"]),
+        "measured_seconds": view_model.medians(result["seconds_to_target"]),
         "speed": view_model.sources_of_speed(result),
         "stages": view_model.stages(result["trials"]),
         "domain": view_model.ratio_domain([trial["ratio"] for trial in result["trials"]]),
@@ -111,13 +112,14 @@ def _compare(result: Json) -> Json:
 
 
 def _diagnose(result: Json) -> Json:
-    rows = view_model.step_profile(result["phases"], {})
+    rows, ceilings = view_model.step_profile(result["phases"], {}), view_model.ceiling_medians(result["ceilings"])
     bar = ("step", formatting.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})
     return {
         "title": f"Where the time goes: {result['task']}",
         "phase_bars": _drawings(charts.phase_bars, [bar]) if rows else (),
         "phases": rows,
-        "other_ceilings": view_model.other_ceilings(result["headroom"], result["phases"]),
+        "ceilings": ceilings,
+        "other_ceilings": view_model.other_ceilings(ceilings, result["phases"]),
         "causes": _facts(result["causes"]),
         "input_rates": view_model.input_rates(result["input"]),
         "input_sentence": view_model.input_sentence(result["input"]),

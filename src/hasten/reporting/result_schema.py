@@ -82,7 +82,7 @@ class Curve(TypedDict, total=False):
     points: Sequence[Point]
 
 
-class Share(TypedDict, total=False):
+class Contribution(TypedDict, total=False):
     """How much slower the recipe is without a method."""
 
     method: Text
@@ -196,9 +196,9 @@ class TuneResult(Result, total=False):
     facts: Sequence[Text]
     search_seconds: Amount
     budget_seconds: Amount
-    textbook_seconds: Amount
+    baseline_seconds: Amount
     break_even_runs: Amount
-    runs_expected: Amount
+    expected_runs: Amount
 
 
 class CompareResult(Result, total=False):
@@ -216,7 +216,7 @@ class CompareResult(Result, total=False):
 
 
 class DiagnoseResult(Result, total=False):
-    """Result of ``diagnose``. ``phases``: fractions of the step; ``headroom``: ceilings."""
+    """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing."""
 
     recipe: Text
     device: Text

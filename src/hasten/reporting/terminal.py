@@ -80,11 +80,11 @@ def compare_answer(result: Json) -> RenderableType:
 def diagnose_answer(result: Json) -> RenderableType:
     """Share and ceiling of each phase, the verdict, the input pipeline, and the methods that could pay."""
     result = validate(result)
-    rows = view_model.step_profile(result["phases"], {})
+    rows, ceilings = view_model.step_profile(result["phases"], {}), view_model.ceiling_medians(result["ceilings"])
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
-        ceiling = formatting.ratio(result["headroom"].get(row["phase"]))
+        ceiling = formatting.ratio(ceilings.get(row["phase"]))
         phases.add_row(
             row["phase"], bar(row["before"] / longest, BAR_WIDTH), formatting.percent(row["before"]), ceiling
         )

@@ -31,10 +31,10 @@ def ranks_answer(result: Json) -> RenderableType:
 def _ranks(result: Json) -> RenderableType:
     ranks, step = result["ranks"], result["seconds_per_step"]
     shown = [name for name in PHASES if any(row["phases"].get(name, 0.0) >= MIN_SHARE * step for row in ranks)]
-    has_waits = "waits" in ranks[0]
+    has_waits = "wait_seconds" in ranks[0]
     table = grid("rank", *(f">{name}" for name in shown), *([">waits", ">is last"] if has_waits else []))
     for row in ranks:
-        last = [formatting.seconds(row["waits"]), formatting.percent(row["last"])] if has_waits else []
+        last = [formatting.seconds(row["wait_seconds"]), formatting.percent(row["last_fraction"])] if has_waits else []
         table.add_row(str(row["rank"]), *(formatting.seconds(row["phases"][name]) for name in shown), *last)
     table.add_row(Text("skew", DIM), *(Text(formatting.seconds(result["skew"][name]), DIM) for name in shown))
     return table
@@ -53,7 +53,7 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         label, condition = CEILINGS[name]
         rows.append((label, f"{formatting.with_interval(ratio)} as fast {condition}"))
     if result["speedup"]:
-        threads = formatting.count(result["threads"]["alone"], "thread", "threads")
+        threads = formatting.count(result["threads"]["single_process"], "thread", "threads")
         gain = f"{formatting.with_interval(result['speedup'])} as fast as one process with {threads}"
         rows.append((f"{result['processes']} processes", f"{gain}: efficiency {result['efficiency']:.2f}"))
     link = max(result["links"], key=lambda link: link["seconds"])

@@ -65,7 +65,7 @@ def compare_headline(result: Json) -> str:
 
 def break_even(result: Json) -> str:
     """After how many runs the search has paid for itself, compared with the number of runs that the user expects."""
-    runs, expected = result["break_even_runs"], result["runs_expected"]
+    runs, expected = result["break_even_runs"], result["expected_runs"]
     if not is_proven_faster(result) or runs is None:
         return "It found nothing that saves time, so there is no break-even."
     text = f"Break-even after {formatting.count(max(runs, 1), 'run', 'runs')}"
@@ -180,9 +180,14 @@ def step_profile(before: Json, after: Json) -> list[Json]:
     return rows
 
 
-def other_ceilings(headroom: Json, phases: Json) -> Json:
+def ceiling_medians(ceilings: Json) -> dict[str, float]:
+    """The median of each ceiling that was measured."""
+    return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
+
+
+def other_ceilings(ceilings: Json, phases: Json) -> Json:
     """Ceilings of what is no phase of the step (the allocator, a larger batch), if they exceed MIN_GAIN."""
-    return {name: value for name, value in headroom.items() if name not in phases and value and value > MIN_GAIN}
+    return {name: value for name, value in ceilings.items() if name not in phases and value and value > MIN_GAIN}
 
 
 def staircase(start: float | None, end: float | None, shares: Sequence[Json]) -> list[Json]:
@@ -224,7 +229,7 @@ def staircase(start: float | None, end: float | None, shares: Sequence[Json]) ->
 
 def contributions(result: Json) -> list[Json]:
     """What each member of the recipe contributes; the only member of a recipe contributes the whole speed-up."""
-    if not result["shares"] and len(result["recipe"]) == 1:
+    if not result["contributions"] and len(result["recipe"]) == 1:
         return [{"method": next(iter(result["recipe"])), "speedup": result["speedup"]}]
     return result["contributions"]
 
@@ -237,7 +242,7 @@ def without_gain(shares: Sequence[Json]) -> list[str]:
 
 def sources_of_speed(result: Json) -> dict[str, float | None]:
     """``{"step": ratio of times for the same samples, "samples": ratio of samples to the target}``; None if unknown."""
-    totals = {arm: sum(value for value in phases.values() if value) for arm, phases in result["anatomy"].items()}
+    totals = {arm: sum(value for value in phases.values() if value) for arm, phases in result["step_profile"].items()}
     samples = medians(result["samples_to_target"])
     return {
         "step": totals["baseline"] / totals["tuned"] if totals.get("baseline") and totals.get("tuned") else None,
