@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hasten import Task
-from hasten.workloads.fashion_mnist import MEAN, SPREAD, Clothes
+from hasten.workloads.fashion_mnist import MEAN, STD, Clothes
 
 HIDDEN, SAMPLES, TESTS = 512, 40_000, 10_000
 
@@ -14,7 +14,7 @@ def clothes(split: str, count: int) -> TensorDataset:
     """The first images of a split as vectors, and their kinds."""
     them = Clothes(split)
     images = torch.tensor(them.images[:count]).flatten(1) / 255
-    return TensorDataset((images - MEAN) / SPREAD, torch.tensor(them.labels[:count]).long())
+    return TensorDataset((images - MEAN) / STD, torch.tensor(them.labels[:count]).long())
 
 
 def model() -> nn.Module:

@@ -45,7 +45,7 @@ def killed(data, out, **how):
 
 def test_a_killed_conversion_goes_on(tmp_path):
     data, to, parts = write_table(tmp_path / "in"), "feather", 6
-    assert ended(forked(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
+    assert join_process(start_process(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to=to, shards=parts)
     assert result["written"] == 2 * ROWS // parts
@@ -116,7 +116,7 @@ def limited(data, out, told):
 def test_no_room(tmp_path):
     """A limit of the system on the size of files stands for a full disk."""
     told = FORK.SimpleQueue()
-    assert ended(forked(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
+    assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
     for _ in range(4):
         assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
 
