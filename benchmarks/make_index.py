@@ -31,7 +31,7 @@ RATIOS = [
     rf"{NUMBER}x \({NUMBER} to {NUMBER}\)",
     rf"as fast as ddp; it is {NUMBER} \({NUMBER} to {NUMBER}\)",
 ]
-NO_IMPROVEMENT = ("no improvement", "no improvement")
+NO_IMPROVEMENT = ("no improvement",)
 
 # What a record was measured with, where the record does not name it in a field.
 METHODS_OF_CLAIM = {
@@ -39,16 +39,6 @@ METHODS_OF_CLAIM = {
     "ddp-scaling-longer-steps": ["ddp"],
     "parameter-server": ["ddp", "parameter_server"],
     "zero-memory": ["ddp", "zero"],
-}
-# Records are never edited; these are the present names of the methods that they name.
-RENAMED = {
-    "autotune_loader": "autotune_loader",
-    "allocator": "malloc_tuning",
-    "in_memory_batches": "in_memory_batches",
-    "half_precision_allreduce": "half_precision_allreduce",
-    "budgeted_schedule": "budgeted_schedule",
-    "zero_init_residual": "zero_init_residual",
-    "threads": "num_threads",
 }
 
 
@@ -75,7 +65,7 @@ def _entry(folder: Path, known: dict[str, dict]) -> dict:
     path = folder.relative_to(ROOT).as_posix()
     search = result if "trials" in result else result.get("result") or {}
     trials = [
-        {"what": _renamed(trial["what"]), **{key: trial.get(key) for key in ("verdict", "ratio", "why")}}
+        {"what": trial["what"], **{key: trial.get(key) for key in ("verdict", "ratio", "why")}}
         for trial in search.get("trials", [])
     ]
     missed = result.get("reached") is False or result.get("verdict") in NO_IMPROVEMENT
@@ -109,21 +99,13 @@ def _ratio(figure: str) -> dict | None:
 def _methods(claim: str, result: dict, trials: list[dict]) -> list[str]:
     names = {name for trial in trials if trial["verdict"] != "not tried" for name in _members(trial["what"])}
     text = json.dumps(result.get("found", {})) + json.dumps(result.get("told", {})) + result.get("figure", "")
-    names |= {_renamed(name) for name in re.findall(r"[a-z_]+", text)} & {name for name in METHOD_FILES if "_" in name}
+    names |= {name for name in re.findall(r"[a-z_]+", text)} & {name for name in METHOD_FILES if "_" in name}
     return sorted(names.union(METHODS_OF_CLAIM.get(claim, [])) & METHOD_FILES)
 
 
 def _members(recipe: str) -> list[str]:
     """The method names in ``num_threads:count=2 + ema``."""
     return [member.partition(":")[0] for member in recipe.split(" + ")]
-
-
-def _renamed(recipe: str) -> str:
-    """A recipe with the present names of its methods."""
-    present = {old: new for old, new in RENAMED.items() if new in METHOD_FILES}
-    return " + ".join(
-        ":".join([present.get(name, name), *rest]) for name, *rest in (part.split(":") for part in recipe.split(" + "))
-    )
 
 
 def _commit(path: str) -> str | None:
