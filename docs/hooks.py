@@ -30,14 +30,20 @@ def methods_page() -> str:
         "One line per method; `hasten methods NAME` prints the whole card with its options and records.",
         "",
     ]
-    lines += ["| method | what it does | exactness | source |", "|---|---|---|---|"]
+    lines += ["| method | what it does | exactness |", "|---|---|---|"]
     cards = {name: method_class(name).card for name in method_names()}
-    lines += [
-        f"| [`{name}`](#{name}) | {card.summary} | `{card.exactness.name}` | {card.source} |"
-        for name, card in sorted(cards.items())
-    ]
+    lines += [f"| [{name}](#{name}) | {card.summary} | {card.exactness.name} |" for name, card in sorted(cards.items())]
     for name, card in sorted(cards.items()):
-        lines += ["", f"## {name}", "", f"{card.summary.capitalize()}.", "", f"Pays when {card.gain_when}."]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{card.summary.capitalize()}.",
+            "",
+            f"Pays when {card.gain_when}.",
+            "",
+            f"Source: {card.source}",
+        ]
         lines += ["", *options_table(method_class(name)), *records_table(name)]
     return "\n".join(lines)
 
