@@ -107,7 +107,7 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
         ("stream_that_divides_itself", "the ranks read different data as batch 1 of epoch 1: "),
         ("shorter_on_the_second", "the ranks read epoch 1 in different orders: "),
         ("shorter_stream_on_the_second", "the ranks read different data as batch 20 of epoch 1: "),
-        ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of pass 1, and others have: "),
+        ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of epoch 1, but others have: "),
     ],
 )
 def test_ranks_that_do_not_read_the_same_are_found(name, says):
@@ -169,7 +169,7 @@ def test_a_stream_tells_which_batch_holds_what_is_no_number():
 )
 def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
     told = run_ranks(2, training, rank_tasks.task(data()))
-    assert sorted(type(answer).__name__ for answer in told) == ["Aftermath", "Failure"]
+    assert sorted(type(answer).__name__ for answer in told) == ["PeerFailure", "RunError"]
     assert sum(says in str(answer) for answer in told) == 1, told
 
 
@@ -210,7 +210,7 @@ def test_bad_rows_are_not_skipped_by_several_processes():
 
 def test_half_a_job_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE says .* but RANK is not set"):
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is above 1, but RANK is not set"):
         train(rank_tasks.samples(), device="cpu")
 
 

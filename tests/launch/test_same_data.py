@@ -150,7 +150,7 @@ def test_what_belongs_to_a_batch_may_be_as_long_as_the_last_one():
 
 def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
     rows = rank_tasks.Rows()
-    data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad(3)
+    data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad_rows(3)
     told = run_ranks(2, training, rank_tasks.task(data))
     assert all(
         isinstance(answer, ConfigurationError) and str(answer).startswith("--max-bad-rows is for a single process")

@@ -98,7 +98,7 @@ def test_ranks_write_what_they_have(tmp_path):
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
     with pytest.warns(
-        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is not there"
+        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is missing"
     ):
         resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
@@ -155,7 +155,7 @@ class NumpySGD(torch.optim.SGD):
 def test_an_optimizer_that_takes_no_parts_of_weights_is_refused_before_it_trains(stage):
     task = rank_tasks.task(optimizer=lambda model: NumpySGD(model.parameters(), lr=0.1))
     told = run_ranks(2, training, task, f"zero:stage={stage}")
-    line = "zero gives the optimizer parts of weights, and NumpySGD cannot update them; take Adam, "
+    line = "zero shards the parameters, and NumpySGD cannot update DTensors; take Adam, "
     assert all(isinstance(answer, ConfigurationError) and str(answer).startswith(line) for answer in told), told
 
 
@@ -176,7 +176,7 @@ class Forked(torch.nn.Module):
 def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
     told = run_ranks(2, training, task, f"zero:stage={stage}")
-    assert all(isinstance(answer, RunError) and "through different layers" in str(answer) for answer in told), told
+    assert all(isinstance(answer, RunError) and "the batches of the ranks pass different layers" in str(answer) for answer in told), told
 
 
 class Opposed(rank_tasks.Rows):
