@@ -108,7 +108,7 @@ def diagnose_ranks(
             raise ConfigurationError(ONE_RANK)
         check_conflicts(sort_methods(make_methods(recipe)))
         loaded = task.load()
-        code = task.fingerprint() if task.given is None else None
+        code = task.fingerprint() if task.obj is None else None
         check_ranks_agree(ranks, run_identity(loaded, seed, code, recipe))
         without_metric = TaskRef.of(dataclasses.replace(loaded, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
@@ -184,12 +184,12 @@ class RankProbe(Arm):
         timed_ranks = dataclasses.replace(ranks, all_reduce_max=self._add_wait(ranks.all_reduce_max))
         super().__init__(task, methods, device, seed, timed_ranks)
 
-    def _program(self, task: Task) -> Program:
+    def program_of(self, task: Task) -> Program:
         """The program with switchable exchange and input.
 
         The input is wrapped outermost, so that the communication of the ranks about their batches is disabled with it.
         """
-        program = super()._program(task)
+        program = super().program_of(task)
         model = program.run.model
         self.ddp_model = model if isinstance(model, DistributedDataParallel) else None
         train = ReplayedBatch().data(program.train, program.run)
