@@ -114,7 +114,7 @@ def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choic
     list(restless(numbers()))
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
     with pytest.raises(ConfigurationError, match="threads would share"):
-        numbers().batches(BATCH, 0, True).by(WorkerConfig(threads=2, prefetch=2))
+        numbers().batches(BATCH, 0, True).with_workers(WorkerConfig(threads=2, prefetch=2))
 
 
 # ---- real sources and real steps
@@ -145,7 +145,7 @@ def test_a_fast_source_gets_no_workers(monkeypatch):
         napped += 0.05
     autotuner = pipeline.runner.autotuner
     assert (
-        autotuner.workers.workers == 0
+        autotuner.workers.num_workers == 0
         and autotuner.tuned_settings == {"processes": 0}
         and autotuner.wait_fraction < 0.1
     )
@@ -169,7 +169,7 @@ def test_a_slow_source_gets_workers_within_the_cores():
 
 def test_no_memory_no_workers():
     pipeline = arrays(torch.zeros(400, 1000)).batch(10).map(napping).prefetch("auto", cores=4, gigabytes=1e-6)
-    assert until_settled(pipeline, step=0.01).workers.workers == 0
+    assert until_settled(pipeline, step=0.01).workers.num_workers == 0
 
 
 @pytest.mark.slow
@@ -212,10 +212,10 @@ def test_the_engine_is_given_the_crew_and_may_name_another():
     whole = list(batches.epoch(0, 0))
     assert batches.workers == WorkerConfig(processes=2, prefetch=4)
     for workers in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
-        other = batches.by(workers)
+        other = batches.with_workers(workers)
         assert other.workers == workers and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
-    assert equal(list(batches.by(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:])
-    assert batches.mapped(iter).by is None
+    assert equal(list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:])
+    assert batches.map_iterator(iter).with_workers is None
 
 
 # ---- keeping the samples
@@ -366,7 +366,7 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
         assert len(list(pipeline)) == 8
     assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not kept")  # told once; what was found may be told now
+        warnings.filterwarnings("error", message=".*not cached")  # warned about once; tuned settings may be reported now
         assert len(list(pipeline)) == 8
 
 
@@ -378,7 +378,7 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
         ({"batches": "auto", "cores": 0}, "cores"),
         ({"batches": "auto", "gigabytes": 0}, "gigabytes"),
         ({"batches": "auto", "gigabytes": math.inf}, "gigabytes"),
-        ({"batches": 2, "cores": 2}, 'say prefetch."auto"'),
+        ({"batches": 2, "cores": 2}, 'require prefetch."auto"'),
     ],
     ids=str,
 )

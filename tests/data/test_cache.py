@@ -95,7 +95,7 @@ from hasten.data import Source, Pipeline
 class Zeros(Source):
     def __len__(self): return 50_000
     def read(self, rows): return torch.zeros(len(rows), 1000)
-    def identity(self): return {}
+    def fingerprint(self): return {}
 
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 pipeline = Pipeline(Zeros()).cache("memory", gigabytes=0.2).batch(100)
@@ -137,7 +137,7 @@ def test_bad_rows_stay_bad(kind):
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "wants random numbers"),
+        (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "map with random numbers before cache"),
         (lambda p, kind: p.map(lambda x: x[: int(x[0]) % 2 + 1]).cache(kind), "cannot be stacked.*one shape"),
         (
             lambda p, kind: p.map(lambda x: x[: 1 + (x[0] > 200)]).cache(kind),

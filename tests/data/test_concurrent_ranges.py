@@ -95,7 +95,7 @@ def test_the_versions_of_many_files_are_asked_for_at_once(web, loads):
 
 
 def test_one_that_fails_is_asked_for_again_by_itself(records, web):
-    remote._in_parts.clear()
+    remote._supports_ranges.clear()
     read(records, SCATTERED)
     web.failing, before = 3, len(web.asked)
     assert read(records, SCATTERED) == wanted(SCATTERED)
@@ -109,7 +109,7 @@ def test_answers_that_break_off_are_no_content(records, web):
 
 
 def test_a_server_that_gives_whole_files_is_not_asked_for_each_part(records, web, loads):
-    remote._in_parts.clear()
+    remote._supports_ranges.clear()
     web.ranges, loads["bytes"] = False, 0
     whole = len(web.content["/long.tfrecord"])
     with pytest.raises(Exception, match="range requests") as told:

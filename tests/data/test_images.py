@@ -249,7 +249,7 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
     first = list_folder(root, (".png",))
     walks = []
     walk = manifests.walk
-    monkeypatch.setattr(manifests, "walked", lambda *args: walks.append(1) or walk(*args))
+    monkeypatch.setattr(manifests, "walk", lambda *args: walks.append(1) or walk(*args))
     again = list_folder(root, (".png",))
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")

@@ -16,8 +16,7 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.core.errors import HastenWarning
-from hasten.data import tfrecord, webdataset
-from hasten.data.cache import populate
+from hasten.data import progress, tfrecord, webdataset
 from hasten.data.formats import tfrecord as tfrecord_format
 from hasten.data.formats import webdataset as webdataset_format
 from hasten.data.formats.tf_example import encode_example
@@ -277,22 +276,23 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
     path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
-    {"tfrecord": tfrecord_format, "tar": webdataset_format}[kind]._walked(
-        file_signature(path), told.append, **({"verify": True} if kind == "tfrecord" else {})
-    )
+    if kind == "tfrecord":
+        tfrecord_format._index_file(file_signature(path), told.append, verify=True)
+    else:
+        webdataset_format._index_shard(file_signature(path), told.append)
     assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
 
 
 def test_a_download_tells_how_much_is_here(web):
     web.content["/long"] = bytes(9 << 20)
     told = []
-    assert len(range_reader.whole(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
+    assert len(range_reader.read_file(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
     assert told == [4 << 20, 8 << 20, 9 << 20]
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
 def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(populate, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
+    monkeypatch.setattr(progress, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
     monkeypatch.setattr(tfrecord_format, "RECORDS_PER_REPORT", 1)
     assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0
     assert ("finding the records of" in capfd.readouterr().err) is (not options)

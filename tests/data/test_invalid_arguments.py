@@ -81,7 +81,7 @@ def test_the_files_of_these_tests_are_good(folder):
         (3, "not by 3"),
         ([], "no file was given"),
         ([None], "not by None"),
-        ("", "an empty text"),
+        ("", "an empty str"),
         (b"t", "not by 116"),
         ("no*where", "no file matches"),
         ("nowhere/at/all", "there is no"),
