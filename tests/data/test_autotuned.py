@@ -113,7 +113,7 @@ def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choic
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     list(restless(numbers()))
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
-    with pytest.raises(ConfigurationError, match="threads would share"):
+    with pytest.raises(ConfigurationError, match="which threads share with training"):
         numbers().batches(BATCH, 0, True).with_workers(WorkerConfig(threads=2, prefetch=2))
 
 
