@@ -102,7 +102,7 @@ def test_whom_the_agent_had_to_kill_did_not_fail_first():
 
 
 def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
-    ended = {0: RankResult(1, "another rank has said nothing for 5 s", is_peer_failure=True, waited=5.0)}
+    ended = {0: RankResult(1, "another rank has not answered for 5 s", is_peer_failure=True, waited=5.0)}
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 was silent for 5 s"
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 were silent for 5 s"
     assert describe_lost_rank(ended, {0: 1}) is None

@@ -201,5 +201,5 @@ def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(how)
     told = job.communicate(timeout=60)[1]
-    assert job.returncode == 1 and "go on with" in told, told
+    assert job.returncode == 1 and "resume with --out" in told, told
     assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()
