@@ -138,7 +138,7 @@ STOPPED = RankResult(1, "stopped at step 7", is_peer_failure=True, stopped=True)
     [
         ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
         ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
-        ([1], {0: STOPPED, 1: RankResult(1, "another rank has ended", is_peer_failure=True)}, 2),
+        ([1], {0: STOPPED, 1: RankResult(1, "another rank ended without reporting an error", is_peer_failure=True)}, 2),
         ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
     ],
 )

@@ -338,8 +338,8 @@ def test_blocks_that_fail_the_proof_are_left_whole():
     """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
     told, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
     kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
-    assert f"{kept}mix.0 by columns, blocks.0.mix.2 by rows" in told
-    assert any(line.startswith(f"{dropped}queries_keys_values by columns") for line in told), told
+    assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
+    assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
 
 
 def test_the_plan_is_told():

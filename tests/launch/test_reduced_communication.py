@@ -104,7 +104,7 @@ def momentum() -> object:
 )
 def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make):
     hand = ByHand(make(), world)
-    period, start = settings["period"], settings.get("start", 0)
+    period, start = settings["period"], settings.get("warmup_steps", 0)
     group_size, group_period = settings.get("group_size", 1), settings.get("group_period", 1)
     for number in hand.with_gradients():
         if number <= start:
