@@ -55,7 +55,7 @@ lint: .venv/ready-dev
 	$(BIN)/lint-imports
 
 types: .venv/ready-dev
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs: .venv/ready-dev
 	$(BIN)/mkdocs build --strict

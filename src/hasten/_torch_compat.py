@@ -182,7 +182,7 @@ def patch_trunc_normal(make: Callable[[Callable], Callable]) -> Iterator[None]:
 # ── DataLoader ───────────────────────────────────────────────────────────────────────────────────
 
 
-def workers_started(loader: torch.utils.data.DataLoader) -> bool:
+def workers_started(loader: torch.utils.data.DataLoader[Any]) -> bool:
     """Whether a DataLoader with ``persistent_workers`` has its workers already."""
     return loader._iterator is not None
 

@@ -69,7 +69,7 @@ def test_identities_tell_names_and_nestings_apart():
 
 def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatch):
     hashed = []
-    digest = "hasten.data.formats.arrays._digest"
+    digest = "hasten.data.array_source._digest"
     monkeypatch.setattr(digest, lambda column: hashed.append(column.shape) or str(column.sum()))
     data = torch.arange(10)
     source = arrays(data, data[:10:2].repeat_interleave(2), data.view(10, 1)).source

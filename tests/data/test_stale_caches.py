@@ -14,7 +14,7 @@ import torch
 from hasten import RunError
 from hasten.data import Pipeline, arrays, augmented_images, tokens
 from hasten.data.cache.cache import source_identity
-from hasten.data.formats.arrays import Arrays
+from hasten.data.array_source import Arrays
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, equal
 

@@ -82,12 +82,11 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
         ConfigurationError: an unknown option or method, an option of a method that does not divide the number of
             processes, fewer samples in a batch than processes, or an option that only a single process supports.
     """
-    from hasten.cli.main import parse_arguments
     from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):
         return
-    inner = parse_arguments(command)
+    inner = options.parse(command)
     if inner is None or inner.verb == "bench-comm":
         return
     methods = make_methods(argument_types.preflight_recipe(inner))

@@ -169,6 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_arguments(subparser)
         if any(action.dest == "task" for action in subparser._actions):
             subparser.epilog = TASK_HELP
+    subparsers.choices["launch"].set_defaults(parse=parse_arguments)  # it checks the command that it runs
     return parser
 
 

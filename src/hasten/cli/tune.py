@@ -75,7 +75,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         )
     except KeyboardInterrupt:
         raise RunError("interrupted; the same command continues the search, and every finished trial is kept") from None
-    return CommandResult(result, _page, code=0 if result["verdict"] == "faster" else 1)
+    return CommandResult(result, _page, code=0 if result.get("verdict") == "faster" else 1)
 
 
 def _page(result: dict) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class ParallelContext:
     sync_period: int = 1
     warmup_steps: int = 0
     init_device: str = "device"
-    materialize: Callable[[Iterable[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
+    materialize: Callable[[Sequence[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
     rank_state: dict[str, Any] = field(default_factory=dict)
     merge_rank_states: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
 

@@ -78,10 +78,11 @@ class ContentHash:
                 self._add_arrow(child, values.slice(offsets[0], offsets[-1] - offsets[0]))
         elif types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
             if types.is_large_list(array.type):
-                self._update(name, "lengths", compute.list_value_length(array).to_numpy(zero_copy_only=False))
+                self._update(name, "lengths", array.value_lengths().to_numpy(zero_copy_only=False))
             self._add_arrow(f"{name}[]", array.flatten())
         elif types.is_large_string(array.type) or types.is_large_binary(array.type):
-            self._update(name, "lengths", compute.binary_length(array).to_numpy(zero_copy_only=False))
+            lengths = compute.binary_length(array)  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
+            self._update(name, "lengths", lengths.to_numpy(zero_copy_only=False))
             self._update(name, "values", _string_bytes(array))
         elif types.is_boolean(array.type):
             self._update(name, "values", array.to_numpy(zero_copy_only=False))

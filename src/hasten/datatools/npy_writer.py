@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.formats.arrays import from_numpy_array
+from hasten.data.array_source import from_numpy_array
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.row_reader import CHUNK

@@ -80,7 +80,8 @@ def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: 
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:
         text = [name for name, kind in zip(schema.names, schema.types, strict=True) if str(kind) == "large_string"]
-        return ParquetWriter(file, schema, compression="none", use_dictionary=text)
+        columns: Any = text  # names of columns are documented, though annotated as bool
+        return ParquetWriter(file, schema, compression="none", use_dictionary=columns)
 
     return _write_tables(path, map(_cast_for_parquet, reader.tables(first, last)), new_writer, report)
 

@@ -108,7 +108,7 @@ class Offered(TypedDict, total=False):
     why: Text
 
 
-class Advice(TypedDict, total=False):
+class Advice(TypedDict):
     """A method that could pay; ``bound`` is its largest possible speed-up."""
 
     method: Text
@@ -116,7 +116,7 @@ class Advice(TypedDict, total=False):
     why: Text
 
 
-class NotAdvised(TypedDict, total=False):
+class NotAdvised(TypedDict):
     """A method that cannot pay."""
 
     method: Text

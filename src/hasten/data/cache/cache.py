@@ -21,12 +21,14 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
+from hasten.data.array_source import gathered
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
-from hasten.data.cache.cache_disk import CacheDirectory, default_folder
+from hasten.data.cache.cache_disk import CacheDirectory
 from hasten.data.cache.fingerprints import fingerprint
-from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, progress_warner, read_first, read_padded, with_rate
-from hasten.data.formats.arrays import gathered
+from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
+from hasten.data.io.cache_folder import default_folder
+from hasten.data.progress import progress_warner, with_rate
 from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
@@ -222,7 +224,8 @@ class MemoryCache(Cache):
         filled = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
         for begin, columns in self.chunks(first, identity, runner, faults, bad, "filling the cache in memory"):
-            for column, chunk in zip(column_leaves(filled), column_leaves(columns), strict=True):
+            targets: list[Any] = column_leaves(filled)
+            for column, chunk in zip(targets, column_leaves(columns), strict=True):
                 column[begin : begin + len(chunk)] = chunk
         return filled, lists, bad
 

@@ -30,28 +30,16 @@ from typing import Any, BinaryIO
 
 import numpy
 import torch
-from platformdirs import user_cache_path
 
 from hasten import __version__
 from hasten.core.errors import HastenWarning, RunError
-from hasten.data.formats.arrays import from_numpy_array
+from hasten.data.array_source import from_numpy_array
 from hasten.data.source import column_leaves, length_of, map_columns
 from hasten.engine.error_messages import translate_disk_errors
 
 FORMAT = 3  # to be increased with every change of what is written or of how sources read
 DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)  # of reading a damaged or missing cache
 LOCK_POLL_INTERVAL_S = 0.1
-
-
-def default_folder() -> Path:
-    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory.
-
-    Raises:
-        RuntimeError: The user has no home directory.
-    """
-    if os.environ.get("HASTEN_CACHE"):
-        return Path(os.environ["HASTEN_CACHE"])
-    return user_cache_path("hasten", appauthor=False).expanduser()
 
 
 def free_disk(folder: Path) -> int:

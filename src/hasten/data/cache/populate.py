@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import count
-from time import perf_counter
 from typing import Any
 
 import numpy
 import torch
 
-from hasten.core.errors import ConfigurationError, ProgressWarning
-from hasten.core.progress import ProgressCallback
+from hasten.core.errors import ConfigurationError
+from hasten.data.array_source import signed
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.arrays import signed
 from hasten.data.source import BadRow, Source, column_leaves, map_columns
 
 PROBED_ROWS = 4  # read to find the shape and dtype of all rows
-PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 UNIFORM_ROWS_HINT = "a cache requires rows of one shape and dtype: use images(resize=), or .map() before .cache()"
 
 
@@ -52,7 +48,9 @@ def read_padded(source: Source, rows: numpy.ndarray, like: Any, faults: BadRowPo
     padded = map_columns(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
     if columns is not None:
         index = torch.from_numpy(numpy.searchsorted(rows, good))
-        for target, column in zip(column_leaves(padded), column_leaves(columns), strict=True):
+        targets: list[Any] = column_leaves(padded)
+        tensors: list[Any] = column_leaves(columns)
+        for target, column in zip(targets, tensors, strict=True):
             signed(target)[index] = signed(column)
     return padded, bad_rows
 
@@ -61,24 +59,6 @@ def bytes_of(columns: Any, rows: int) -> int:
     """Returns the bytes of ``rows`` rows with the shapes and dtypes of these columns, which are tensors."""
     leaves: list[Any] = column_leaves(columns)
     return sum(column[:1].nbytes for column in leaves) * rows
-
-
-def with_rate(what: str, rows: float, seconds: float) -> str:
-    """Returns a progress message with the rate in rows per second."""
-    return f"{what}, {rows / max(seconds, 1e-9):,.0f} rows/s"
-
-
-def progress_warner() -> ProgressCallback:
-    """Returns a progress callback that warns every 30 s, first after 3 s."""
-    last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
-
-    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-        nonlocal last
-        if perf_counter() - last >= PROGRESS_INTERVAL_S and seconds_left:
-            last = perf_counter()
-            warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", ProgressWarning, stacklevel=2)
-
-    return watch
 
 
 def _check_like(columns: Any, like: Any, rows: numpy.ndarray) -> None:

@@ -17,9 +17,9 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.data.array_source import Arrays
 from hasten.data.batch_builder import Map
 from hasten.data.buffer_pool import alloc_huge, thread_scratch
-from hasten.data.formats.arrays import Arrays
 from hasten.data.pipeline import Pipeline
 from hasten.data.rng import SampleRng
 from hasten.data.source import Source

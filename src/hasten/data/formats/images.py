@@ -86,7 +86,7 @@ class Images(Source):
             digest.update(repr(signature).encode())
             times = signature[-1] if isinstance(signature[-1], list) else None  # of a local file that exists
             self._versions[row] = _version(signature[1], times[0]) if times else 0  # read checks against this version
-        labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy(), digest_size=16).hexdigest()
+        labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy().data, digest_size=16).hexdigest()
         return {"images": digest.hexdigest(), "labels": labels, **decoder_fingerprint(self.size, self.pixels)}
 
     def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:

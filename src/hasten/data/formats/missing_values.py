@@ -105,7 +105,8 @@ def empty_to_null(table: Any, name: str) -> Any:
     import pyarrow.compute as compute
 
     words = table.column(name)
-    words = compute.if_else(compute.equal(words, ""), pa.scalar(None, words.type), words)
+    empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
+    words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
     return table.set_column(table.schema.get_field_index(name), name, words)
 
 

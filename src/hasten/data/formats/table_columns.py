@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
-from hasten.data.formats.arrays import gathered
+from hasten.data.array_source import gathered
 from hasten.data.formats.missing_values import check_no_nulls, filled
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 
@@ -115,9 +115,9 @@ class ClassColumn:
 
         # the cast gives a type to a chunk in which all values are missing
         words = filled(_to_plain_array(array).cast(pa.large_string()), fill, self.name, where)
-        indices = compute.index_in(words, self._classes)
+        indices = compute.index_in(words, self._classes)  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
         if indices.null_count:
-            unknown = words.filter(compute.is_null(indices))[0].as_py()
+            unknown = words.filter(indices.is_null())[0].as_py()
             classes = ", ".join(self._classes.slice(0, 10).to_pylist())
             what = f"column {self.name!r} holds {unknown!r} in {where}"
             raise ConfigurationError(f"{what}, which is not one of its classes: {classes}")
@@ -142,7 +142,7 @@ class ListColumn:
 
         array = filled(_to_plain_array(array).cast(self._type), fill, self.name, where)
         if self._holds_numbers and array.flatten().null_count:
-            starts = compute.subtract(array.offsets, array.offsets[0])
+            starts = compute.subtract(array.offsets, array.offsets[0])  # pyright: ignore[reportAttributeAccessIssue]
             array = pa.LargeListArray.from_arrays(starts, filled(array.flatten(), fill, self.name, where))
         self._chunks.append(array)
 
@@ -206,6 +206,6 @@ def _to_plain_array(array: Any) -> Any:
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     if isinstance(array, pa.RunEndEncodedArray):
-        array = compute.run_end_decode(array)
+        array = compute.run_end_decode(array)  # pyright: ignore[reportAttributeAccessIssue]
     arrow_type = plain(array.type)
     return array if array.type == arrow_type else array.cast(arrow_type)

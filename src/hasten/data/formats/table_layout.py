@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
+from hasten.data.array_source import gathered
 from hasten.data.formats import argument_checks
-from hasten.data.formats.arrays import gathered
 from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns

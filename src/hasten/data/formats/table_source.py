@@ -25,12 +25,12 @@ import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.cache.populate import progress_warner, with_rate
 from hasten.data.formats import argument_checks
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
+from hasten.data.progress import progress_warner, with_rate
 from hasten.data.source import BadRow, Source
 from hasten.engine.resources import free_memory
 

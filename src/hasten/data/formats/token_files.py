@@ -18,9 +18,9 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.data.array_source import from_numpy_array, open_array
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.buffer_pool import acquire
-from hasten.data.formats.arrays import from_numpy_array, open_array
 from hasten.data.io.paths import file_signature, is_remote, resolve_paths
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.cache.populate import progress_warner
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, CacheEntry, load, store
 from hasten.data.io.paths import file_signature, is_file_error, is_remote
 from hasten.data.io.remote import MAX_REQUESTS
+from hasten.data.progress import progress_warner
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 

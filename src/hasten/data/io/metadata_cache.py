@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import numpy
 
-from hasten.data.cache.cache_disk import default_folder
+from hasten.data.io.cache_folder import default_folder
 
 FORMAT = 2  # version of the file format, and of the code that computes the content
 TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp

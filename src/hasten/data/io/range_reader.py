@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy
 
@@ -68,7 +68,8 @@ def _read_remote(signatures: list[list], ranges: list[tuple[int, int, int]]) -> 
     """The bytes of remote ranges (file, begin, end); ranges that lie close together are merged into one request."""
     from fsspec.utils import merge_offset_ranges
 
-    merged = list(zip(*merge_offset_ranges(*map(list, zip(*ranges, strict=True)), GAP, LONGEST), strict=True))
+    merge: Callable[..., Any] = merge_offset_ranges  # annotated for file names; here files are numbers
+    merged = list(zip(*merge(*map(list, zip(*ranges, strict=True)), GAP, LONGEST), strict=True))
     fetched: list[bytes | None] = [None] * len(merged)
     if len(merged) > 1:
         _check_oldest([signatures[file] for file in dict.fromkeys(file for file, _, _ in merged)])

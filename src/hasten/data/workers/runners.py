@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
+from hasten.data.workers.timeout import timeout_message
 
 
 class Runner(Protocol):
@@ -102,12 +103,6 @@ def workers_of(runner: Runner) -> WorkerConfig:
 def in_threads(runner: Runner) -> bool:
     """Whether batches are computed, or may later be computed, in threads of the training process."""
     return bool(workers_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
-
-
-def timeout_message(index: int, seconds: float, worker: str) -> str:
-    """Returns the error message for a batch that exceeds the timeout."""
-    hint = "check what it waits for, or raise .prefetch(timeout=)"
-    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
 
 
 class _BatchTimeoutError(RunError):

@@ -6,7 +6,7 @@ it consists of. What a rank does not need of the model is on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
 
 
 def materialize_local_stages(
-    model: nn.Module, local: list[nn.Module], stages: list[nn.Module], keeps_unused: bool, run: RunContext
+    model: nn.Module, local: Sequence[nn.Module], stages: Sequence[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
     """Initializes the parameters and buffers of the local stages on the device; moves those of others to meta.
 
@@ -168,7 +168,7 @@ def materialize_local_stages(
     return [made[id(tensor)] for tensor in wanted if id(tensor) in wanted_ids]
 
 
-def _registered_ids(modules: list[nn.Module]) -> set[int]:
+def _registered_ids(modules: Sequence[nn.Module]) -> set[int]:
     return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 

@@ -98,12 +98,15 @@ class BranchParallel(Method):
         seconds, random_nodes = _profile_nodes(model, graphs, run)
         graphs = {name: graph for name, graph in graphs.items() if all(key_of(name, n) in seconds for n in graph.nodes)}
         candidates, rejected = find_branch_blocks(model, graphs, random_nodes, size)
-        local = PartitionPlan(lambda model, blocks: _replace_blocks(model, graphs, blocks, _compute_all))
-        exchanged = PartitionPlan(
-            lambda model, blocks: _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run)),
-            everywhere=False,
-        )
-        blocks, more = verify_partition(model, candidates, [local, exchanged], self.name, run)
+
+        def compute_all(model: nn.Module, blocks: list[BranchBlock]) -> None:
+            _replace_blocks(model, graphs, blocks, _compute_all)
+
+        def exchange(model: nn.Module, blocks: list[BranchBlock]) -> None:
+            _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run))
+
+        plans = [PartitionPlan(compute_all), PartitionPlan(exchange, everywhere=False)]
+        blocks, more = verify_partition(model, candidates, plans, self.name, run)
         rejected += more
         if not blocks:
             raise ConfigurationError(

@@ -168,7 +168,7 @@ def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
     rejected: list[str] = []
     taken: set[str] = set()
     for prefix, root, graph in _graphs(model):
-        modules: Modules = dict(root.named_modules())
+        modules: Modules = dict(cast(Iterator[tuple[str, nn.Module]], root.named_modules()))
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         for node in graph.nodes:
             local = _block_ending_at(node, modules) if _is_linear(node, modules) else None
