@@ -37,9 +37,9 @@ README = """# {title}: {reached}
 
 Made on {date} by `{command}` with {versions} on {cpu}, {cores} cores.
 
-`result.json` holds the raw numbers, from which `benchmarks/{script}` makes what stands above: medians, and in brackets where they
-lie with 95 % certainty by the sign test (below six rounds: the whole range). Where arms took turns, ratios and differences are
-taken round by round.
+`result.json` holds the raw numbers, from which `benchmarks/{script}` makes what stands above: medians, and in brackets
+where they lie with 95 % certainty by the sign test (below six rounds: the whole range). Where arms took turns,
+ratios and differences are taken round by round.
 """
 
 _said: list[str] = []  # what this run has told so far
@@ -137,7 +137,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbers: dict) -> int:
-    """Says whether the figure was reached, writes the record, gives the exit code. ``reached=None``: it could not be measured."""
+    """Says whether the figure was reached, writes the record, gives the exit code. ``reached=None``: it could not be
+    measured.
+    """
     words = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
     print(f"\nFigure: {figure}: {words}.")
     if options.json:
@@ -169,7 +171,9 @@ def record(records: Path, result: dict, words: str) -> Path:
 
 
 def new_record(records: Path, claim: str) -> Path:
-    """A folder ``DATE_CLAIM_MACHINE`` that is not there yet: earlier ones of the day stay, and come before it by name."""
+    """A folder ``DATE_CLAIM_MACHINE`` that is not there yet: earlier ones of the day stay, and come before it by
+    name.
+    """
     names = (
         f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:])
     )

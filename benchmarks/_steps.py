@@ -1,9 +1,11 @@
-"""A small training whose data keep the clock and pass a baton, so that every engine is timed by the same watch, at the same time.
+"""A small training whose data keep the clock and pass a baton, so that every engine is timed by the same watch, at the
+same time.
 
-Each engine runs in a thread of its own, and one of them at a time: whoever asks for the sample that opens its next leg hands the baton
-on and waits until it is back. A leg takes some tenths of a second, so what the machine does meanwhile (neighbours, clock rates) hits
-all alike, and a difference is known far better than from runs one after the other. The first leg, which holds the start-up, is left
-out, and so are the first steps of each: there the caches are still the neighbour's.
+Each engine runs in a thread of its own, and one of them at a time: whoever asks for the sample that opens its next leg
+hands the baton on and waits until it is back. A leg takes some tenths of a second, so what the machine does meanwhile
+(neighbours, clock rates) hits all alike, and a difference is known far better than from runs one after the other. The
+first leg, which holds the start-up, is left out, and so are the first steps of each: there the caches are still the
+neighbour's.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Baton:
 
 
 class Clocked(Dataset):
-    """Samples of ``width`` numbers with a class; notes what the steps of each leg took, on the wall and of the processor."""
+    """Samples of ``width`` numbers with a class; notes what the steps of each leg took, on the wall and of the
+    processor.
+    """
 
     def __init__(self, name: str, baton: Baton, width: int, batch_size: int, steps: int, legs: int):
         drawn = torch.Generator().manual_seed(0)
@@ -75,7 +79,8 @@ class Clocked(Dataset):
 def relay(
     arms: dict[str, Train], width: int, batch_size: int, steps: int, legs: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, on the wall and of the processor, leg by leg, of trainings that make one pass over a DataLoader in turns.
+    """Seconds of a step, on the wall and of the processor, leg by leg, of trainings that make one pass over a
+    DataLoader in turns.
 
     Raises:
         Exception: what an arm raised, when all are done.

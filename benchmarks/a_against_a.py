@@ -62,11 +62,15 @@ def main() -> int:
             options, "at least 19 of 20", None, {"missing": {", ".join(thing): why for thing, why in missing.items()}}
         )
     print(
-        f"the interval holds 1 in {sum(miss == 0 for miss in misses)} of {len(done)}; the worst misses it by {100 * max(misses):.2f} %"
+        f"the interval holds 1 in {sum(miss == 0 for miss in misses)} of {len(done)}; the worst misses it by "
+        f"{100 * max(misses):.2f} %"
     )
     asked = len(done) - len(done) // ONE_WRONG_IN
     reached = honest >= asked and max(misses) <= MISS
-    figure = f'at least {asked} of {len(done)} say "no difference" or "unsure" and no interval misses 1 by more than 2 %; it is {honest}'
+    figure = (
+        f'at least {asked} of {len(done)} say "no difference" or "unsure" and no interval misses 1 by more '
+        f"than 2 %; it is {honest}"
+    )
     return finish(options, figure, reached, {"comparisons": done, "missing": [", ".join(thing) for thing in missing]})
 
 

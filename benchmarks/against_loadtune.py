@@ -3,12 +3,12 @@
 loadtune is run as its documents say (``loadtune tune FILE``), with more patience than its defaults: three repeats, two
 rounds and batch sizes allowed. What it recommends is then trained by hasten's engine, whose methods of the same meaning
 are switched on (workers, threads, compile, autocast), so the engines are the same and only the choices differ. Both
-recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the times
-to the target, and what becomes of the metric is told for both.
+recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the
+times to the target, and what becomes of the metric is told for both.
 
-hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now. ``--proven`` takes the
-one that the newest record of the workload has proven instead, which spares the search but not the comparison.
-pytorch-autotune 2 needs CUDA and is not measured here.
+hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now.
+``--proven`` takes the one that the newest record of the workload has proven instead, which spares the search but not
+the comparison. pytorch-autotune 2 needs CUDA and is not measured here.
 
 Figure: hasten's recipe is never slower, and faster on most.
 """
@@ -39,7 +39,9 @@ TIE = 0.02  # loadtune's own: below it a configuration is not better
 
 
 def loadtunes_choice(workload: str, steps: int) -> dict:
-    """What loadtune recommends: {"knobs", "recipe", "claimed", "seconds"}; the empty recipe where nothing beat its baseline."""
+    """What loadtune recommends: {"knobs", "recipe", "claimed", "seconds"}; the empty recipe where nothing beat its
+    baseline.
+    """
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.json"
         program = Path(sys.executable).with_name("loadtune")
@@ -62,14 +64,18 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
         seconds = time.monotonic() - began
         if not raw.exists():
             raise RunError(
-                f"loadtune ended with code {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}"
+                f"loadtune ended with code {done.returncode}: "
+                f""
+                f"{(done.stdout + done.stderr).strip().splitlines()[-1][:200]}"
             )
         told = json.loads(raw.read_text())
     return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
 
 
 def chosen(told: dict) -> dict:
-    """By loadtune's own rule (``loadtune.experiment.best_trial``): of those within its tie, the one with fewest workers."""
+    """By loadtune's own rule (``loadtune.experiment.best_trial``): of those within its tie, the one with fewest
+    workers.
+    """
     good = [trial for trial in told["trials"] if trial["result"] and not trial["result"].get("error")]
     base = told["baseline"]["throughput"]
     top = max((trial["result"]["throughput"] for trial in good), default=0.0)
@@ -81,7 +87,7 @@ def chosen(told: dict) -> dict:
 
 
 def as_recipe(knobs: dict) -> Recipe:
-    """loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
+    """Loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
     if knobs["batch_size"]:
         raise ConfigurationError("loadtune changed the batch size, which it does on GPUs only; that is not translated")
     recipe = Recipe()
@@ -135,7 +141,9 @@ def against(workload: str, options) -> dict:
     tell(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
     tell(
-        f"{workload}: loadtune recommends {theirs['recipe']}; hasten {'is told' if options.proven else 'searches, or remembers'}"
+        f"{workload}: loadtune recommends {theirs['recipe']}; hasten "
+        f""
+        f"{'is told' if options.proven else 'searches, or remembers'}"
     )
     found = known or searched(workload, options)
     ours = Recipe(found["recipe"])

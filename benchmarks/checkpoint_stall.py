@@ -1,13 +1,16 @@
 """How long the training stands still for a checkpoint: written while it goes on, against written before it goes on.
 
-A network of 17 million weights under Adam, 200 MB in all, takes steps on all cores; each leg is some steps with one checkpoint after the first. The arms:
+A network of 17 million weights under Adam, 200 MB in all, takes steps on all cores; each leg is some steps with one
+checkpoint after the first. The arms:
 
-* *torch.save*: what a script does by hand: the state into a file, onto the disk, then on with the training. Its time is what the others are held against.
+* *torch.save*: what a script does by hand: the state into a file, onto the disk, then on with the training. Its time is
+  what the others are held against.
 * *hasten*: as ``train`` saves. It stands still in ``begin``, and before the next update if the copy is not ready yet.
 * *async_save*: torch.distributed.checkpoint, which copies first and writes in a thread.
 * *no checkpoint*: the same steps.
 
-What a leg takes longer than one without a checkpoint is told, too: on a processor that also trains, writing is never free.
+What a leg takes longer than one without a checkpoint is told, too: on a processor that also trains, writing is never
+free.
 
 Figure: the stall is at most 5 % of one synchronous save.
 """
@@ -154,7 +157,11 @@ def told(options, taken: dict[str, list[tuple[float, float]]]) -> int:
     ]
     show(("saved by", "stands still, ms", "of torch.save", "leg longer by, ms"), rows)
     say(f"\nA step without a checkpoint takes {interval(1e3 * leg / options.steps for _, leg in taken[NONE]):.0f} ms.")
-    figure = f"a stall of at most {100 * WANTED:g} % of a synchronous save; it is {100 * share[OURS].median:.1f} % ({100 * share[OURS].low:.1f} to {100 * share[OURS].high:.1f})"
+    figure = (
+        f"a stall of at most {100 * WANTED:g} % of a synchronous save; it is "
+        f""
+        f"{100 * share[OURS].median:.1f} % ({100 * share[OURS].low:.1f} to {100 * share[OURS].high:.1f})"
+    )
     return finish(
         options, figure, share[OURS].median <= WANTED, {"stood still": stood, "longer": longer, "share": share}
     )

@@ -1,14 +1,19 @@
-"""Data parallel training on two processes against one, one thread each: a small convolutional network, 128 samples a process and step.
+"""Data parallel training on two processes against one, one thread each: a small convolutional network, 128 samples a
+process and step.
 
-So many make a step of some tenths of a second. With 32 as much as a tenth goes, on virtual cores, to waiting for whoever of the two was interrupted, in any
-loop; over longer steps that averages out.
+So many make a step of some tenths of a second. With 32 as much as a tenth goes, on virtual cores, to waiting for
+whoever of the two was interrupted, in any loop; over longer steps that averages out.
 
 All arms live in the same two processes and take turns, a leg of some steps each, by the slowest rank's watch:
 
-* *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes, which see twice as many samples.
-* *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the bound.
-* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*, *lightning* (Fabric) and *deepspeed* (stage 0): their own loops.
-* *ray*: Ray Train starts two processes of its own, which sleep until it is their turn, and wait for the file that says so.
+* *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes,
+  which see twice as many samples.
+* *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the
+  bound.
+* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*,
+  *lightning* (Fabric) and *deepspeed* (stage 0): their own loops.
+* *ray*: Ray Train starts two processes of its own, which sleep until it is their turn, and wait for the file that says
+  so.
 
 Figure: efficiency of at least 0.93, and never behind torch's own by more than 1 %.
 """
@@ -269,9 +274,15 @@ def told(options, taken: dict[str, list[float]], missing: dict[str, str], world:
         [*rows, *((name, why, "") for name, why in missing.items())],
     )
     say(
-        f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to {100 * behind.high:+.2f})"
+        f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to "
+        f""
+        f"{100 * behind.high:+.2f})"
     )
-    figure = f"efficiency of at least {WANTED:g} and at most {100 * BEHIND:g} % behind torch; it is {efficiency[OURS]:.3f} (bound: {efficiency[BOUND]:.3f}), {100 * behind.median:+.2f} %"
+    figure = (
+        f"efficiency of at least {WANTED:g} and at most {100 * BEHIND:g} % behind torch; it is "
+        f""
+        f"{efficiency[OURS]:.3f} (bound: {efficiency[BOUND]:.3f}), {100 * behind.median:+.2f} %"
+    )
     reached = efficiency[OURS].median >= WANTED and behind.median <= BEHIND
     return finish(options, figure, reached, {"seconds a step": taken, "efficiency": efficiency, "behind torch": behind})
 

@@ -95,7 +95,9 @@ def lightning(loader) -> None:
 
 
 def composer(loader) -> None:
-    """No algorithm, no callback, no logger. Its last release does not support the PyTorch that is used here; it runs all the same."""
+    """No algorithm, no callback, no logger. Its last release does not support the PyTorch that is used here; it runs
+    all the same.
+    """
     from composer import ComposerModel, Trainer
 
     class Module(ComposerModel):

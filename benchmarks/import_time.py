@@ -26,7 +26,10 @@ ARMS = {
     "fabric --help": [PROGRAMS / "fabric", "--help"],  # lightning's command line
 }
 OURS = ("import hasten", "hasten --help")
-HEAVY = "import sys, hasten, hasten.cli.main; sys.exit(any(name.partition('.')[0] in ('torch', 'numpy', 'rich') for name in sys.modules))"
+HEAVY = (
+    "import sys, hasten, hasten.cli.main; sys.exit(any(name.partition('.')[0] in ('torch', 'numpy', 'rich') "
+    "for name in sys.modules))"
+)
 
 
 def seconds(words: list) -> float:

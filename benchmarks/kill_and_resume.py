@@ -1,4 +1,5 @@
-"""``kill -9`` at random moments of a run that saves after every step, so most kills fall into a checkpoint; then ``resume``.
+"""``kill -9`` at random moments of a run that saves after every step, so most kills fall into a checkpoint; then
+``resume``.
 
 A front to ``tests/helpers/killing.py``: the same run, killed once and taken up again, as often as is asked for. The
 undisturbed run is the other side: weights and log have to be the same, byte for byte.

@@ -1,12 +1,12 @@
 """Writes ``records/index.jsonl``: one line of JSON for each record folder. Run it after a record was added.
 
-The file lies in the package (``src/hasten/records.jsonl``; ``records/index.jsonl`` links to it), so that installed users see
-the records with ``hasten methods NAME``. The keys of a line:
+The file lies in the package (``src/hasten/records.jsonl``; ``records/index.jsonl`` links to it), so that installed
+users see the records with ``hasten methods NAME``. The keys of a line:
 
     claim, workload, machine, date   from the name of the folder; workload is null for a claim about no workload
     commit                           the commit of this repository that added the record
-    status                           current; superseded (a newer record has the same claim, workload and machine); missed (the
-                                     figure was not reached, or the search found no improvement)
+    status                           current; superseded (a newer record has the same claim, workload and machine);
+                                     missed (the figure was not reached, or the search found no improvement)
     ratio                            {median, low, high} of the first speed-up that the record states, or null
     methods                          the methods that were measured, by their present names
     path                             the folder, relative to the repository
@@ -99,7 +99,7 @@ def _ratio(figure: str) -> dict | None:
 def _methods(claim: str, result: dict, trials: list[dict]) -> list[str]:
     names = {name for trial in trials if trial["verdict"] != "not tried" for name in _members(trial["what"])}
     text = json.dumps(result.get("found", {})) + json.dumps(result.get("told", {})) + result.get("figure", "")
-    names |= {name for name in re.findall(r"[a-z_]+", text)} & {name for name in METHOD_FILES if "_" in name}
+    names |= set(re.findall(r"[a-z_]+", text)) & {name for name in METHOD_FILES if "_" in name}
     return sorted(names.union(METHODS_OF_CLAIM.get(claim, [])) & METHOD_FILES)
 
 

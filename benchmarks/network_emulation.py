@@ -1,8 +1,10 @@
-"""A slow network between the processes of one machine: a namespace whose only way from itself to itself leads through this program.
+"""A slow network between the processes of one machine: a namespace whose only way from itself to itself leads through
+this program.
 
-``python network_emulation.py MEGABITS MILLISECONDS COMMAND ...`` runs a command there. Who talks over the interface ``slow0``, a TUN device, talks to itself through this
-program: what comes out of it is held for so many milliseconds, let through at so many megabits a second, and put back. Both directions of the
-cable pass the same gate, so it lets through twice its rate. The loopback interface is there too, and as fast as ever. Wants root and iproute2.
+``python network_emulation.py MEGABITS MILLISECONDS COMMAND ...`` runs a command there. Who talks over the interface
+``slow0``, a TUN device, talks to itself through this program: what comes out of it is held for so many milliseconds,
+let through at so many megabits a second, and put back. Both directions of the cable pass the same gate, so it lets
+through twice its rate. The loopback interface is there too, and as fast as ever. Wants root and iproute2.
 """
 
 from __future__ import annotations

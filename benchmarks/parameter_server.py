@@ -1,12 +1,17 @@
-"""The parameter server against averaging all gradients in a ring (``ddp``): seconds a step on 2 and on 4 processes, one thread each.
+"""The parameter server against averaging all gradients in a ring (``ddp``): seconds a step on 2 and on 4 processes, one
+thread each.
 
-All arms live in the same processes and take turns, a leg of some steps each, by the slowest rank's watch; the network is that of one machine. Three cases:
+All arms live in the same processes and take turns, a leg of some steps each, by the slowest rank's watch; the network
+is that of one machine. Three cases:
 
 * *nobody is slow*;
-* *one is*: rank 1 sleeps 20 ms in every third step. Nobody can end before it does, so that nothing is to be won but by speaking less;
-* *in turns*: every rank sleeps 20 ms in every third step, another one each time. ddp waits in each of these steps, a server in few.
+* *one is*: rank 1 sleeps 20 ms in every third step. Nobody can end before it does, so that nothing is to be won but by
+  speaking less;
+* *in turns*: every rank sleeps 20 ms in every third step, another one each time. ddp waits in each of these steps, a
+  server in few.
 
-Figure: with two processes slow in turns, 2 steps of staleness at least 1.1x as fast as ddp. The other cases are told as they are.
+Figure: with two processes slow in turns, 2 steps of staleness at least 1.1x as fast as ddp. The other cases are told as
+they are.
 """
 
 from __future__ import annotations

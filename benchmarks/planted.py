@@ -6,7 +6,8 @@ Harm: final metrics with a known spread over the seeds are given to the gate, lo
 recipe whose metric is worse by exactly the margin must be refused at least 95 times of 100; the power (how often a
 recipe that is as good passes) is printed beside, for a gate that refuses everything would be no use.
 
-Figures: the true ratio inside the interval in at least 95 % of the comparisons; harm at the margin refused in at least 95 %.
+Figures: the true ratio inside the interval in at least 95 % of the comparisons; harm at the margin refused in at least
+95 %.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ def main() -> int:
     )
     caught = min(row["refused_at_margin"] for row in harm)
     reached = inside >= CERTAIN * len(speed) and caught >= CERTAIN
-    figure = f"ratio found in {CERTAIN:.0%} and harm refused in {CERTAIN:.0%}; they are {inside} of {len(speed)} and {caught:.1%} at worst"
+    figure = (
+        f"ratio found in {CERTAIN:.0%} and harm refused in {CERTAIN:.0%}; they are {inside} of "
+        f"{len(speed)} and {caught:.1%} at worst"
+    )
     return finish(options, figure, reached, {"speed": speed, "harm": harm})
 
 

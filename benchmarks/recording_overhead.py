@@ -1,11 +1,13 @@
-"""What recording costs: ``train()`` with progress bar, step log and checkpoints against the bare loop, at steps of about 1 ms.
+"""What recording costs: ``train()`` with progress bar, step log and checkpoints against the bare loop, at steps of
+about 1 ms.
 
 Everything is as a user gets it: the bar redrawn on a (null) terminal, every loss in the log, a checkpoint every
 thirty seconds; none of these is held up while the others have their turn (``_steps.py``), so a second of training is
 charged with those of four. The model is widened until a step takes about 1 ms.
 
-Two trainings that do the same differ by some per cent for as long as they live, by where their weights lie in memory; "by
-hand, again" shows it. So what happens between two steps (the bar, the log, the checkpoints) is also timed where it happens.
+Two trainings that do the same differ by some per cent for as long as they live, by where their weights lie in memory;
+"by hand, again" shows it. So what happens between two steps (the bar, the log, the checkpoints) is also timed where it
+happens.
 
 Figure: at most 1 % of the time, by that watch.
 """
@@ -140,7 +142,10 @@ def main() -> int:
     )  # with the leg that is left out
     share = 100 * between.seconds / seconds
     say(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
-    figure = f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is {share:.2f} % (bound: 0)"
+    figure = (
+        f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is "
+        f"{share:.2f} % (bound: 0)"
+    )
     return finish(
         options,
         figure,

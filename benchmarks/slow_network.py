@@ -1,7 +1,9 @@
-"""What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
+"""What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against
+DistributedDataParallel.
 
-Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``network_emulation.py``, and nothing else is told to it: it
-measures the original (ddp), tries what it knows, one process too, and confirms the winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
+Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``network_emulation.py``,
+and nothing else is told to it: it measures the original (ddp), tries what it knows, one process too, and confirms the
+winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
 
 Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
 """
@@ -57,7 +59,9 @@ def main() -> int:
 
 def told(options, reduce: dict, found: dict) -> int:
     say(
-        f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + {reduce['bandwidth'] / 1e6:.0f} MB/s.\n"
+        f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + "
+        f""
+        f"{reduce['bandwidth'] / 1e6:.0f} MB/s.\n"
     )
     rows = [
         (
@@ -72,7 +76,11 @@ def told(options, reduce: dict, found: dict) -> int:
     show(("tried", "when", "verdict", "ratio"), rows)
     speedup, quality = found.get("speedup") or {"median": 1.0, "low": 1.0, "high": 1.0}, found.get("quality") or {}
     say(f"\nverdict: {found['verdict']}; recipe: {found['recipe']}; quality: {quality}")
-    figure = f"at least {WANTED:g}x as fast as ddp to the target, quality inside the margin; it is {speedup['median']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    figure = (
+        f"at least {WANTED:g}x as fast as ddp to the target, quality inside the margin; it is "
+        f""
+        f"{speedup['median']:.2f}x ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    )
     reached = found["verdict"] == "faster" and bool(quality.get("passed")) and speedup["median"] >= WANTED
     return finish(options, figure, reached, {"all-reduce": reduce, "result": found})
 

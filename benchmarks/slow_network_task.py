@@ -1,4 +1,6 @@
-"""Clothes for two machines of one core each with a slow network between them: a batch takes some 45 ms of arithmetic, its gradients are 2.7 MB."""
+"""Clothes for two machines of one core each with a slow network between them: a batch takes some 45 ms of arithmetic,
+its gradients are 2.7 MB.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
-"""Time to target: what ``hasten tune`` makes of each workload, against the textbook run and against the strong baseline.
+"""Time to target: what ``hasten tune`` makes of each workload, against the textbook run and against the strong
+baseline.
 
 Both sides are in every search: the pace of the arms is measured in turns, the samples to the target on paired fresh
 seeds (``hasten/tuning/confirm.py``). A search that was stopped goes on where it was. Each finished one becomes a
@@ -50,7 +51,8 @@ Made on {date} by `{command}` with {versions}.
 `result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
 {lines}"""
 
-LINES = """The speed-up is computed from the raw numbers, with NumPy alone, by `python records/time_to_target.py records/{folder}`.
+LINES = """The speed-up is computed from the raw numbers, with NumPy alone, by
+`python records/time_to_target.py records/{folder}`.
 
 Where the paired runs themselves took clearly less of a gain (`measured_speedup`), that is what is reported instead.
 """
@@ -79,7 +81,8 @@ def record(workload: str, result: dict, folder: Path) -> Path:
             f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)
         ),
         date=about["date"],
-        command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",  # what it had, by whomever
+        # what it had, by whomever
+        command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
         lines=LINES.format(folder=place.name) if result["speedup"] else "",

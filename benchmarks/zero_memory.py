@@ -1,8 +1,9 @@
 """What a process keeps in memory under ``ddp`` and ``zero``, against the formula, at 2 and 4 processes.
 
-A network of 39 million weights in float32 under Adam, and batches so small that nothing else counts. Memory is what the process has resident (RSS) when the
-gradients are there and the update comes next, less what it has at that point for a network of no size; the allocator is told to give back what it holds in vain.
-Per weight of a network shared out among n that is
+A network of 39 million weights in float32 under Adam, and batches so small that nothing else counts. Memory is what the
+process has resident (RSS) when the gradients are there and the update comes next, less what it has at that point for a
+network of no size; the allocator is told to give back what it holds in vain. Per weight of a network shared out among n
+that is
 
     ddp     4 (weights) + 4 (gradients) + 8 (Adam)      16
     zero    stage 1     8 + 8/n

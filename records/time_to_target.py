@@ -2,9 +2,9 @@
 
     python records/time_to_target.py records/2026-11-22c_time-to-target_cifar10_intel-xeon-processor-2-cores
 
-The seconds of a run are start + samples x seconds per sample, evaluations included. The speed-up is the geometric mean over
-the paired seeds. Its 95 % interval combines the spread over the seeds (Student's t) with the interval of the interleaved
-comparison of the pace, as independent errors of a logarithm.
+The seconds of a run are start + samples x seconds per sample, evaluations included. The speed-up is the geometric mean
+over the paired seeds. Its 95 % interval combines the spread over the seeds (Student's t) with the interval of the
+interleaved comparison of the pace, as independent errors of a logarithm.
 """
 
 import json
@@ -40,7 +40,9 @@ def speedup(folder: Path) -> dict[str, float]:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t for a probability above 1/2: with t = sqrt(degrees) tan(angle) the density is cos(angle)^(degrees - 1)."""
+    """The quantile of Student's t for a probability above 1/2: with t = sqrt(degrees) tan(angle) the density is
+    cos(angle)^(degrees - 1).
+    """
     angles = numpy.linspace(0, numpy.pi / 2, 200_001)
     density = numpy.cos(angles) ** (degrees - 1)
     area = numpy.concatenate([[0.0], numpy.cumsum((density[1:] + density[:-1]) / 2)])
@@ -59,7 +61,9 @@ def _pace(trials: Path, recipe: dict) -> dict:
 
 
 def _samples(result: dict) -> list[list[int]]:
-    """For each seed: samples to the target of (baseline, tuned), then the samples since the evaluation before, if recorded."""
+    """For each seed: samples to the target of (baseline, tuned), then the samples since the evaluation before, if
+    recorded.
+    """
     if result.get("samples_compared"):
         return result["samples_compared"]
     arms = [  # records of 2026-11-20: a run that never reached the target counts with all its samples

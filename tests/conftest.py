@@ -1,4 +1,5 @@
-"""What every test relies on: where the real data are, one thread a process, and the markers that say what a test costs."""
+"""What every test relies on: where the real data are, one thread a process, and the markers that say what a test
+costs."""
 
 import os
 from pathlib import Path

@@ -87,7 +87,8 @@ def with_a_hole(make=lambda data: data) -> Task:
     [
         (
             with_a_hole(),
-            r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity; clean the data",
+            r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity; clean "
+            r"the data",
         ),
         (
             with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
@@ -135,7 +136,8 @@ from unittest.mock import patch
 from hasten import Card, Exactness, Method
 
 class Liar(Method):
-    card = Card(summary="a clock at half its speed", exactness=Exactness.BIT_EXACT, source="none", gain_when="one looks at that clock")
+    card = Card(summary="a clock at half its speed", exactness=Exactness.BIT_EXACT, source="none",
+        gain_when="one looks at that clock")
 
     def process_context(self, context, run):
         @contextmanager
@@ -186,7 +188,8 @@ def test_repetitions_that_no_budget_holds_are_told():
     check_blocks_are_fair(recipe, plan, 500, longest=200.0)
     with pytest.raises(
         RunError,
-        match="synchronizes every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a larger one",
+        match="synchronizes every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a "
+        "larger one",
     ):
         check_blocks_are_fair(recipe, plan, 500, longest=40.0)
 

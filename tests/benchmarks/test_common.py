@@ -1,4 +1,5 @@
-"""The benchmarks' own arithmetic: an interval that covers what it says, turns that are fair, verdicts that fail closed."""
+"""The benchmarks' own arithmetic: an interval that covers what it says, turns that are fair, verdicts that fail
+closed."""
 
 import argparse
 import json

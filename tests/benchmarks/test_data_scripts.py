@@ -49,7 +49,8 @@ def test_keeping_the_place(tmp_path):
 @pytest.mark.timing
 @pytest.mark.slow
 def test_the_wait_for_data(tmp_path, monkeypatch):
-    """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are shares."""
+    """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are
+    shares."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait
 

@@ -1,4 +1,5 @@
-"""The soak can see what it looks for: leaks that forked workers share, names that nobody uses; and its short form passes."""
+"""The soak can see what it looks for: leaks that forked workers share, names that nobody uses; and its short form
+passes."""
 
 import json
 import mmap
@@ -66,7 +67,8 @@ def soaked(folder, *length):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_short_form_passes(tmp_path):
-    """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only grows."""
+    """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only
+    grows."""
     for length in (["--quick"], ["--minutes", "1"]):
         code, said, told = soaked(tmp_path, *length)
         assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values()), said

@@ -19,7 +19,8 @@ from hasten import Task, Method, Card, Exactness
 
 def good(**changes):
     fields = dict(
-        model=lambda: nn.Linear(2, 2), train_data=[(torch.zeros(2), 0)] * 4, validation_data=[(torch.zeros(2), 0)] * 4, loss=nn.functional.cross_entropy,
+        model=lambda: nn.Linear(2, 2), train_data=[(torch.zeros(2), 0)] * 4,
+        validation_data=[(torch.zeros(2), 0)] * 4, loss=nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=2, epochs=1,
     )
     return Task(**(fields | changes))
@@ -51,8 +52,10 @@ def half_a_sample(): return good(batch_size=2.5)
 def direction_in_words(): return good(higher_is_better="lower")
 def empty_validation(): return good(validation_data=[])
 def empty_validation_stream(): return good(validation_data=NoSamples())
-def a_loss_for_each_sample(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target, reduction="none"))
-def raises_in_a_worker(): return good(train_data=torch.utils.data.DataLoader(Raising(), batch_size=2, shuffle=True, num_workers=2))
+def a_loss_for_each_sample(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target,
+    reduction="none"))
+def raises_in_a_worker(): return good(train_data=torch.utils.data.DataLoader(Raising(), batch_size=2, shuffle=True,
+    num_workers=2))
 def no_length(): return good(train_data=Stream())
 def plain_number(): return good(loss=lambda output, target: nn.functional.cross_entropy(output, target).item())
 def no_number(): return good(loss=lambda output, target: None)
@@ -156,7 +159,7 @@ WRONG = [
     ("train digits --with", "--with"),
     ("train digit", "digits"),
     ("train gone.py:task", "no file"),
-    ("train mine.py", "which function"),
+    ("train mine.py", "name the function of mine.py that returns the task"),
     ("train mine.py:goud", "good"),
     ("train mine.py:good()", "cannot read"),
     ("train broken.py:task", "SyntaxError"),
@@ -276,7 +279,7 @@ CANNOT_GO_ON = [
     ("train mine.py:label_out_of_range", "label"),
     ("compare mine.py:label_out_of_range --a baseline --b ema", "label outside"),
     ("diagnose mine.py:label_out_of_range", "label outside"),
-    ("train mine.py:no_own_loss", "a model that returns its own loss"),
+    ("train mine.py:no_own_loss", "with loss=None the model gets the whole batch"),
     ("train mine.py:gives_up", "the task's own code raised GeneratorExit"),
     ("train mine.py:not_a_number", "nan"),
     ("train mine.py:infinite", "infinity"),

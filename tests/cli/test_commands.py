@@ -49,7 +49,8 @@ def task():
     warnings.warn("a library's warning")
     return Task(
         model=lambda: nn.Linear(2, 2), train_data=Slow(), validation_data=Slow(), loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=8, epochs={epochs}, target=2.0,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=8,
+        epochs={epochs}, target=2.0,
     )
 """
 

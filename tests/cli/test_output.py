@@ -41,8 +41,10 @@ class Blobs(torch.utils.data.Dataset):
 
 def task():
     return Task(
-        model=lambda: nn.Linear(8, 2), train_data=Blobs(1024, 0), validation_data=Blobs(256, 1), loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=2e-3), metric="accuracy", target=0.95, batch_size=32, epochs=12,
+        model=lambda: nn.Linear(8, 2), train_data=Blobs(1024, 0), validation_data=Blobs(256, 1),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=2e-3), metric="accuracy", target=0.95,
+        batch_size=32, epochs=12,
     )
 """
 INTERVAL = {"median", "low", "high"}

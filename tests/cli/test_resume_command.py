@@ -16,7 +16,8 @@ from hasten import Card, Exactness, Method, Task
 def task():
     data = [(torch.zeros(2), 0)] * 8
     return Task(
-        model=lambda: torch.nn.Linear(2, 2), train_data=data, validation_data=data, loss=torch.nn.functional.cross_entropy,
+        model=lambda: torch.nn.Linear(2, 2), train_data=data, validation_data=data,
+        loss=torch.nn.functional.cross_entropy,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), metric="accuracy", batch_size=2, epochs=2,
     )
 
@@ -122,7 +123,7 @@ def test_code_that_only_the_environment_names_is_not_run(words, here, capfd):
     tell(here, told(here) | {"recipe": {"./evil.py:Own": {}}})
     assert train("--out", "run", "--resume", *words) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "code from outside" in line and "--with './evil.py:Own'" in line
+    assert "methods from outside hasten" in line and "--with './evil.py:Own'" in line
     assert not (here / "executed").exists()
 
 
@@ -161,18 +162,14 @@ def test_an_odd_recipe_is_a_failure_in_one_line(odd, here, capfd):
     assert "the run in run cannot be read" in line and "environment.json" in line
 
 
-def test_a_run_of_an_earlier_hasten_goes_on(here, capfd):
-    """It kept the recipe in recipe.toml alone, and none in its checkpoints."""
-    import torch
-
+def test_a_run_whose_recipe_is_unknown_does_not_resume_without_methods(here, capfd):
+    """recipe.toml holds what the methods found while they ran, so it does not replace the recipe of the request."""
     break_off("run", "ema:decay=0.5")
     before = told(here)
     del before["recipe"]
     tell(here, before)
-    for path in (here / "run" / "checkpoints").glob("*.pt"):
-        state = torch.load(path, weights_only=True)
-        del state["identity"]["recipe"]
-        torch.save(state, path)
-    assert train("--out", "run", "--resume") == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out)["recipe"] == "ema:decay=0.5" and "passed over" not in err
+    files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
+    assert train("--out", "run", "--resume") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the run in run cannot be read: the recipe in environment.json is not a table of methods" in line
+    assert files == {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}

@@ -1,4 +1,5 @@
-"""prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one, and its cache."""
+"""prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one,
+and its cache."""
 
 import dataclasses
 import itertools
@@ -214,7 +215,9 @@ def test_the_engine_is_given_the_crew_and_may_name_another():
     for workers in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
         other = batches.with_workers(workers)
         assert other.workers == workers and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
-    assert equal(list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:])
+    assert equal(
+        list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:]
+    )
     assert batches.map_iterator(iter).with_workers is None
 
 
@@ -267,7 +270,8 @@ def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches)
 
 
 def waiting(pipeline):
-    """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples helps."""
+    """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples
+    helps."""
     pipeline.runner.autotuner.wait_fraction, pipeline.runner.autotuner.seconds_per_batch = 0.5, 1e-9
     return pipeline
 
@@ -366,7 +370,8 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
         assert len(list(pipeline)) == 8
     assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*not cached")  # warned about once; tuned settings may be reported now
+        # warned about once; tuned settings may be reported now
+        warnings.filterwarnings("error", message=".*not cached")
         assert len(list(pipeline)) == 8
 
 

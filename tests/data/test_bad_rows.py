@@ -77,7 +77,8 @@ def test_rows_that_are_known_as_bad_are_not_met_again():
 def test_the_advice_is_what_there_is():
     with pytest.raises(
         RunError,
-        match=r": .skip_bad_rows\(max_rows=10\) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data$",
+        match=r": .skip_bad_rows\(max_rows=10\) in the pipeline, or --max-bad-rows 10 with hasten train and "
+        r"hasten data$",
     ):
         rows(Pipeline(Bad([3])).batch(10))
 

@@ -1,4 +1,5 @@
-"""How much memory may be filled and how many cores kept busy: what the control groups of a container leave to one of several ranks."""
+"""How much memory may be filled and how many cores kept busy: what the control groups of a container leave to one of
+several ranks."""
 
 import psutil
 import pytest

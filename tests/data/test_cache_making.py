@@ -1,4 +1,5 @@
-"""Caches on disk are never half, and one for all processes: damage, locks, deaths while they are made, disks that fail."""
+"""Caches on disk are never half, and one for all processes: damage, locks, deaths while they are made, disks that
+fail."""
 
 import resource
 import shutil
@@ -155,7 +156,8 @@ def test_a_full_disk_is_told_by_its_name(tmp_path):
     written = _ColumnWriter(tmp_path)
     with pytest.raises(
         RunError,
-        match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose another folder",
+        match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose "
+        r"another folder",
     ) as told:
         written.write(torch.zeros(1000, 100))
     written.abandon()

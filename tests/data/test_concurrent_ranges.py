@@ -1,4 +1,5 @@
-"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for again by itself."""
+"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for
+again by itself."""
 
 import threading
 import time
@@ -29,7 +30,8 @@ def web(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a time."""
+    """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a
+    time."""
     given, changed, seen = (
         Answer.given,
         threading.Condition(),

@@ -1,4 +1,5 @@
-"""CSV: types that are guessed, names and delimiters that are said, and lines with more or fewer fields than the others."""
+"""CSV: types that are guessed, names and delimiters that are said, and lines with more or fewer fields than the
+others."""
 
 import gzip
 import json
@@ -75,7 +76,10 @@ def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
 def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
-    told = r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; repair it, or allow bad rows to be skipped"
+    told = (
+        r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; repair it, or allow bad rows "
+        r"to be skipped"
+    )
     with pytest.raises(RunError, match=told):
         next(iter(csv(path, target="label").batch(10)))
     with pytest.raises(RunError, match=told):
@@ -122,6 +126,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
     (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
     with pytest.raises(
         ConfigurationError,
-        match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are the delimiter",
+        match=r"b\.csv has no more good lines than bad ones: row 0 of the file, '1;0', has 1 field, not 2; are "
+        r"the delimiter",
     ):
         csv(tmp_path)

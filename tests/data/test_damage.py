@@ -1,4 +1,5 @@
-"""Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in silence."""
+"""Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in
+silence."""
 
 import os
 import pickle

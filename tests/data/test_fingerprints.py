@@ -224,7 +224,8 @@ class Here:
     names = {"cat", "dog", "owl"}
     def __call__(self, x): return x in self.names, NAMES, SIZE
 layer = torch.nn.Linear(2, 2)
-for each in (f, Here(), Here().__call__, Shift(3).__call__, Crop(), by_mode, lambda x: layer(x), functools.partial(f, power=2)):
+for each in (f, Here(), Here().__call__, Shift(3).__call__, Crop(), by_mode, lambda x: layer(x),
+    functools.partial(f, power=2)):
     print(fingerprint(each))
 """
     answers = {

@@ -1,4 +1,5 @@
-"""First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a long one is told."""
+"""First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a
+long one is told."""
 
 import hashlib
 import io
@@ -67,7 +68,8 @@ def opened(path):
 
 
 def asked(web, path, query=""):
-    """(a source, how often something of its file was asked for); in a thread of its own, which has no connections from before."""
+    """(a source, how often something of its file was asked for); in a thread of its own, which has no connections from
+    before."""
     before = len(web.asked)
     with ThreadPoolExecutor(1) as another:
         source = another.submit(lambda: MAKERS[path.rpartition(".")[2]](f"{web.address}{path}{query}").source).result()

@@ -293,7 +293,8 @@ def test_tokens_are_local():
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly everything is text of some kind
 def test_one_format_for_another(folder, tmp_path, name):
-    """Each maker gets the files of all the others under its own ending, and some that are nothing: never more than one line."""
+    """Each maker gets the files of all the others under its own ending, and some that are nothing: never more than one
+    line."""
     others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
     others |= {
         "empty": b"",

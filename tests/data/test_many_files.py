@@ -1,4 +1,5 @@
-"""A glob of very many files: each is found once, in order, in the time that it takes to look at the folders; and remembered."""
+"""A glob of very many files: each is found once, in order, in the time that it takes to look at the folders; and
+remembered."""
 
 import os
 import shutil

@@ -1,4 +1,5 @@
-"""What stands for missing values: never in a target that was not named, never another number than was said, never in silence."""
+"""What stands for missing values: never in a target that was not named, never another number than was said, never in
+silence."""
 
 import datetime
 from decimal import Decimal

@@ -1,4 +1,5 @@
-"""Values of unequal length and nested ones: the same batches without a map, with one that changes nothing, and from a cache."""
+"""Values of unequal length and nested ones: the same batches without a map, with one that changes nothing, and from a
+cache."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""A cache whose first rows are bad: it looks at rows that can be read, counts the others, and tells when there are none."""
+"""A cache whose first rows are bad: it looks at rows that can be read, counts the others, and tells when there are
+none."""
 
 import pytest
 import torch

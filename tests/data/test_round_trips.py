@@ -1,4 +1,5 @@
-"""Tables and records of random columns, nested and of unequal length: what was written comes back, in any order, share and rest."""
+"""Tables and records of random columns, nested and of unequal length: what was written comes back, in any order, share
+and rest."""
 
 import itertools
 

@@ -69,7 +69,8 @@ def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
 
 
 def impatient(pipeline, seconds):
-    """Its batches, for which it waits no longer than that once three are there: on a busy machine the start takes its time."""
+    """Its batches, for which it waits no longer than that once three are there: on a busy machine the start takes its
+    time."""
     for number, batch in enumerate(pipeline, 1):
         if number == 3:
             object.__setattr__(pipeline.runner, "timeout", seconds)

@@ -1,4 +1,5 @@
-"""Caches are never stale: what changes anything in their rows, files, functions, sources or this package, makes another one."""
+"""Caches are never stale: what changes anything in their rows, files, functions, sources or this package, makes another
+one."""
 
 import importlib
 import os
@@ -13,8 +14,8 @@ import torch
 
 from hasten import RunError
 from hasten.data import Pipeline, arrays, augmented_images, tokens
-from hasten.data.cache.cache import source_identity
 from hasten.data.array_source import Arrays
+from hasten.data.cache.cache import source_identity
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, equal
 

@@ -1,4 +1,5 @@
-"""Example messages: both parsers against the wire format written by hand, and whole batches against ``protobuf`` one by one."""
+"""Example messages: both parsers against the wire format written by hand, and whole batches against ``protobuf`` one by
+one."""
 
 import numpy
 import pytest
@@ -8,7 +9,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.formats.tf_example import encode_example, example_class, infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 
-# example { features { feature { key: "a" value { int64_list { value: [1, 300] } } } } }, byte by byte after the format's document
+# example { features { feature { key: "a" value { int64_list { value: [1, 300] } } } } }, byte by byte after the
+# format's document
 BY_HAND = bytes([0x0A, 14, 0x0A, 12, 0x0A, 1, ord("a"), 0x12, 7, 0x1A, 5, 0x0A, 3, 1, 0xAC, 0x02])
 
 
@@ -32,7 +34,8 @@ def message(*entries):
 
 
 def entry_length(alone):
-    """The length of the only map entry of a message, from the message: what is left without two tags and two lengths."""
+    """The length of the only map entry of a message, from the message: what is left without two tags and two
+    lengths."""
     return next(n for n in range(len(alone), 0, -1) if message(alone[-n:]) == alone)
 
 

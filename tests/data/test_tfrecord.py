@@ -1,4 +1,5 @@
-"""TFRecord files: the framing against its document, the checksum against published ones, and every way a file can be broken."""
+"""TFRecord files: the framing against its document, the checksum against published ones, and every way a file can be
+broken."""
 
 import gzip
 import struct
@@ -91,7 +92,8 @@ def test_rows_in_any_order_from_several_files(tmp_path):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_any_rows_in_any_company(tmp_path, verify):
-    """In a row, apart, twice, across the edge of two files, none: what lies together is read at once, and each keeps its own bytes."""
+    """In a row, apart, twice, across the edge of two files, none: what lies together is read at once, and each keeps
+    its own bytes."""
     messages = written(tmp_path / "a.tfrecord", 70) + written(tmp_path / "b.tfrecord", 30, first=70)
     paths = [str(tmp_path / "a.tfrecord"), str(tmp_path / "b.tfrecord")]
     for rows in ([*range(5, 20)], [68, 69, 70, 71], [3, 4, 9, 10, 11, 99], [7, 6, 5], [8, 8, 9], [99, 0], []):

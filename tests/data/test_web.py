@@ -1,4 +1,5 @@
-"""Data behind a real web server: read like those on the disk, with patience for its faults, and none for its changes."""
+"""Data behind a real web server: read like those on the disk, with patience for its faults, and none for its
+changes."""
 
 import json
 import socket

@@ -182,7 +182,8 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
 
 
 def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
-    """As a folder of JPEG and PNG files becomes shards. Where some sample has both, they mean different things, and none stands in."""
+    """As a folder of JPEG and PNG files becomes shards. Where some sample has both, they mean different things, and
+    none stands in."""
     jpeg = io.BytesIO()
     Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
     files = [

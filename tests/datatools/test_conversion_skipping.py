@@ -1,4 +1,5 @@
-"""Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and listed."""
+"""Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and
+listed."""
 
 import json
 import tarfile

@@ -1,4 +1,5 @@
-"""Conversions that are killed, stopped or refused, or whose disk fails: nothing is lost, and no half is taken for the whole."""
+"""Conversions that are killed, stopped or refused, or whose disk fails: nothing is lost, and no half is taken for the
+whole."""
 
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 from hasten import ConfigurationError, RunError
 from hasten.cli.main import main
 from hasten.data import convert, feather, inspect, parquet
-from helpers.process import FORK
+from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
 

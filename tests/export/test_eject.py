@@ -70,7 +70,8 @@ def scheduled(model, steps):
 def usual(**changes):
     fields = dict(
         model=net, train_data=Noisy(), validation_data=Fixed(), loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01), metric="accuracy", batch_size=8, epochs=3,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01), metric="accuracy", batch_size=8,
+        epochs=3,
     )
     return Task(**(fields | changes))
 
@@ -92,7 +93,8 @@ def with_loader():
 
 
 def with_stream():
-    return hasten.Task(**{f.name: getattr(usual(), f.name) for f in dataclasses.fields(Task) if f.name != "train_data"}, train_data=Stream())
+    others = {f.name: getattr(usual(), f.name) for f in dataclasses.fields(Task) if f.name != "train_data"}
+    return hasten.Task(**others, train_data=Stream())
 
 
 def often_evaluated():
@@ -171,7 +173,8 @@ def size(batch):
 
 
 class Shrunk(Method):
-    card = Card(summary="shrinks the gradients", exactness=Exactness.CHANGES_TRAINING, source="", gain=None, gain_when="never")
+    card = Card(summary="shrinks the gradients", exactness=Exactness.CHANGES_TRAINING, source="", gain=None,
+        gain_when="never")
 
     def grad_transform(self, grad_transform, run):
         def shrunk():
@@ -277,7 +280,10 @@ def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsy
 @pytest.mark.slow
 def test_runs_where_hasten_is_not_installed(file, tmp_path):
     (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
-    without = "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; runpy.run_path('script.py', run_name='__main__')"
+    without = (
+        "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; "
+        "runpy.run_path('script.py', run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", without],
         cwd=tmp_path,

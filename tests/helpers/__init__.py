@@ -1,4 +1,5 @@
-"""What tests share: processes, ranks, namespaces, comparisons, tasks and data. ``tests/conftest.py`` makes it importable for subprocesses."""
+"""What tests share: processes, ranks, namespaces, comparisons, tasks and data. ``tests/conftest.py`` makes it
+importable for subprocesses."""
 
 from pathlib import Path
 

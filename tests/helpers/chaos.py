@@ -1,8 +1,8 @@
 """Kills ranks and nodes at random while a run continues, and counts how often it resumed and which samples were used.
 
-``make chaos``, or ``PYTHONPATH=tests python -m helpers.chaos --kills 30`` on one machine; with ``--machines`` on two nodes
-(network namespaces; needs root and iproute2). The run must end by itself with the same weights and log as an undisturbed
-one, bit for bit; the weights count each sample, which must be used once per epoch.
+``make chaos``, or ``PYTHONPATH=tests python -m helpers.chaos --kills 30`` on one machine; with ``--machines`` on two
+nodes (network namespaces; needs root and iproute2). The run must end by itself with the same weights and log as an
+undisturbed one, bit for bit; the weights count each sample, which must be used once per epoch.
 """
 
 from __future__ import annotations

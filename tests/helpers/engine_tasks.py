@@ -73,7 +73,8 @@ def loader_with_workers():
 
 
 def loader_with_kept_workers():
-    """Workers that live as long as the loader; their own random numbers cannot be taken up, so the samples draw none."""
+    """Workers that live as long as the loader; their own random numbers cannot be taken up, so the samples draw
+    none."""
     samples = [(torch.linspace(-1, 1, 6) * (index % 5 - 2), index % 3) for index in range(SAMPLES)]
     return task(DataLoader(samples, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True))
 

@@ -18,7 +18,8 @@ import sys, warnings, torch
 torch.set_num_threads(1)
 import hasten
 warnings.simplefilter("error")
-warnings.filterwarnings("ignore", ".* has been edited|no checkpoint was written yet")  # in the folder of the task, not imported here
+# in the folder of the task, not imported here
+warnings.filterwarnings("ignore", ".* has been edited|no checkpoint was written yet")
 hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu", checkpoint_seconds=0)
 """
 

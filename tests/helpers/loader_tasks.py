@@ -1,4 +1,5 @@
-"""Tasks whose samples take their time, for the tests of the loaders; at the top of a module, so that processes can be given them."""
+"""Tasks whose samples take their time, for the tests of the loaders; at the top of a module, so that processes can be
+given them."""
 
 import os
 import time

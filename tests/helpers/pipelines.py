@@ -1,4 +1,5 @@
-"""Pipelines that draw, map and fail, for the tests of this folder; at the top of a module, so that processes can be given them."""
+"""Pipelines that draw, map and fail, for the tests of this folder; at the top of a module, so that processes can be
+given them."""
 
 import os
 import signal
@@ -92,7 +93,8 @@ def equal(batches, others):
 
 
 class Killing:
-    """Kills the worker process that it finds itself in, so often, at the batch with row 50; ``folder`` counts over processes."""
+    """Kills the worker process that it finds itself in, so often, at the batch with row 50; ``folder`` counts over
+    processes."""
 
     def __init__(self, folder, times):
         self.folder, self.times, self.parent = folder, times, os.getpid()

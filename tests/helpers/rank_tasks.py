@@ -419,7 +419,8 @@ class Numbered(Slow):
 
 
 class Counting(nn.Module):
-    """A network whose weights count, beside learning, how often each sample has moved them: a step adds one for each in its batch."""
+    """A network whose weights count, beside learning, how often each sample has moved them: a step adds one for each in
+    its batch."""
 
     def __init__(self, samples: int):
         super().__init__()
@@ -431,7 +432,8 @@ class Counting(nn.Module):
 
 
 def counting(epochs: int = 10) -> Task:
-    """Passes of 22 whole batches, two a second in two ranks; each weight of ``seen`` has to be the number of passes in the end."""
+    """Passes of 22 whole batches, two a second in two ranks; each weight of ``seen`` has to be the number of passes in
+    the end."""
     samples = 22 * BATCH
     return task(
         Numbered(samples),
@@ -460,7 +462,8 @@ def in_float32() -> Task:
 
 
 def sluggish() -> Task:
-    """A pass of two processes takes more than a second, beside which what a run begins with is little; it is learnt in one."""
+    """A pass of two processes takes more than a second, beside which what a run begins with is little; it is learnt in
+    one."""
     return task(Slow(seconds=0.01), epochs=3, target=0.8)
 
 
@@ -479,7 +482,8 @@ def convolved(channels: int, made: int, length: int) -> nn.Module:
 
 
 class Inception(nn.Module):
-    """Four branches side by side, of which one begins without weights; then a sum in place, and dropout that all draw."""
+    """Four branches side by side, of which one begins without weights; then a sum in place, and dropout that all
+    draw."""
 
     def __init__(self, channels: int = 4):
         super().__init__()

@@ -50,8 +50,8 @@ def run_ranks(world: int, function, *arguments) -> list:
         arguments: of the function; each rank gets a copy.
 
     Returns:
-        What each rank returned, by rank. Where it raised an exception of hasten, the exception; for any other exception a
-        RuntimeError that contains the traceback.
+        What each rank returned, by rank. Where it raised an exception of hasten, the exception; for any other exception
+        a RuntimeError that contains the traceback.
 
     Raises:
         AssertionError: a rank has not returned after ``TIMEOUT_S`` seconds, or has died.

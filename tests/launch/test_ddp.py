@@ -1,4 +1,5 @@
-"""Several ranks train what one process trains: the same samples in the same order, the same weights but for rounding."""
+"""Several ranks train what one process trains: the same samples in the same order, the same weights but for
+rounding."""
 
 import pytest
 import torch

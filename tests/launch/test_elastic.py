@@ -76,8 +76,8 @@ def test_machines_that_were_given_other_numbers(folder):
         said = second.communicate(timeout=90)[1]
         assert second.returncode == 2, said
         assert (
-            "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes the same"
-            in said
+            "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes "
+            "the same" in said
         )
     finally:
         first.kill()

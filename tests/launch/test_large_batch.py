@@ -1,4 +1,5 @@
-"""The remarks of Goyal et al. 2017 (arXiv 1706.02677, section 3) on silent errors of distributed training, one test each."""
+"""The remarks of Goyal et al. 2017 (arXiv 1706.02677, section 3) on silent errors of distributed training, one test
+each."""
 
 from itertools import chain
 
@@ -61,7 +62,8 @@ def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, wor
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
-    """Where the rate is part of the velocity, v <- m (new rate / old rate) v + rate g, it has to be; torch's v <- m v + g has it by its form."""
+    """Where the rate is part of the velocity, v <- m (new rate / old rate) v + rate g, it has to be; torch's v <- m v +
+    g has it by its form."""
     program = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
     weights = [weight.detach().clone() for weight in program.run.unwrapped_model.parameters()]
     replayed = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
@@ -91,7 +93,8 @@ def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("number", [0, 22])
 def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
-    """By kn, not by each worker's n: also in the last batch, of 7 samples, of which no two ranks may have alike many."""
+    """By kn, not by each worker's n: also in the last batch, of 7 samples, of which no two ranks may have alike
+    many."""
     program = build(rank_tasks.samples())
     inputs, labels = list(program.train.epoch(0, 0))[number]
     nn.functional.cross_entropy(program.run.unwrapped_model(inputs), labels).backward()
@@ -103,7 +106,8 @@ def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_remark_4_one_shuffle_is_shared_out(world):
-    """Each sample is read once a pass, by one rank, in the batch where one process reads it; each pass in another order."""
+    """Each sample is read once a pass, by one rank, in the batch where one process reads it; each pass in another
+    order."""
     alone = rows_read(build(rank_tasks.task(Numbered())))
     everybodys = run_ranks(world, rows_read_by_rank)
     for epoch in range(2):

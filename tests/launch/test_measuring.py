@@ -1,4 +1,5 @@
-"""``compare`` and ``tune`` with several processes: whole groups take turns, and faults planted on one rank are found."""
+"""``compare`` and ``tune`` with several processes: whole groups take turns, and faults planted on one rank are
+found."""
 
 import json
 import time
@@ -171,7 +172,8 @@ def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
 
 
 def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
-    """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were ours."""
+    """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were
+    ours."""
     of, incumbents = study_of(tmp_path, "slow"), Incumbents()
     names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
     search_systems(of, incumbents, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
@@ -251,7 +253,10 @@ def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch
     monkeypatch.setattr(tune, "TIMEOUT_FRACTION", 0.01)
     monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
-    words = f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out {tmp_path}/out --json"
+    words = (
+        f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out "
+        f"{tmp_path}/out --json"
+    )
     assert main([*words.split(), *offered]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]
@@ -259,6 +264,9 @@ def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch
     assert told["one_process"]["median"] < 1
     hung = next(trial for trial in told["trials"] if "Hanging" in trial["what"])
     assert hung["verdict"] == "failed" and hung["why"].startswith("took longer than ")
-    words = f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:LighterSleep --processes 2 --out {tmp_path}/run"
+    words = (
+        f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:LighterSleep "
+        f"--processes 2 --out {tmp_path}/run"
+    )
     assert main(words.split()) == 0
     assert json.loads((tmp_path / "run/environment.json").read_text())["processes"] == 2

@@ -89,7 +89,8 @@ def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, 
 
 
 class InPieces(nn.Sequential):
-    """A model that normalises pieces of a training batch by themselves: batches of ten in two pieces, of seven in one, of four in two."""
+    """A model that normalises pieces of a training batch by themselves: batches of ten in two pieces, of seven in one,
+    of four in two."""
 
     def forward(self, inputs):
         pieces = inputs.chunk(1 if len(inputs) == 7 or not self.training else 2)
@@ -329,7 +330,8 @@ def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
 
 
 def test_nothing_is_handed_on_that_no_rank_has_for_itself():
-    """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared out."""
+    """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared
+    out."""
     cut, _ = run_ranks(2, members_of_cut_layers, rank_tasks.bare_attention)
     assert [member[-1] for member in cut] == ["first", "mean", "last"]
 

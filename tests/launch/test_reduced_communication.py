@@ -34,7 +34,8 @@ LESS = [
 
 
 class ByHand:
-    """So many copies of a task's model, each with an optimizer, and the parts of the batches that they would read as ranks."""
+    """So many copies of a task's model, each with an optimizer, and the parts of the batches that they would read as
+    ranks."""
 
     def __init__(self, task, world: int):
         program = build(task)
@@ -45,7 +46,8 @@ class ByHand:
         self.world = world
 
     def with_gradients(self):
-        """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its samples."""
+        """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its
+        samples."""
         for number, (inputs, labels) in enumerate(self.batches, 1):
             for rank, model in enumerate(self.models):
                 first, end = ProcessGroupInfo(rank, self.world).shard_bounds(len(labels))
@@ -164,8 +166,8 @@ def test_compressed_gradients_are_rounded_once_and_added(tmp_path, name):
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 1), (3, 2)])
 def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
-    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, travels whole: shortened, its rounding errors are fed
-    back and grow from step to step, in the direction that changes no output."""
+    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, travels whole: shortened,
+    its rounding errors are fed back and grow from step to step, in the direction that changes no output."""
     hand = ByHand(rank_tasks.samples(), world)
     short = [0]
     bases = [hand.weights[0][number].new_empty(0) for number in range(len(hand.weights[0]))]
@@ -476,7 +478,8 @@ def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_i
 
 
 class Beside(nn.Module):
-    """A network with a mask, a large weight that stays as it is, and one that follows what is trained, as a momentum encoder does."""
+    """A network with a mask, a large weight that stays as it is, and one that follows what is trained, as a momentum
+    encoder does."""
 
     def __init__(self):
         super().__init__()

@@ -91,7 +91,8 @@ def test_a_weight_without_dimension(tmp_path):
 
 
 def test_ranks_write_what_they_have(tmp_path):
-    """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no checkpoint."""
+    """Each its parts of the weights, and of what the optimizer knows of them; a part that is missing is no
+    checkpoint."""
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
     second, first = (load_checkpoint(path) for path in sorted((tmp_path / "shared/checkpoints").glob("step-*9*.pt")))
     assert first["model"]["1.0.weight"]["shape"] == second["model"]["1.0.weight"]["shape"] == [801, 9]
@@ -143,7 +144,8 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
 
 
 class NumpySGD(torch.optim.SGD):
-    """Updates weights through NumPy, which no version of torch supports for a DTensor; Rprop has taken them since torch 2.15."""
+    """Updates weights through NumPy, which no version of torch supports for a DTensor; Rprop has taken them since torch
+    2.15."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -176,7 +178,10 @@ class Forked(torch.nn.Module):
 def test_ranks_that_go_through_different_layers_do_not_mix_them(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
     told = run_ranks(2, training, task, f"zero:stage={stage}")
-    assert all(isinstance(answer, RunError) and "the batches of the ranks pass different layers" in str(answer) for answer in told), told
+    assert all(
+        isinstance(answer, RunError) and "the batches of the ranks pass different layers" in str(answer)
+        for answer in told
+    ), told
 
 
 class Opposed(rank_tasks.Rows):

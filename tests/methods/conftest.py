@@ -49,7 +49,8 @@ def transformer():
 
 @pytest.fixture
 def trained():
-    """``(task, recipe="baseline", number=None, seed=0) -> Trained``; a recipe is anything that Recipe.read takes, or methods."""
+    """``(task, recipe="baseline", number=None, seed=0) -> Trained``; a recipe is anything that Recipe.read takes, or
+    methods."""
 
     def train(task, recipe="baseline", number: int | None = None, seed: int = 0) -> Trained:
         methods = recipe if isinstance(recipe, list) else make_methods(Recipe.coerce(recipe))

@@ -11,9 +11,10 @@ from hasten.engine.registry import make_method
 def _norms(task, max_norm: float) -> tuple[float, float]:
     """The norm of the first step's gradients before and after."""
     program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
-    gradients = lambda: (
-        torch.cat([parameter.grad.flatten() for parameter in program.run.model.parameters()]).norm().item()
-    )
+
+    def gradients() -> float:
+        return torch.cat([parameter.grad.flatten() for parameter in program.run.model.parameters()]).norm().item()
+
     program.forward_backward(next(iter(program.train)))
     before = gradients()
     program.grad_transform()

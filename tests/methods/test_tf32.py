@@ -40,6 +40,9 @@ def test_what_is_on_already_is_left_alone():
 
 def test_a_precision_set_through_the_newer_switches_is_no_accident():
     """In a process of its own: once they are set, torch does not let the older ones be read again."""
-    code = "import torch; from hasten.methods.tf32 import _already_set; torch.backends.fp32_precision = 'tf32'; print(_already_set())"
+    code = (
+        "import torch; from hasten.methods.tf32 import _already_set; torch.backends.fp32_precision = 'tf32'; "
+        "print(_already_set())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "set already, through torch.backends.fp32_precision" in done.stdout, done.stderr

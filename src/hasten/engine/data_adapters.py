@@ -95,8 +95,8 @@ def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
     """Checks a number of processes against a task, before any is started.
 
-    A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check it
-    themselves.
+    A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check
+    it themselves.
 
     Raises:
         ConfigurationError: A batch has fewer samples than there are processes.
