@@ -45,7 +45,7 @@ class RunRecord:
         return self.earlier_seconds + perf_counter() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """The record, for a checkpoint."""
+        """What a checkpoint stores of this record: evaluations with their times, and the seconds so far by part."""
         history = [[e.step, e.samples, e.metric, s] for e, s in zip(self.evaluations, self.seconds_at, strict=True)]
         return {"history": history, "seconds": self.seconds(), "split": dict(self.split)}
 

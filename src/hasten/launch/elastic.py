@@ -202,7 +202,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
 
 
 def num_nodes(group: WorkerGroup) -> int:
-    """Nodes of the current rendezvous. Torch sets the attribute, None before, when the nodes have met."""
+    """Number of nodes in the current rendezvous, which must be complete: torch's attribute is None until then."""
     assert group.group_world_size is not None, "the nodes have not met yet"
     return group.group_world_size
 

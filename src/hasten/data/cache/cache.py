@@ -111,15 +111,16 @@ class Mapped(Source):
 
 
 class Cache(Source):
-    """Base class of the caches: reads rows from ``columns`` once it is filled, from the source before.
+    """Base class of the caches. ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again
+    if the source has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
 
     Attributes:
-        gigabytes: Limit of the size of the cache; None means half of what is free.
+        gigabytes: Limit of the size; a larger cache is an error. None: half of the free memory or disk space.
         watch: Progress callback while the cache is filled.
         identity: Identity of the source that the cache was filled from.
         columns: The columns of all rows; None until the cache is filled.
         lists: Indices of the columns that are returned as lists of rows.
-        bad: {row: (location, reason)}.
+        bad: Rows that could not be read: {row: (location, reason)}.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):

@@ -55,10 +55,13 @@ def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunCo
 
 
 def balance_stages(costs: list[list[float]]) -> list[int]:
-    """The ends of consecutive stages, none empty, that minimize the cost of the most expensive stage.
+    """Divides the segments into consecutive stages, none empty, so that the most expensive stage costs least.
 
     Args:
-        costs: For each stage, the cost of every segment in it. Shape (stages, segments).
+        costs: ``costs[stage][segment]``, the cost of the segment if that stage runs it.
+
+    Returns:
+        For each stage, the index after its last segment; the last one is the number of segments.
     """
     segments = len(costs[0])
     impossible: tuple[float, list[int]] = (float("inf"), [])
