@@ -141,7 +141,7 @@ class WorkerGroup:
 
 
 def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """The environment of a rank on this machine: the variables of torchrun that init_process_group needs, and the loopback."""
+    """The environment of a rank on this machine: what init_process_group needs of the variables that torchrun sets."""
     variables = {
         "RANK": rank,
         "WORLD_SIZE": processes,
