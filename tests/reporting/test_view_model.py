@@ -58,7 +58,7 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
 
 
 def test_a_recipe_of_one_method_gives_what_the_method_gives():
-    result = validate(samples.faster() | {"recipe": {"ema": {}}, "shares": []})
+    result = validate(samples.faster() | {"recipe": {"ema": {}}, "contributions": []})
     assert view_model.contributions(result) == [{"method": "ema", "speedup": result["speedup"]}]
 
 
@@ -71,7 +71,7 @@ def test_the_sources_of_speed_are_those_of_the_sample():
 def test_break_even_is_honest_about_the_runs_to_come():
     result = validate(samples.faster())
     assert "does not pay" in view_model.break_even(result)
-    assert "so the search pays" in view_model.break_even(result | {"runs_expected": 40})
+    assert "so the search pays" in view_model.break_even(result | {"expected_runs": 40})
     assert "no break-even" in view_model.break_even(validate(samples.no_improvement()))
 
 

@@ -276,13 +276,13 @@ class Outcome:
         if not baseline.as_good(metrics):
             original = f"the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
             return outcome("refused", f"ended at {fmean(metrics):.4g}; {original}")
-        kept = outcome("kept", "")
-        gain = kept.gain_over(best)
-        if gain is not None and gain < MIN_GAIN and not kept.ends_better(best, baseline):
-            seconds = kept.to_target("seconds", len(best.runs)) or 0.0
+        accepted = outcome("kept", "")
+        gain = accepted.gain_over(best)
+        if gain is not None and gain < MIN_GAIN and not accepted.ends_better(best, baseline):
+            seconds = accepted.to_target("seconds", len(best.runs)) or 0.0
             best_seconds = f"the best so far takes {gain * seconds:.2f} s"
             return outcome("no gain", f"reached the target in {seconds:.2f} s; {best_seconds}")
-        seconds = kept.to_target("seconds")
+        seconds = accepted.to_target("seconds")
         why = f"reached the target in {seconds:.2f} s and ended at {fmean(metrics):.4g}, over {len(runs)} seeds"
         return outcome("kept", why)
 
