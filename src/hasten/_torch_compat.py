@@ -278,7 +278,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 _AUTOGRAD_ERRORS = {
     "no_gradient": ("does not require grad",),
     "not_scalar": ("created only for scalar outputs",),
-    "unused_parameters": ("find_unused_parameters",),
+    "unused_parameters": ("`find_unused_parameters=True`",),
     "index_out_of_bounds": ("out of bounds", "device-side assert"),
 }
 
