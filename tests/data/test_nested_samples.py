@@ -271,7 +271,7 @@ def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
             cached = cached.map(function)
         cached = cached.cache(kind).batch(BATCH)
         assert same(list(cached), expected)
-        assert cached.source.kept is not None
+        assert cached.source.columns is not None
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

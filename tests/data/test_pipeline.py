@@ -123,7 +123,7 @@ def test_what_draws_nothing_is_looked_at_once_in_threads():
 def test_a_hang_in_the_look_is_told():
     end = threading.Event()
     pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(lambda batch: end.wait(60) and batch).prefetch(timeout=0.5)
-    with pytest.raises(RunError, match=r"batch 3 of the pass did not come within 0.5 s: a thread hangs"):
+    with pytest.raises(RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: a thread hangs"):
         next(pipeline.epoch(0, 3))
     end.set()
     for thread in threading.enumerate():

@@ -33,17 +33,17 @@ def test_bad_rows_at_the_start_are_left_out_and_counted(kind, bad, rows):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_too_many_is_named(kind):
-    with pytest.raises(RunError, match=r"row 0 \(numbers.txt line 1\): no number; mend it, or let some be left out"):
+    with pytest.raises(RunError, match=r"row 0 \(numbers.txt line 1\): no number; repair it, or allow bad rows to be skipped"):
         list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).batch(BATCH))
-    with pytest.raises(RunError, match=r"row 2 .*bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match=r"row 2 .*bad row number 3, and max_rows=2 may be skipped"):
         list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).skip_bad_rows(2).batch(BATCH))
-    with pytest.raises(RunError, match="bad row number 3, and 2 may be left out"):
+    with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         list(Pipeline(Bad([0, 4, 8], rows=9)).cache(kind).skip_bad_rows(2).batch(3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_no_row_can_be_read_that_is_said(kind):
-    with pytest.raises(ConfigurationError, match="all are bad, or there are none"):
+    with pytest.raises(ConfigurationError, match="all rows are bad, or there are none"):
         list(Pipeline(Bad(range(6), rows=6)).cache(kind).skip_bad_rows(100).batch(3))
 
 

@@ -61,7 +61,7 @@ def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
     with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=2)
     assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
-    with pytest.raises(ConfigurationError, match="another skip bad: 2 there, 4 here"):
+    with pytest.raises(ConfigurationError, match="another max bad rows: 2 there, 4 here"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=4, resume=True)
 
 
@@ -99,9 +99,9 @@ def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
 def test_on_the_command_line(tmp_path, capfd):
     words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main([*words, "--max-bad-rows", "4", "--quiet"]) == 0
-    assert "left out 4 rows that could not be read; skipped.jsonl lists them" in " ".join(
+    assert "skipped 4 unreadable rows; skipped.jsonl lists them" in " ".join(
         capfd.readouterr().out.split()
     )
     assert main([*words, "--resume", "--max-bad-rows", "5", "--json"]) == 2
-    assert "skip bad: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
+    assert "max bad rows: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
     assert main([*words, "--max-bad-rows", "0"]) == 2

@@ -164,7 +164,7 @@ def test_somebodys_own_source_is_another_when_its_text_is(tmp_path, monkeypatch)
             def read(self, rows):
                 return torch.from_numpy(rows) * FACTOR
 
-            def identity(self):
+            def fingerprint(self):
                 return {}
         """
     sums = []

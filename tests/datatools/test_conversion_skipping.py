@@ -190,7 +190,7 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
         convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=1)
     words = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
     assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
-    assert "left out 2 files that could not be read; skipped.jsonl lists them" in " ".join(
+    assert "skipped 2 files that could not be read; skipped.jsonl lists them" in " ".join(
         capfd.readouterr().out.split()
     )
     assert [(each["row"], each["where"]) for each in listed(tmp_path / "out")] == [

@@ -140,7 +140,7 @@ def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
     for path in (data / "cat").iterdir():
         path.write_bytes(b"no picture")
     result = inspect(data, budget=BUDGET)
-    assert "no JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
+    assert "not a JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
     result = inspect(write_table(tmp_path / "texts", content=mixed_table()), budget=BUDGET)
     assert "'word' lacks" in result["trouble"] and result["rows"] == ROWS and result["speed"]["disk"] != 0
 
@@ -149,7 +149,7 @@ def test_what_is_refused(tmp_path):
     torch.save([1], tmp_path / "model.pt")
     for path, told in (
         (tmp_path / "nothing", "there is no file"),
-        (tmp_path, "no file name of .* tells what it holds"),
+        (tmp_path, "no file name of .* has a known suffix"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             inspect(path)
@@ -168,7 +168,7 @@ def test_files_of_other_forms_are_told(tmp_path, capfd):
     assert convert(data, tmp_path / "out", to="webdataset")["others"] == {"CSV": 1, "unknown": 2}
     assert inspect(tmp_path / "out", budget=BUDGET)["others"] == {}
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 0
-    assert "beside them 1 CSV, 2 unknown; not looked at" in " ".join(capfd.readouterr().out.split())
+    assert "other files 1 CSV, 2 unknown; not inspected" in " ".join(capfd.readouterr().out.split())
 
 
 def lacking(rows):
