@@ -274,7 +274,11 @@ def test_one_process_has_nobody_to_wait_for():
             "hasten: Task(train_data=) must be",
             marks=pytest.mark.slow,
         ),
-        ("launch --nproc-per-node 1 -- diagnose rank_tasks.py:samples", 2, "hasten: a single process has no other ranks to profile"),
+        (
+            "launch --nproc-per-node 1 -- diagnose rank_tasks.py:samples",
+            2,
+            "hasten: a single process has no other ranks to profile",
+        ),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):

@@ -43,7 +43,9 @@ def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, r
 @pytest.mark.slow
 def test_all_ranks_restart_where_a_restart_is_left(folder):
     job, told, _ = stopped(folder, 1, "--max-restarts", "1")
-    assert job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in told, told
+    assert (
+        job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in told
+    ), told
     train(rank_tasks.slow(), out=folder / "alone", device="cpu")
     ours, alone = (load_file(folder / name / "model.safetensors") for name in ("run", "alone"))
     assert all(ours[name].sub(alone[name]).abs().max() < 1e-9 for name in alone) and not jobs_left()
