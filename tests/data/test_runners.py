@@ -27,9 +27,9 @@ def numbers():
 
 
 def children():
-    return [
-        each for each in psutil.Process().children() if "hasten.benchmarking.fork_server" not in each.cmdline()
-    ]  # of tests before these
+    # Without fork servers of earlier tests, and without a killed worker that is not yet reaped.
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "hasten.benchmarking.fork_server" not in child.cmdline()]
 
 
 class Odd(Exception):

@@ -154,7 +154,7 @@ def test_what_is_refused(tmp_path):
         with pytest.raises(ConfigurationError, match=told):
             inspect(path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigurationError, match="no whole Parquet file"):
+    with pytest.raises(ConfigurationError, match="is not a complete Parquet file"):
         inspect(tmp_path / "x.parquet")
 
 
