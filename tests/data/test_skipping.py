@@ -99,9 +99,7 @@ def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
 def test_on_the_command_line(tmp_path, capfd):
     words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main([*words, "--max-bad-rows", "4", "--quiet"]) == 0
-    assert "skipped 4 unreadable rows; skipped.jsonl lists them" in " ".join(
-        capfd.readouterr().out.split()
-    )
+    assert "skipped 4 unreadable rows; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
     assert main([*words, "--resume", "--max-bad-rows", "5", "--json"]) == 2
     assert "max bad rows: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
     assert main([*words, "--max-bad-rows", "0"]) == 2

@@ -221,7 +221,7 @@ class Pipeline:
     def to(self, device: str | torch.device) -> Pipeline:
         """Copies batches to a device; to a GPU from pinned memory, while the step before it runs."""
         if not isinstance(device, (str, torch.device)):
-            raise ConfigurationError(f'to() expects the name of a device or a torch.device, as in .to("cuda:0"), not {device!r:.80}')
+            raise ConfigurationError(f'to() expects a device name, as in .to("cuda:0"), not {device!r:.80}')
         try:
             return replace(self, device=torch.device(device))
         except RuntimeError:

@@ -111,8 +111,10 @@ class Mapped(Source):
 
 
 class Cache(Source):
-    """Base class of the caches. ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again
-    if the source has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
+    """Base class of the caches.
+
+    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
+    changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
 
     Attributes:
         gigabytes: Limit of the size; a larger cache is an error. None: half of the free memory or disk space.

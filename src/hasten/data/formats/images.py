@@ -90,7 +90,7 @@ class Images(Source):
         return {"images": digest.hexdigest(), "labels": labels, **decoder_fingerprint(self.size, self.pixels)}
 
     def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:
-        """Yields the undecoded bytes of ``paths`` in order; ``rows`` are their rows, to find files that have changed."""
+        """Yields the undecoded bytes of ``paths`` in order; ``rows`` serve to find files that have changed."""
         fetched = fetch_ranges([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
         for row, path, content in zip(rows, paths, fetched, strict=True):
             yield self._read_file(row, path) if content is None else content

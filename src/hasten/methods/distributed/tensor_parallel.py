@@ -66,7 +66,7 @@ class Block:
         first: names of the layers that are sharded by columns.
         last: name of the layer that is sharded by rows.
         elementwise: whether only element-wise functions lie between them, not an attention.
-        dropouts: names of the dropout layers between them; each rank draws the mask of the full tensor and uses its shard.
+        dropouts: names of the dropout layers between them; a rank draws the full mask and uses its shard.
     """
 
     first: tuple[str, ...]
