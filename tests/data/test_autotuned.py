@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import numpy
-import psutil
 import pytest
 import torch
 
@@ -27,6 +26,7 @@ from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
 from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
+from helpers.process import live_children
 
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
@@ -63,7 +63,7 @@ def restless(pipeline):
 
 
 def nothing_left(before: list[threading.Thread]) -> bool:
-    return not psutil.Process().children() and set(threading.enumerate()) <= set(before)
+    return not live_children() and set(threading.enumerate()) <= set(before)
 
 
 def plain(rows=ROWS):
@@ -164,7 +164,7 @@ def test_a_slow_source_gets_workers_within_the_cores():
         "prefetch": autotuner.workers.prefetch,
     }
     for _ in itertools.islice(pipeline, 3):
-        assert len(psutil.Process().children()) == autotuner.workers.processes, "it uses what it chose"
+        assert len(live_children()) == autotuner.workers.processes, "it uses what it chose"
     assert nothing_left(threads)
 
 

@@ -16,7 +16,7 @@ from hasten.core.errors import HastenWarning
 from hasten.data import Pipeline, arrays
 from hasten.engine.error_messages import explain_error
 from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
-from helpers.process import FORK, start_process
+from helpers.process import FORK, live_children, start_process
 
 BOTH = [{"threads": 2}, {"processes": 2}]
 PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
@@ -24,12 +24,6 @@ PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
 
 def numbers():
     return arrays(torch.arange(ROWS)).batch(BATCH)
-
-
-def children():
-    # Without fork servers of earlier tests, and without a killed worker that is not yet reaped.
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "hasten.benchmarking.fork_server" not in child.cmdline()]
 
 
 class Odd(Exception):
@@ -45,7 +39,7 @@ def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
     ) as told:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
-    assert len([each for each in told if each.category is HastenWarning]) == 1 and not children()
+    assert len([each for each in told if each.category is HastenWarning]) == 1 and not live_children()
 
 
 @pytest.mark.parametrize("second", [0, -1], ids=["each dies", "so does the one in its place"])
@@ -55,7 +49,7 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
         for number, batch in enumerate(pipeline):
             seen += batch.tolist()
             if number in (0, 3):
-                os.kill(children()[0 if number == 0 else second].pid, signal.SIGKILL)
+                os.kill(live_children()[0 if number == 0 else second].pid, signal.SIGKILL)
     assert seen == list(range(ROWS))
 
 
@@ -65,7 +59,7 @@ def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
         pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the process before it"),
     ):
         list(numbers().map(Killing(tmp_path, 2)).prefetch(processes=2))
-    assert not children()
+    assert not live_children()
 
 
 def impatient(pipeline, seconds):
@@ -85,7 +79,7 @@ def test_a_hang_is_told(way):
     ):
         list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
     assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
-    assert not children()
+    assert not live_children()
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
@@ -105,7 +99,7 @@ def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
     with pytest.raises(KeyError, match="no such label"):
         for batch in numbers().map(raising).prefetch(**way):
             seen += batch.tolist()
-    assert seen == list(range(3 * BATCH)) and not children()
+    assert seen == list(range(3 * BATCH)) and not live_children()
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
@@ -166,7 +160,7 @@ def test_a_pass_that_is_left_ends_its_workers(way):
     before = set(threading.enumerate())
     for _ in numbers().prefetch(**way):
         break
-    assert not children() and not set(threading.enumerate()) - before
+    assert not live_children() and not set(threading.enumerate()) - before
 
 
 def test_any_nesting_travels_between_processes():
@@ -215,7 +209,7 @@ def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     before = set(os.listdir("/dev/shm"))
     process = start_process(parent, begun := FORK.Event())
     assert begun.wait(PATIENCE)
-    workers = psutil.Process(process.pid).children()
+    workers = psutil.Process(process.pid).live_children()
     process.kill()
     process.join()
     assert len(workers) == 3

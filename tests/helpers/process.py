@@ -12,6 +12,8 @@ from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 
+import psutil
+
 from hasten.cli.main import main
 from hasten.launch.rank_results import PARENT
 
@@ -127,3 +129,16 @@ def environment(pid: int) -> dict[str, str]:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     return {}
+
+
+def live_children() -> list[psutil.Process]:
+    """Child processes of this one, without zombies and without what outlives a test on purpose: fork servers, pooled ranks."""
+    pools = getattr(sys.modules.get("helpers.ranks"), "_pools", {}).values()
+    pooled = {process.pid for pool in pools for process in pool.processes}
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            lives = child.status() != psutil.STATUS_ZOMBIE and child.pid not in pooled
+            if lives and "hasten.benchmarking.fork_server" not in child.cmdline():
+                found.append(child)
+    return found
