@@ -21,7 +21,7 @@ from hasten.cli.main import main, parse_arguments
 from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
-from helpers.process import TIMEOUT_S, join_process, run_hasten, start_hasten
+from helpers.process import TIMEOUT_S, join_process, live_children, run_hasten, start_hasten
 
 NOISY = """
 import os, subprocess
@@ -390,7 +390,7 @@ def test_a_closed_output_is_none(here):
 def nobody_is_left():
     """Of what was started and not seen to its end; others look at whether there are children."""
     yield
-    for child in psutil.Process().children(recursive=True):
+    for child in [other for direct in live_children() for other in (direct, *direct.children(recursive=True))]:
         with suppress(psutil.NoSuchProcess):  # it went with another
             child.kill()
             child.wait(10)

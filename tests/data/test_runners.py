@@ -209,7 +209,7 @@ def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     before = set(os.listdir("/dev/shm"))
     process = start_process(parent, begun := FORK.Event())
     assert begun.wait(PATIENCE)
-    workers = psutil.Process(process.pid).live_children()
+    workers = psutil.Process(process.pid).children()
     process.kill()
     process.join()
     assert len(workers) == 3

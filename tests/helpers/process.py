@@ -132,7 +132,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def live_children() -> list[psutil.Process]:
-    """Child processes of this one, without zombies and without what outlives a test on purpose: fork servers, pooled ranks."""
+    """Child processes, without zombies and without what outlives a test on purpose: fork servers, pooled ranks."""
     pools = getattr(sys.modules.get("helpers.ranks"), "_pools", {}).values()
     pooled = {process.pid for pool in pools for process in pool.processes}
     found = []
