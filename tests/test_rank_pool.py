@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hasten.core.errors import RunError
+from helpers import ranks
 from helpers.ranks import run_ranks
 
 
@@ -65,7 +66,7 @@ def test_run_ranks_rank_that_dies_is_named_and_the_pool_replaced(one):
 
 
 def test_run_ranks_rank_that_hangs_is_reported_and_the_pool_replaced(monkeypatch):
-    monkeypatch.setattr("helpers.ranks.TIMEOUT_S", 1.0)
+    monkeypatch.setattr(ranks, "TIMEOUT_S", 1.0)
     with pytest.raises(AssertionError, match="only ranks"):
         run_ranks(2, lambda rank: time.sleep(60 * rank))
     monkeypatch.undo()
