@@ -67,10 +67,10 @@ class Arm:
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
             and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
-            ``evaluate_every``.
+            ``evaluate_every``, ``effects``.
 
         Raises:
-            RunError: a method has nothing to act on, or a loss is not finite.
+            RunError: a method has no effect, or a loss is not finite.
         """
         task = self.task.load()
         self.context = ExitStack()  # never closed: the process ends with the arm
@@ -80,12 +80,12 @@ class Arm:
         self._meet()
         began = time.perf_counter()
         program = self.program_of(task)
-        if program.run.no_effect:
-            raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in program.run.no_effect))
+        program.effects.require_effect = True
+        program.effects.check()
         self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _endless(program, self._epoch)
-        self.steps = train_steps(self.program)
+        self.steps = program.effects.observed(train_steps(self.program))
         built = time.perf_counter() - began
 
         first = self.train(WARM_UP_STEPS)["seconds"]
@@ -109,6 +109,7 @@ class Arm:
             "steps": plan.steps,
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
+            "effects": program.effects.evidence,
         }
 
     def program_of(self, task: Task) -> Program:

@@ -24,6 +24,7 @@ from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, wi
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
 from hasten.engine.composition import applicable_methods
+from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.resources import available_cpus, free_memory
@@ -53,6 +54,7 @@ class Program:
         zero_grad: ``() -> None``.
         schedule: The learning-rate schedule, stepped once per training step; or None.
         export: ``() -> module``: the model that is evaluated and saved.
+        effects: Observes the effect of each method in one step.
     """
 
     task: Task
@@ -70,6 +72,7 @@ class Program:
     zero_grad: StepFn
     schedule: Any
     export: Callable[[], torch.nn.Module]
+    effects: EffectObserver
 
 
 def build(
@@ -133,6 +136,7 @@ def build(
             zero_grad=fold("zero_grad", run.optimizer.zero_grad),
             schedule=schedule,
             export=lambda: fold("export", model),
+            effects=EffectObserver(run, methods),
         )
 
 

@@ -13,6 +13,7 @@ from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.blocks import repeated_blocks
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,6 @@ class ActivationCheckpointing(Method):
         for block in blocks:
             block.forward = partial(_checkpointed, block.forward)  # a partial of a bound method survives deepcopy
         return model
-
-
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost composite modules that share a ModuleList or Sequential with another module of their class."""
-    repeated: list[torch.nn.Module] = []
-    if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
-        classes = [type(child) for child in model]
-        repeated = [child for child in model if classes.count(type(child)) > 1 and any(True for _ in child.children())]
-    return repeated + [block for child in model.children() if child not in repeated for block in repeated_blocks(child)]
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,6 @@ NEARLY_AS_FAST = 0.95  # of the time to the target; then a clearly better end is
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # presets in a row that lost, after which a method is given up: they grow bolder
 AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
 MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
-NO_EFFECT = "has nothing to act on"
 
 
 @dataclass(frozen=True)

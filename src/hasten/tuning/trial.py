@@ -21,7 +21,7 @@ from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 
-RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
+RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
 
 
 class Trial:
@@ -44,13 +44,18 @@ class Trial:
         Raises:
             RunError: a method has no effect, or the metric is missing or not finite.
         """
-        recipe = self.recipe.with_method(f"{__name__}:RequireEffect")
+        recipe = self.recipe
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
         result = train(
-            self.task.load(), recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch
+            self.task.load(),
+            recipe,
+            device=self.device,
+            seed=self.seed,
+            timeout=COLLECTIVE_TIMEOUT_S,
+            watch=self.watch,
+            require_effect=True,
         )
-        _require_effect(result["no_effect"])  # methods may report it during the run
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
@@ -81,23 +86,6 @@ class Trial:
                 ranks=ranks,
             )
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
-
-
-def _require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
-    if no_effect:
-        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in no_effect))
-
-
-@dataclass(frozen=True)
-class RequireEffect(Method):
-    """Ends a run, as soon as it is built, if one of its methods has no effect."""
-
-    card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
-
-    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Checks the methods; the step stays as it is."""
-        _require_effect(run.no_effect)
-        return optimizer_step
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from hasten.tuning.candidates import MethodSelection, candidates_for, strong_bas
 from hasten.tuning.confirm import SEED_STEP, compare_with_strong_baseline, confirm
 from hasten.tuning.gate import MIN_SEEDS, resolve_margin
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
-from hasten.tuning.search import NO_EFFECT, Baseline, run_speedup, search_systems, search_training
+from hasten.tuning.search import Baseline, run_speedup, search_systems, search_training
 from hasten.tuning.study import PROFILE_SECONDS, Budget, OutOfBudgetError, Study
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.durations import parse_budget
