@@ -98,8 +98,8 @@ _PUBLIC = {  # module: its public names
     "benchmarking.compare": "compare",
     "core.card": "Card Exactness WrapOrder",
     "core.data": "BatchSource LoaderSpec WorkerConfig",
-    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning NoEffectError PeerFailure ProgressWarning RunError"
-    " RunInterrupted",
+    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning NoEffectError PeerFailure"
+    " ProgressWarning RunError RunInterrupted",
     "core.method": "Method option",
     "core.recipe": "Recipe",
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",

@@ -38,11 +38,11 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_error_kind",
     "chained_schedulers",
-    "contains_worker_traceback",
-    "cpu_attention_ops",
     "compile_in_place",
     "compile_seconds",
     "compiler_backend",
+    "contains_worker_traceback",
+    "cpu_attention_ops",
     "ddp_bucket_sizes",
     "default_process_group_timeout",
     "foreach_add_",
@@ -336,7 +336,7 @@ def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | 
 # ── torch.compile ────────────────────────────────────────────────────────────────────────────────
 
 
-def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]:
+def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
     """The function with which ``torch.compile(backend=name, mode=mode)`` compiles one graph."""
     from torch import _inductor
     from torch._dynamo.backends.registry import lookup_backend

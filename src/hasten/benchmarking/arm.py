@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
-from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.core.errors import ConfigurationError, PeerFailure
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task

@@ -205,10 +205,12 @@ class RunContext:
         return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)
 
     def observe_effect(self, method: Method, check: EffectCheck) -> None:
-        """Registers the check of a method's effect, a generator function.
+        """Registers the check of a method's effect; the engine calls it once per run, after the warm-up.
 
-        Once per run, after the warm-up, the engine trains one step where the generator yields. The generator returns
-        what it has seen, in one line, or raises ``NoEffectError`` with the reason why the method did not act.
+        Args:
+            method: The method.
+            check: A function that is called after a training step, or a generator function that yields around one. It
+                returns what shows that the method acted, in one line, or raises ``NoEffectError`` with the reason.
         """
         self.effect_checks[method.name] = check
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Iterator, Sequence
+from inspect import isgeneratorfunction
 from itertools import islice
 from typing import TypeVar
 
 from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.core.types import EffectCheck
 from hasten.utils.op_recorder import NOT_CHECKED
 
 WARMUP_STEPS = 2  # steps of this process before the one that is observed: compiling and first batches are over
@@ -72,25 +74,25 @@ class EffectObserver:
 
     def _observe_next(self, steps: Iterator[T]) -> list[T]:
         """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""
-        started: dict[str, Generator[None, None, str]] = {}
+        running: dict[str, Generator[None, None, str]] = {}
         for name, check in self.checks.items():
-            started[name] = check()
-            self._advance(name, started)
+            running[name] = _as_generator(check)
+            self._advance(name, running)
         try:
             items = [*islice(steps, 1)]
             if items:
-                for name in reversed([*started]):  # contexts that the checks opened close in reverse order
-                    self._advance(name, started)
+                for name in reversed([*running]):  # contexts that the checks opened close in reverse order
+                    self._advance(name, running)
                 self.checks = {}
             return items
         finally:
-            for generator in reversed([*started.values()]):
+            for generator in reversed([*running.values()]):
                 generator.close()
 
-    def _advance(self, name: str, started: dict[str, Generator[None, None, str]]) -> None:
-        """Runs a check to its yield, or to its end; a check that ended leaves ``started``."""
+    def _advance(self, name: str, running: dict[str, Generator[None, None, str]]) -> None:
+        """Runs a check to its yield, or to its end; a check that ended leaves ``running``."""
         try:
-            next(started[name])
+            next(running[name])
             return
         except StopIteration as end:
             self.evidence[name] = str(end.value)
@@ -99,8 +101,15 @@ class EffectObserver:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             self._report(name, f"its effect check failed at {frame.filename}:{frame.lineno}: {format_error(error)}")
-        del started[name]
+        del running[name]
 
     def _report(self, name: str, reason: str) -> None:
         self.evidence.pop(name, None)
         self.run.no_effect.append((name, reason))
+
+
+def _as_generator(check: EffectCheck) -> Generator[None, None, str]:
+    if not isgeneratorfunction(check):
+        yield
+    result: str | Generator[None, None, str] = check()
+    return result if isinstance(result, str) else (yield from result)

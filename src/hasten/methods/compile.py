@@ -88,11 +88,11 @@ class GraphRecorder:
         backend: The backend that compiles.
     """
 
-    def __init__(self, backend: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]):
+    def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
         self.backend, self.graphs, self.seconds_before = backend, 0, compile_seconds()
         self.breaks: dict[str, None] = {}  # in order, without repetition
 
-    def compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Compiles one graph."""
         self.graphs += 1
         if found := graph_break_of(graph):
@@ -106,7 +106,9 @@ class GraphRecorder:
         if not self.graphs:
             raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model")
         breaks = [*self.breaks]
-        text = f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {compile_seconds() - self.seconds_before:.1f} s"
+        text = (
+            f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {compile_seconds() - self.seconds_before:.1f} s"
+        )
         if not breaks:
             return f"{text}, no graph break"
         more = f"; {len(breaks) - MOST_BREAKS} more" * (len(breaks) > MOST_BREAKS)

@@ -16,6 +16,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.registry import make_methods, method_class
 from hasten.tuning.study import Study
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from hasten.benchmarking.exactness import check_exactness
@@ -15,7 +14,6 @@ from hasten.core.method import Method
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
-from hasten.core.types import StepFn
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef

@@ -23,6 +23,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.environment import cores, source_hash
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.registry import drop_distributed

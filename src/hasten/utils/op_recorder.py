@@ -8,7 +8,6 @@ Inside a replayed CUDA graph it sees nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from hasten._torch_compat import TorchDispatchMode, is_view_op
-from hasten.core.errors import NoEffectError
 from hasten.utils.tree import tree_leaves
 
 NOT_CHECKED = "effect not checked"  # how the evidence begins where a check cannot look
@@ -97,16 +95,3 @@ class OpRecorder(TorchDispatchMode):
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def observe_precision(dtype: torch.dtype) -> Generator[None, None, str]:
-    """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it."""
-    with OpRecorder() as recorder:
-        yield
-    name = str(dtype).removeprefix("torch.")
-    if not recorder.flops():
-        return f"{NOT_CHECKED}: the step shows no matrix product or convolution, as in a CUDA graph"
-    share = recorder.flops(dtype) / recorder.flops()
-    if not share:
-        raise NoEffectError(f"no matrix product or convolution ran in {name}")
-    return f"{share:.0%} of the FLOPs of matrix products and convolutions ran in {name}"
