@@ -12,6 +12,7 @@ all ranks.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hasten.distributed.collectives import (
     check_sync_period,
     warn_local_batch_norm,
 )
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class DiLoCo(Method):
         broadcast_module(model)
         allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = self.sync_every
+        run.observe_effect(self, partial(observe_seldom_communication, self.sync_every))
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:

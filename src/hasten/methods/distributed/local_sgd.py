@@ -13,6 +13,7 @@ processes use the mean of all ranks, including the optimizer state.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ from hasten.distributed.collectives import (
     is_real_or_complex,
     warn_local_batch_norm,
 )
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class LocalSGD(Method):
         allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = math.lcm(self.period, self.group_period if self.group_size else 1)
         run.parallel.warmup_steps = self.warmup_steps
+        run.observe_effect(self, partial(observe_seldom_communication, run.parallel.sync_period))
         return model
 
     def _check_periods(self, run: RunContext) -> None:

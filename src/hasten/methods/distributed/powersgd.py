@@ -18,6 +18,7 @@ is left to overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,7 @@ from hasten.distributed.collectives import (
     coalesced,
     warn_local_batch_norm,
 )
+from hasten.utils.observe_step import observe_collectives
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class PowerSGD(Method):
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         broadcast_module(model)
         run.parallel.warmup_steps = start
+        run.observe_effect(self, partial(observe_collectives, "allreduce_"))
         return model
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
