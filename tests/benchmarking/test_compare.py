@@ -201,7 +201,7 @@ def test_a_run_that_begins_with_other_steps_is_not_shown_by_blocks():
 
 
 def test_a_method_with_nothing_to_act_on_is_no_arm():
-    with pytest.raises(RunError, match=r"channels_last .*nothing to act on"):
+    with pytest.raises(RunError, match=r"channels_last has no effect"):
         hasten.compare(sleepy(), "baseline", "channels_last", budget=3)
 
 

@@ -33,7 +33,7 @@ def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
 @pytest.mark.parametrize(
     ("run", "verdict", "words"),
     [
-        ({"failed": "ema has nothing to act on: no weights"}, "no effect", "no weights"),
+        ({"failed": "ema has no effect: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
         ({"pruned": True}, "no gain", "after 10.5 s"),
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),

@@ -28,6 +28,7 @@ from hasten.core.types import BatchFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
 from hasten.engine.loop import train_steps as training_steps
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
@@ -86,10 +87,10 @@ class EquivalenceCase:
         return self.ranks.any(time.monotonic() >= deadline)
 
     def check_has_effect(self, program: Program) -> None:
-        """Raises RunError if an added method found nothing to act on."""
+        """Raises RunError if an added method has no effect."""
         for name, why in program.run.no_effect:
             if name in self.added:
-                raise RunError(f"{name} has nothing to act on: {why}")
+                raise RunError(f"{name} {NO_EFFECT}: {why}")
 
 
 @dataclass(frozen=True)
