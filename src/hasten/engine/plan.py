@@ -100,7 +100,6 @@ def build(
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
-
     for method in methods:
         method.setup(run)
     process_context = fold("process_context", _device_context(run.device))
@@ -113,7 +112,8 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        copy = _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
+        to_device = _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
+        to_device = fold("batch_transform", to_device)
         forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -127,7 +127,7 @@ def build(
             train=_shard_batches(source, methods, run, log),
             source=source,
             validation=validation,
-            to_device=fold("batch_transform", copy),
+            to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
             grad_transform=fold("grad_transform", _do_nothing),
