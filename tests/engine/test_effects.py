@@ -66,7 +66,7 @@ def test_observed_step_is_the_first_after_the_warmup():
 
 
 def test_observed_step_of_a_run_of_one_step_is_its_only_one():
-    program, losses = steps_of(Observed(), batch_size=96, epochs=1)
+    _, losses = steps_of(Observed(), batch_size=96, epochs=1)
     assert len(losses) == 1 and SEEN == [("before", 0), ("after", 1)]
 
 

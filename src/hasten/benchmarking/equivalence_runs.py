@@ -27,8 +27,8 @@ from hasten.core.task import Task
 from hasten.core.types import BatchFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
-from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.effects import NO_EFFECT
+from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
