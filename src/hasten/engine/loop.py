@@ -75,7 +75,7 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model. Changes no state of the run. A collective.
+    """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
 
     Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
 

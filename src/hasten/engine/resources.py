@@ -42,7 +42,7 @@ def warn_oversubscribed(processes: int) -> None:
 
 
 def single_process_threads() -> int:
-    """Threads of a single process: as many as the user set, or all CPUs; torch reads no control group."""
+    """torch's threads in one process: all CPUs it may use if hasten set the number for the ranks, else unchanged."""
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 
@@ -52,7 +52,7 @@ def _local_world_size() -> int:
 
 
 def _free_in_groups() -> Iterator[int]:
-    """Bytes left in each control group of this process; file cache counts as free."""
+    """Bytes left below the memory limit of each control group of this process; file cache counts as free."""
     for controller, group in _control_groups("memory"):
         limit, usage, reclaimable = MEMORY_FILES[controller]
         try:

@@ -67,7 +67,7 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self, parameters: list[torch.Tensor], decay: float) -> None:
-        """Average <- decay * average + (1 - decay) * parameters."""
+        """In place: average <- decay * average + (1 - decay) * parameters."""
         foreach_lerp_(self.tensors, parameters, 1 - decay)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ def find_split_points(
 
 
 def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segment]) -> torch.fx.GraphModule:
-    """Consecutive segments as a module of their own, which shares the model's submodules."""
+    """A module that computes the given consecutive segments and shares the model's submodules."""
     nodes = [node for segment in segments for node in segment]
     stage, copies = torch.fx.Graph(), dict[Node, Node]()
     stage_input = stage.placeholder("stage_input")
@@ -74,12 +74,12 @@ def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segmen
 
 
 def _contiguous_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, to be sent; no view, because the zero-bubble schedule cannot release the autograd graph of a view."""
+    """A contiguous tensor that is no view: the zero-bubble schedule cannot free the autograd graph of a view."""
     return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
 def _sharded_values(model: nn.Module, graph: torch.fx.Graph, peek_batch: Callable[[], Batch] | None) -> set[Node]:
-    """The nodes whose values are DTensors, which no stage can pass on."""
+    """The nodes whose values are DTensors, which stages cannot pass on; found by running a batch."""
     found: set[Node] = set()
 
     class Recorder(torch.fx.Interpreter):
