@@ -86,7 +86,7 @@ _derive_seed = lru_cache(maxsize=64)(derive_seed)
 
 
 def _from_blocks(positions: numpy.ndarray, *key: Any) -> numpy.ndarray:
-    """Returns the same as ``_compute``, from cached blocks unless the positions fill half a block or more."""
+    """``_compute`` for few positions: computes and caches the whole blocks of positions that contain them."""
     size = BLOCK // max(1, key[2])
     if 2 * len(positions) > size:
         return _compute(positions, *key)

@@ -79,7 +79,7 @@ class DeterministicBatchSampler:
 
 
 def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Callable[[int, int], numpy.ndarray]:
-    """Same as ``_rows`` with a window; only the windows in use are in memory."""
+    """``(first, last) -> row indices`` with chunks mixed ``window`` at a time; holds only the windows in use."""
     chunks = _permutation(seed, len(offsets) - 1)
     ends = numpy.cumsum(numpy.diff(offsets)[chunks])[window - 1 :: window]  # of all full windows
     begins = numpy.concatenate([[0], ends[: -(-len(chunks) // window) - 1]])

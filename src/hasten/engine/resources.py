@@ -42,7 +42,7 @@ def warn_oversubscribed(processes: int) -> None:
 
 
 def single_process_threads() -> int:
-    """torch's threads in one process: all CPUs it may use if hasten set the number for the ranks, else unchanged."""
+    """Threads for one process: all its CPUs if hasten had limited them for ranks, else torch's present number."""
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 

@@ -38,7 +38,7 @@ def column(arrow_type: Any, rows: int, name: str) -> Any:
 
 
 class NumberColumn:
-    """One tensor of shape (rows, *shape); ``dtype`` may differ from that of the file."""
+    """A numeric column as one tensor of shape (rows, *shape), converted to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, rows: int, shape: tuple[int, ...] = (), name: str = "") -> None:
         self.tensor, self.name, self._filled = torch.empty((rows, *shape), dtype=dtype), name, 0
@@ -86,7 +86,7 @@ class MatrixColumn:
         return gathered(self.tensor, index)
 
     def _warn_of_rounding(self, columns: list[numpy.ndarray]) -> None:
-        """Warns once about large integers, such as identifiers or times, that rounding would make equal to others."""
+        """Warns once per column of integers above 2**24: float32 rounds them, so that different ones become equal."""
         for name, values in zip(self.names, columns, strict=True):
             if name in self._warned or values.dtype.kind not in "iu" or values.dtype.itemsize < 4 or not len(values):
                 continue
@@ -101,7 +101,7 @@ class MatrixColumn:
 
 
 class ClassColumn:
-    """Text or dictionary values as class indices: one int64 tensor."""
+    """A text target as class indices: one int64 tensor. Arrow dictionaries of text are accepted, too."""
 
     def __init__(self, classes: Sequence[str], rows: int, name: str) -> None:
         import pyarrow as pa
@@ -128,7 +128,7 @@ class ClassColumn:
 
 
 class ListColumn:
-    """Text, bytes, lists of different lengths: a Python list of rows; lists of numbers are tensors."""
+    """Text, bytes or lists of different lengths: returned as a list of rows; a row of numbers is a tensor."""
 
     def __init__(self, name: str, arrow_type: Any) -> None:
         import pyarrow.types as types
@@ -160,7 +160,7 @@ class ListColumn:
 
 
 class StructColumn:
-    """A struct: a dict of its columns."""
+    """A struct column: returned as a dict of its columns."""
 
     def __init__(self, columns: dict[str, Any], name: str) -> None:
         self._columns, self.name = columns, name
@@ -176,10 +176,10 @@ class StructColumn:
 
 
 def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
-    """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used.
+    """Returns a column's numbers, 1-d (lists are concatenated); a view of Arrow's memory where possible.
 
     Raises:
-        ConfigurationError: Values are missing, and ``fill`` has none for this column.
+        ConfigurationError: Values are missing, and ``fill`` has no replacement for this column.
     """
     import pyarrow as pa
     import pyarrow.types as types

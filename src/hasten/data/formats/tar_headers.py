@@ -74,7 +74,7 @@ def _check(member: tarfile.TarInfo, size: int) -> None:
 
 
 class _Reader:
-    """The file methods that ``tarfile`` calls, over a memoryview (``io.BytesIO`` would copy the archive)."""
+    """A read-only file over a memoryview, for ``tarfile`` (``io.BytesIO`` would copy the archive)."""
 
     def __init__(self, content: memoryview):
         self.content, self.position = content, 0

@@ -67,13 +67,13 @@ class Feature:
 
 
 def encode_example(features: Mapping) -> bytes:
-    """Encodes one message; equal features give equal bytes.
+    """Encodes features as one ``tf.train.Example`` message; equal features give equal bytes.
 
     Args:
         features: Name -> byte string, text or number, list of them, array or tensor.
 
     Raises:
-        ConfigurationError: A value has another type, or does not fit into an int64.
+        ConfigurationError: A value has none of these types, or does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -175,7 +175,7 @@ def _kind_and_length(feature: Any) -> tuple[str | None, int]:
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """Returns the kind and the flat list of the values of a feature."""
+    """Returns ("bytes", "float" or "int64"; flat list of the values) of a feature to encode."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     texts = value if isinstance(value, (list, tuple)) else [value]
@@ -191,7 +191,7 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
+    """Parses a value of ``features=``: (shape of a sample, dtype of the numbers in its byte string or None).
 
     Raises:
         ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds

@@ -69,7 +69,7 @@ def tokens(
 
 
 class Tokens(Source):
-    """Windows over token files; ``dtype`` is None if it was not given."""
+    """A source of windows over token files. ``dtype`` None: uint16 for ``.bin``, else that in the file."""
 
     def __init__(self, files: list[str], length: int, dtype: numpy.dtype | None, stride: int) -> None:
         self.files = [os.path.abspath(file) for file in files]

@@ -39,7 +39,7 @@ class SharedBuffer:
         self.mapped = numpy.empty(0, numpy.uint8)
 
     def memory(self, size: int) -> numpy.ndarray:
-        """Returns the mapped memory, at least ``size`` bytes, uint8. The writer calls it before the reader."""
+        """Returns at least ``size`` bytes as uint8, growing the buffer. The writer must call it before the reader."""
         if len(self.mapped) < size:
             if os.fstat(self.file).st_size < size:
                 os.ftruncate(self.file, size)
