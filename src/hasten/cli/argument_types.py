@@ -80,7 +80,7 @@ def margin(text: str) -> float:
 
 
 def directory(text: str) -> str:
-    """Accept the path of a directory, or a path that does not exist yet."""
+    """Check that ``text`` is the path of a directory, or of nothing yet; returns it."""
     if not text:
         raise ArgumentTypeError("must be a directory, not an empty text")
     if os.path.exists(text) and not os.path.isdir(text):
@@ -89,7 +89,7 @@ def directory(text: str) -> str:
 
 
 def name_list(text: str) -> list[str]:
-    """Parse ``a,b,c``."""
+    """Parse ``a,b,c`` to a list of names, at least one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ArgumentTypeError("must be names separated by commas")
@@ -174,7 +174,7 @@ def add_recipe_options(parser: ArgumentParser) -> None:
 
 
 def recipe_from_options(options: Namespace) -> Recipe:
-    """Combine ``--recipe`` and ``--with``. An option of a method that both set has the value of ``--with``."""
+    """The recipe of ``--recipe`` and ``--with`` together; ``--with`` wins where both set an option."""
     from hasten.core.recipe import Recipe  # not at the top: --help needs no TOML
 
     extra = Recipe.parse(options.methods)

@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
-    """Measure in this rank of a job, or start the job first."""
+    """Measure if this process is a rank of a job; else start a job of ``--processes`` ranks that do."""
     if not in_job():
         from hasten.launch.launcher import launch
 

@@ -109,7 +109,7 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
-    """Check that each share, and the product of all degrees, divides every number of processes of ``--nnodes``."""
+    """Check that the methods' options (``degree``, ...) divide every number of processes that --nnodes allows."""
     if min_nodes == max_nodes:
         return  # the ranks check a fixed number themselves
     shares = {

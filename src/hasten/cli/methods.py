@@ -66,7 +66,7 @@ def _catalogue(device: str | None) -> list[dict]:
 
 
 def _description(name: str, device: str | None) -> dict:
-    """Everything about one method as plain data."""
+    """Card, options, order, conflicts and records of one method, as plain data for ``method_page``."""
     from hasten.core.method import hooks_of
     from hasten.engine.registry import method_class
 

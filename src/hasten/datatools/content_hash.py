@@ -53,7 +53,7 @@ class ContentHash:
         return hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
     def _add_arrow(self, name: str, array: Any) -> None:
-        """Adds an array of any type; lists and structs by their children."""
+        """Adds an Arrow array of any type to the hash of column ``name``; lists and structs by their children."""
         import pyarrow as pa
         import pyarrow.compute as compute
         import pyarrow.types as types
@@ -106,7 +106,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _string_bytes(array: Any) -> memoryview:
-    """The bytes of all strings, one after the other."""
+    """The concatenated bytes of all strings of an Arrow array."""
     _, offsets, letters = array.buffers()
     if letters is None or not len(array):
         return memoryview(b"")

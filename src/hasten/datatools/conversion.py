@@ -144,7 +144,7 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
 
 
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the missing parts; returns their number of rows."""
+    """Writes the parts that are not in the manifest yet; returns the number of rows written."""
     try:
         with translate_write_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
@@ -245,7 +245,7 @@ def _check_request(
 
 
 def _opening_code(to: str, manifest: dict, folder: Path, resize: int | None) -> str:
-    """The Python call that opens the output."""
+    """The Python expression that opens the output, such as ``parquet("out/*.parquet")``, for the user."""
     if to == "webdataset" and resize:
         return f'webdataset("{folder}", resize={resize})'
     if to == "webdataset":

@@ -72,7 +72,7 @@ def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
     """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files.
 
     Raises:
-        ConfigurationError: There is no file, or none whose name has a known suffix.
+        ConfigurationError: There is no file at the path, or none whose name has a known suffix.
     """
     return formats_at(path)[0]
 
@@ -116,7 +116,7 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
 
 
 def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, int]:
-    """Returns {title: number of files} of each format."""
+    """Returns {title of the format: number of files} of what ``formats_at`` returned."""
     return {kind.title: len(files) for kind, files in formats}
 
 
@@ -180,7 +180,7 @@ def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None
 
 
 def _open_images(where: Any, resize: Any) -> Pipeline:
-    """Images with their folders as labels, if every image is in one."""
+    """Opens images, with the names of their folders as labels if every image is in a folder."""
     try:
         return images(where, resize)
     except ConfigurationError as error:

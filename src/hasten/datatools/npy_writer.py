@@ -83,7 +83,7 @@ class NpyWriter:
 
     @contextmanager
     def _open(self, part: int, mode: str) -> Iterator[dict[str, BinaryIO]]:
-        """The open files of all columns, each positioned where the part begins."""
+        """Opens the files of all columns: {name: file}, each positioned where ``part`` begins."""
         before = self.plan.rows_before(part)
         with ExitStack() as open_files:
             files = {}
@@ -94,7 +94,7 @@ class NpyWriter:
             yield files
 
     def _write_header(self, file: BinaryIO, name: str, rows: int) -> None:
-        """Writes the header of a file. Its length does not depend on the number of rows, so it can be overwritten."""
+        """Writes the ``.npy`` header for ``rows`` rows. Its length is fixed, so that it can be overwritten."""
         like = self.like[name]
         descr = numpy.lib.format.dtype_to_descr(like.numpy().dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (rows, *like.shape[1:])}

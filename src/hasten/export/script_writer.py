@@ -90,7 +90,7 @@ class _ScriptWriter:
         return [(self.variables[id(method)], method) for method in methods if hook in hooks_of(method)]
 
     def _wrapped(self, hook: str, first: str = "") -> list[str]:
-        """``zero_grad = method.zero_grad(zero_grad, run)`` for every user; the innermost wraps ``first``."""
+        """A line ``HOOK = method.HOOK(HOOK, run)`` per method that overrides ``hook``; the innermost gets ``first``."""
         things = [first or hook] + [hook] * len(self.methods)
         users = zip(self._users(hook), things, strict=False)
         return [f"{hook} = {variable}.{hook}({thing}, run)" for (variable, _), thing in users]

@@ -36,7 +36,7 @@ def facts_of(program: Program) -> frozenset[str]:
 
 
 def hardware_facts(device: torch.device) -> frozenset[str]:
-    """The type of the device, and the number formats that its matrix units support."""
+    """The facts about the hardware: type of the device, and number formats that its matrix units support."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return frozenset({"cuda"} | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})

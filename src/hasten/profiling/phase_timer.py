@@ -37,7 +37,7 @@ class PhaseTimer:
         self.intervals, self.running = [], True
 
     def now(self) -> Any:
-        """A timestamp (float or CUDA event), or None while nothing is recorded."""
+        """A timestamp: seconds as float, on a GPU a CUDA event; None while nothing is recorded."""
         if not self.running:
             return None
         if self.device.type != "cuda":
@@ -159,7 +159,7 @@ def _timer(run: RunContext) -> PhaseTimer:
 
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
+    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
     forward, backward = (
         (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)

@@ -33,7 +33,7 @@ def grid(*heads: str) -> Table:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    """Two columns: names and values."""
+    """A table of (name, value) rows in two columns."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, DIM, no_wrap=True), Text(value, overflow="fold"))
@@ -41,5 +41,5 @@ def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def indented(renderable: RenderableType) -> Padding:
-    """Indent by two characters."""
+    """The renderable, indented by two characters."""
     return Padding(renderable, (0, 0, 0, 2))

@@ -6,7 +6,7 @@ from markupsafe import Markup, escape
 
 
 def svg(width: float, height: float, title: str, description: str, parts: Sequence[Markup], class_: str = "") -> Markup:
-    """A complete drawing. Without a class it scales with the page and is the wide or the narrow one of a pair."""
+    """A complete ``<svg>`` of ``parts``. Without ``class_`` it is the wide or narrow drawing of a pair."""
     head = [element("title", title)] + ([element("desc", description)] if description else [])
     size = {"width": width, "height": height} if class_ else {}
     kind = class_ or ("wide" if width > 500 else "narrow")
@@ -47,7 +47,7 @@ def text(x: float, y: float, content: str, kind: str, title: str = "") -> Markup
 
 
 def element(name: str, *children: str, **attributes: float | str | None) -> Markup:
-    """An element. ``class_`` becomes ``class``; attributes without a value are omitted."""
+    """An XML element. ``class_`` becomes ``class``; attributes whose value is None are omitted."""
     written = "".join(
         f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None)
     )

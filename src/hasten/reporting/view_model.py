@@ -29,7 +29,7 @@ def is_proven_faster(result: Json) -> bool:
 
 
 def tune_headline(result: Json) -> str:
-    """The largest line of the report."""
+    """The headline of the report of ``tune``."""
     if is_proven_faster(result):
         return f"{formatting.ratio(result['speedup']['median'])} faster"
     if result["verdict"] == "faster":
@@ -235,7 +235,7 @@ def contributions(result: Json) -> list[Json]:
 
 
 def without_gain(shares: Sequence[Json]) -> list[str]:
-    """Members of the recipe without a measurable contribution."""
+    """Names of the recipe's methods without a measurable contribution."""
     ratios = {share["method"]: share["speedup"]["median"] for share in shares}
     return [method for method, ratio in ratios.items() if ratio is not None and ratio <= MIN_GAIN]
 
@@ -283,7 +283,7 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
 
 
 def is_success(trial: Json) -> bool:
-    """Whether a trial was adopted."""
+    """Whether the search adopted the method of this trial."""
     return trial["verdict"] in ("kept", "won", "faster", "passed")
 
 

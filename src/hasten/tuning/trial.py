@@ -32,10 +32,10 @@ class Trial:
         self.watch = no_progress
 
     def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
-        """A whole run.
+        """Trains the task with the recipe from start to end.
 
         Args:
-            target: of the metric.
+            target: value of the metric at which the run has succeeded; None: that of the task.
             time_limit: seconds after which a run that has not reached the target ends, because it can no longer win.
 
         Returns:
@@ -63,8 +63,8 @@ class Trial:
 
         Args:
             base: methods of the recipe to compare with.
-            exactness: name of the class.
-            seconds: budget.
+            exactness: name of the exactness class to check.
+            seconds: budget in seconds.
 
         Returns:
             ``{"passed", "number", "why"}``.
@@ -95,7 +95,7 @@ class RequireEffect(Method):
     card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Checks the methods; the step stays as it is."""
+        """Raises ``RunError`` while the run is built if a method reported no effect; returns the step unchanged."""
         _require_effect(run.no_effect)
         return optimizer_step
 
