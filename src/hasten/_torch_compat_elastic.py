@@ -17,7 +17,7 @@ class ElasticAgent(LocalElasticAgent):
     """
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this node; {local rank: process number}."""
+        """Starts the ranks of this node; returns {local rank: process ID}."""
         return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -63,7 +63,7 @@ class ArmSamples:
         return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
 
     def evaluation_ratio(self) -> float:
-        """Seconds of evaluation per second of training steps."""
+        """Seconds of evaluation per second of training steps, for this arm in a whole run."""
         return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
@@ -76,7 +76,7 @@ class ArmSamples:
         arm.suspend()
 
     def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
-        """Times one more evaluation, then suspends the arm."""
+        """Times one more evaluation of the arm, then suspends its processes; ``timeout`` in seconds."""
         self.evaluations.append(arm.call("evaluate", timeout=timeout))
         arm.suspend()
 

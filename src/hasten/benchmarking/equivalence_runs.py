@@ -86,7 +86,7 @@ class EquivalenceCase:
         return self.ranks.any(time.monotonic() >= deadline)
 
     def check_has_effect(self, program: Program) -> None:
-        """Raises RunError if an added method found nothing to act on."""
+        """Raises RunError if a method in ``added`` reported "no effect" in the built program."""
         for name, why in program.run.no_effect:
             if name in self.added:
                 raise RunError(f"{name} has nothing to act on: {why}")
@@ -218,7 +218,7 @@ def plan_differences(plan: dict[str, object], base: dict[str, object]) -> str:
 
 
 def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why two runs do not train the same thing; None if they do."""
+    """Why the plans of two runs (steps, batch size, ...) differ, as text; None if they are equal."""
     if a.plan != b.plan:
         return f"the plan differs: {plan_differences(b.plan, a.plan)}"
     if a.weights.keys() != b.weights.keys():

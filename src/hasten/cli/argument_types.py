@@ -110,7 +110,7 @@ def common_options() -> ArgumentParser:
 
 
 def add_max_restarts(parser: ArgumentParser) -> None:
-    """Add ``--max-restarts``."""
+    """Add ``--max-restarts``: how often a job is restarted after ranks were lost."""
     parser.add_argument(
         "--max-restarts",
         type=restart_count,
@@ -121,7 +121,7 @@ def add_max_restarts(parser: ArgumentParser) -> None:
 
 
 def add_timeout(parser: ArgumentParser) -> None:
-    """Add ``--timeout`` of a job whose ranks wait for each other."""
+    """Add ``--timeout``: seconds that a rank waits for another one in a collective."""
     parser.add_argument(
         "--timeout",
         type=timeout,
@@ -143,7 +143,7 @@ def add_trial_timeout(parser: ArgumentParser, default: str) -> None:
 
 
 def add_processes(parser: ArgumentParser, help_text: str, default: int = 1) -> None:
-    """Add ``--processes``."""
+    """Add ``--processes``, the number of ranks on this machine."""
     parser.add_argument(
         "--processes", type=process_count, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
     )
@@ -161,7 +161,7 @@ def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:
 
 
 def add_recipe_options(parser: ArgumentParser) -> None:
-    """Add ``--recipe`` and ``--with``."""
+    """Add ``--recipe`` and ``--with``, which name the methods to train with."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")
     parser.add_argument(
         "--with",

@@ -16,7 +16,7 @@ HELP = "measure latency and bandwidth of each collective"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten bench-comm`` to its parser."""
     argument_types.add_processes(parser, "number of processes on this machine", default=2)
     argument_types.add_timeout(parser)
 

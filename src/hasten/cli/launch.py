@@ -23,7 +23,7 @@ LAUNCH_OPTIONS = ("--processes", "--nproc-per-node", "--nnodes", "--max-restarts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command, named as in torchrun."""
+    """Add the options of ``hasten launch``, named as in torchrun, to its parser."""
     parser.add_argument(
         "--nproc-per-node",
         type=argument_types.process_count,

@@ -25,7 +25,7 @@ HELP = "list the methods, or show one method's card, options and records"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten methods`` to its parser."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method, installed or ./file.py:Class")
 
 

@@ -23,7 +23,7 @@ HELP = "train a task, with a recipe if one is given"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten train`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_recipe_options(parser)
     argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")

@@ -131,7 +131,7 @@ class Recipe:
 
 
 def _parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of ``METHOD[:key=value,...]``."""
+    """Parses ``METHOD[:key=value,...]`` to (method, {key: bool, int, float or str})."""
     match = _METHOD.match(text)
     if not match:
         raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")

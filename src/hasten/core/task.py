@@ -76,8 +76,8 @@ def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
     """
     result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
     if len(result) != 2:
-        expected = "Task(optimizer=) must return a torch optimizer, or (optimizer, schedule)"
-        raise ConfigurationError(f"{expected}; it returned a tuple of {len(result)} items")
+        given = f"it returned a tuple of {len(result)} items"
+        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); {given}")
     return result
 
 

@@ -23,7 +23,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 class Arrays(Source):
-    """Columns that can be indexed, in memory or memory-mapped."""
+    """A data source over columns in memory or memory-mapped ``.npy`` files."""
 
     def __init__(self, columns: Any) -> None:
         if isinstance(columns, (dict, tuple)) and not columns:
@@ -101,8 +101,8 @@ def _to_tensor(column: Any) -> torch.Tensor:
         what = "arrays() expects tensors, NumPy arrays or .npy files whose first dimension is the sample"
         raise ConfigurationError(f"{what}, not {type(column).__name__}")
     if column.device.type != "cpu":
-        why = "arrays() reads from CPU memory"
-        raise ConfigurationError(f"{why}; pass .cpu() tensors, and move the batches with .to(device)")
+        advice = "pass .cpu() tensors, and move the batches with .to(device)"
+        raise ConfigurationError(f"arrays() reads from CPU memory; {advice}")
     return column.detach().contiguous()
 
 

@@ -227,7 +227,7 @@ def _format_path(path: Path) -> str:
 
 
 def lists_of(columns: Any) -> list[list]:
-    """Returns the columns that are lists instead of tensors."""
+    """Returns those of nested columns that are lists (rows that fit into no tensor), not tensors."""
     return [column for column in column_leaves(columns) if isinstance(column, list)]
 
 

@@ -266,12 +266,13 @@ class Pipeline:
             raise ConfigurationError(f"a state has seed, epoch and position; this one has {found:.200}")
         seed, epoch, position = (check_int(f"{key} of the state", state[key]) for key in keys)
         if seed != self.seed:
-            why = f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}"
-            raise ConfigurationError(f"{why}; use .shuffle(seed={seed})")
+            raise ConfigurationError(
+                f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}; use .shuffle(seed={seed})"
+            )
         at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
-            why = f"this state begins at row {position} of an epoch"
-            raise ConfigurationError(f"{why}, and the data have only {len(self.source)} rows")
+            problem = f"and the data have only {len(self.source)} rows"
+            raise ConfigurationError(f"this state begins at row {position} of an epoch, {problem}")
         self._batch_sampler().index_at(position)
         self._seek(epoch, position)
 

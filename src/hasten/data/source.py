@@ -28,7 +28,7 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Returns the number of rows."""
+        """Returns the number of rows, bad ones included."""
 
     @abstractmethod
     def read(self, rows: numpy.ndarray) -> Any:

@@ -184,7 +184,7 @@ def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[t
 
 
 def _flip(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Flips the chosen images left to right, in place."""
+    """Flips the images where ``chosen`` (bool, shape (rows,)) is True left to right, in place."""
     rows, flat = chosen.nonzero()[:, 0], images.view(len(images), -1)
     selected = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
     flipped = selected.view(-1, *images.shape[1:]).flip(-1).view(selected.shape)

@@ -180,8 +180,8 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: Progres
         if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
             write_atomically(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
-        message = "the original changed while it was converted"
-        raise RunError(f"{message}; choose another --out, and start again when no process writes to the original")
+        advice = "choose another --out, and start again when no process writes to the original"
+        raise RunError(f"the original changed while it was converted; {advice}")
     is_plain_table = plan.reader.kind.is_table and plan.reader.target is None
     classes = None if is_plain_table else class_names(plan.reader.source, plan.reader.files)
     manifest |= writer.finish() | {"classes": classes, "finished": True}
@@ -193,12 +193,12 @@ def _write_part(part: int, writer: Writer, plan: ShardPlan, manifest: dict, repo
     expected = writer.write(part, report)
     skipped = plan.reader.faults.listed()
     if not expected.rows:
-        message = f"no row of part {part} can be read, the first is {skipped[0]['where']}"
-        raise RunError(f"{message}; repair it, or use fewer --shards")
+        advice = "repair it, or use fewer --shards"
+        raise RunError(f"no row of part {part} can be read, the first is {skipped[0]['where']}; {advice}")
     actual = writer.read_back(part)
     if (expected.rows, expected.hexdigest()) != (actual.rows, actual.hexdigest()):
-        message = f"part {part} of {plan.folder} differs from what was written"
-        raise RunError(f"{message}; check the disk, and start the same command again")
+        remedy = "check the disk, and start the same command again"
+        raise RunError(f"part {part} of {plan.folder} differs from what was written; {remedy}")
     plan.done.append((actual.rows, actual.hexdigest()))
     manifest["skipped_rows"] = skipped
     save_manifest(plan.folder, manifest)

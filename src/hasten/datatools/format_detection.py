@@ -78,7 +78,7 @@ def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
-    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last."""
+    """Returns (format, files) per format at a path, most files first; files of no known format are last (UNKNOWN)."""
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
         name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")

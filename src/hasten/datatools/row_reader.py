@@ -109,7 +109,7 @@ class RowReader:
 
     @cached_property
     def chunk(self) -> int:
-        """Number of rows read at a time."""
+        """Number of rows read at a time, from the size of the first ones."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
     def probe(self, first: int, last: int) -> dict:

@@ -55,7 +55,7 @@ class Writer(Protocol):
         ...
 
     def read_back(self, part: int) -> ContentHash:
-        """Reads the part that was written last; returns its hash."""
+        """Reads back ``part``, which was written last; returns the hash of its content."""
         ...
 
     def finish(self) -> dict:

@@ -137,7 +137,7 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
 
 
 def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a TFRecord file of ``tf.train.Example`` messages."""
+    """Writes rows ``first`` to ``last`` as a TFRecord file of ``tf.train.Example`` messages; returns their hash."""
     digest = ContentHash()
     with open(path, "wb") as file:
         for columns in reader.columns(first, last):
@@ -164,7 +164,7 @@ def read_tfrecord(path: Path) -> ContentHash:
 
 
 def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a tar file in WebDataset's layout."""
+    """Writes rows ``first`` to ``last`` as a tar file in WebDataset's layout; returns the hash of its content."""
     digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:

@@ -172,8 +172,8 @@ def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_pa
         expected, *others = gathered[first_rank : first_rank + model_parallel_size]
         for rank, sums in enumerate(others, first_rank + 1):
             if not _sums_agree(sums, expected):
-                difference = f"rank {rank} was given other samples than rank {first_rank}"
-                raise RunError(f"{difference}, but both compute parts of one model replica: {SEEDED}")
+                problem = f"but both compute parts of one model replica: {SEEDED}"
+                raise RunError(f"rank {rank} was given other samples than rank {first_rank}, {problem}")
         if batch is not None:
             yield batch
             del batch

@@ -300,8 +300,8 @@ class InitRecorder(TorchDispatchMode):
     def check_all_recorded(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raises ``ConfigurationError`` for a meta tensor that was not recorded: its values are unknown."""
         if any(tensor.is_meta and storage_of(tensor) not in self.meta_storages for tensor in tensors):
-            problem = "the model has tensors on the meta device, whose values are unknown"
-            raise ConfigurationError(f"{problem}; make them on the CPU, or {REMEDY}")
+            advice = f"make them on the CPU, or {REMEDY}"
+            raise ConfigurationError(f"the model has tensors on the meta device, whose values are unknown; {advice}")
 
     def materialize(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index in ``tensors``, initialized tensor) for each requested tensor, as soon as it is final.

@@ -79,7 +79,7 @@ class PauseSchedule:
         return bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)
 
     def end(self) -> None:
-        """Ends the pause and sets the time of the next one."""
+        """Ends the pause: sets when the next one is due (all ranks: at which step)."""
         next_report = perf_counter() + PROGRESS_INTERVAL_S
         self.next = min(next_report, self._next_save()) if self.saves else next_report
 

@@ -40,7 +40,7 @@ NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is d
 
 
 class Checkpoints:
-    """The checkpoint directory of one run."""
+    """Writes, selects and removes the checkpoint files in the directory of one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -225,8 +225,8 @@ def restore(program: Program, state: State) -> None:
                 stateful.load_state_dict(state["checkpoint_state"][name])
         _restore_rank_state(run, rank_states)
     except Exception as error:
-        problem = f"the checkpoint does not fit the task as it is now: {format_error(error)}"
-        raise RunError(f"{problem}; choose another --out to start anew") from error
+        advice = "choose another --out to start anew"
+        raise RunError(f"the checkpoint does not fit the task as it is now: {format_error(error)}; {advice}") from error
     for name in POSITION:
         setattr(run.progress, name, state["progress"][name])
 

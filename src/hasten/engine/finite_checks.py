@@ -27,7 +27,7 @@ def weights_are_finite(model: torch.nn.Module) -> bool:
 
 
 def check_weights_finite(model: torch.nn.Module, step: int) -> None:
-    """Raises a RunError if a trained parameter is not finite."""
+    """Raises a RunError that names ``step`` if a trained parameter of this rank is NaN or infinite."""
     if not weights_are_finite(model):
         raise RunError(f"the weights are not finite after step {step}: the training diverged; {_advice()}")
 

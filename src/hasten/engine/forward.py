@@ -57,7 +57,7 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
 
 
 def loss_type_error(loss: Any) -> RunError:
-    """The error for a Task(loss=) that returned no tensor."""
+    """The error for a Task(loss=) function that returned ``loss`` instead of a tensor with a gradient."""
     return RunError(
         f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}; leave out float() and .item()"
     )

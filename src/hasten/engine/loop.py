@@ -42,13 +42,13 @@ def empty_data_error(epoch: int) -> RunError:
 
 
 def is_finished(program: Program) -> bool:
-    """Whether the plan has been carried out."""
+    """Whether the run has trained all epochs of its plan, or its stop condition was met."""
     progress, plan = program.run.progress, program.plan
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
 def train_epoch(program: Program) -> Iterator[torch.Tensor]:
-    """As ``train_steps``, to the end of the current epoch."""
+    """Trains to the end of the current epoch (or of the plan); yields the loss of each step, as ``train_steps``."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
     optimizer_step, zero_grad = program.optimizer_step, program.zero_grad

@@ -89,7 +89,7 @@ METRICS = {
 
 
 def name_of(task: Task) -> str:
-    """The name of the task's metric."""
+    """The name of the task's metric: that given as text, else the name of its function or class."""
     metric = task.metric
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
@@ -106,8 +106,8 @@ def higher_is_better(task: Task) -> bool:
     metric = METRICS[task.metric] if isinstance(task.metric, str) else task.metric
     direction = getattr(metric, "higher_is_better", None)
     if direction is None:
-        problem = f"it is unknown whether a higher {name_of(task)} is better"
-        raise ConfigurationError(f"{problem}; set Task(higher_is_better=True) or False")
+        advice = "set Task(higher_is_better=True) or False"
+        raise ConfigurationError(f"it is unknown whether a higher {name_of(task)} is better; {advice}")
     return direction
 
 

@@ -115,7 +115,7 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
 
 
 def make_methods(recipe: Recipe) -> list[Method]:
-    """Creates the methods of a recipe."""
+    """Creates the Method objects of a recipe, with checked options; errors as in ``make_method``."""
     return [make_method(name, options) for name, options in recipe.methods.items()]
 
 

@@ -64,7 +64,7 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """The CPU quota of each control group, in CPUs."""
+    """Yields the CPU quota of each control group that limits this process, in CPUs."""
     for controller, group in _control_groups("cpu"):
         try:
             if controller:

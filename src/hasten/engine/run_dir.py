@@ -59,7 +59,7 @@ class RunDirectory:
         resume: bool,
         resume_key: Callable[[Recipe], Recipe],
     ) -> None:
-        """Reads the directory; writes nothing."""
+        """Reads what is in the directory and checks it against the arguments; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
         self.written = self.recipe
@@ -69,8 +69,8 @@ class RunDirectory:
             self.begun = "environment.json" in names
             foreign = not self.begun and any(map(self._is_foreign, names))
         except OSError as error:
-            problem = f"cannot use {self.path} as a run directory: {error.strerror}"
-            raise ConfigurationError(f"{problem}; choose another --out") from None
+            advice = "choose another --out"
+            raise ConfigurationError(f"cannot use {self.path} as a run directory: {error.strerror}; {advice}") from None
         if foreign:
             raise ConfigurationError(f"{self.path} is not empty and holds no run; choose another --out")
         if self.begun and not resume:
@@ -101,8 +101,8 @@ class RunDirectory:
             for incomplete in (*self.path.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")):
                 incomplete.unlink()
         except BlockingIOError:
-            problem = f"another process is training in {self.path}"
-            raise ConfigurationError(f"{problem}; wait for it or choose another --out") from None
+            advice = "wait for it or choose another --out"
+            raise ConfigurationError(f"another process is training in {self.path}; {advice}") from None
         except OSError as error:
             raise ConfigurationError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
         if not self.begun:
@@ -172,8 +172,8 @@ class RunDirectory:
         if recipe is None or recipe == self.written:
             requested = recipe.methods if recipe else {}
             if any(":" in name and name not in requested for name in (first_recipe | self.written).methods):
-                problem = f"the run in {self.path} was begun with methods from outside hasten"
-                raise ConfigurationError(f"{problem}; if you trust them, name them again: --with '{first_recipe}'")
+                advice = f"if you trust them, name them again: --with '{first_recipe}'"
+                raise ConfigurationError(f"the run in {self.path} was begun with methods from outside hasten; {advice}")
             self.recipe = first_recipe
         if self.resume_key(self.recipe) != self.resume_key(first_recipe):
             raise self._mismatch("recipe", first_recipe, self.recipe)

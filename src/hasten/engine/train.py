@@ -232,8 +232,8 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
         advice = "use --device cuda, and each gets a GPU of its own"
         raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
     if ranks.local_rank >= (gpus := torch.cuda.device_count()):
-        problem = f"there are {gpus} GPUs for {ranks.local_rank + 1} processes or more"
-        raise ConfigurationError(f"{problem}; use fewer processes, or --device cpu")
+        remedy = "use fewer processes, or --device cpu"
+        raise ConfigurationError(f"there are {gpus} GPUs for {ranks.local_rank + 1} processes or more; {remedy}")
     return f"cuda:{ranks.local_rank}"
 
 

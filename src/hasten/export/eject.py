@@ -97,8 +97,8 @@ def _task_function(ref: tasks.TaskRef) -> Callable[[], Task]:
     module = sys.modules.get(function.__module__)
     defined = getattr(module, getattr(function, "__qualname__", ""), None) is function
     if not defined or not getattr(module, "__file__", None):
-        problem = f"{ref.name} is not defined at the top level of a file"
-        raise ConfigurationError(f"{problem}, so its source cannot be written out")
+        result = "so its source cannot be written out"
+        raise ConfigurationError(f"{ref.name} is not defined at the top level of a file, {result}")
     return function
 
 

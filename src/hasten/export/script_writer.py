@@ -214,7 +214,7 @@ class _ScriptWriter:
         ]
 
     def _program(self) -> list[str]:
-        """The lines that collect what the copied training loop calls."""
+        """The lines that build the ``program`` object, whose functions the copied training loop calls."""
         validation = "" if self.program.task.validation_data is None else "task=task, validation=validation, "
         to_device = "batch_transform" if self._users("batch_transform") else "batch_to_device"
         grad_transform = "grad_transform" if self._users("grad_transform") else "lambda: None"

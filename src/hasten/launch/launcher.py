@@ -74,7 +74,7 @@ class _Job:
 
     @property
     def shared_options(self) -> dict[str, str]:
-        """Options that must be the same on all nodes."""
+        """Option -> value, as text, of the launch options that must be the same on all nodes."""
         return {
             "--nnodes": ":".join(map(str, self.nnodes)),
             "--nproc-per-node": str(self.nproc_per_node),

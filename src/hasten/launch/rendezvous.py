@@ -75,6 +75,6 @@ def _is_this_node(host: str) -> bool:
 
 
 def split_host_port(endpoint: str) -> tuple[str, int]:
-    """(HOST, PORT) of "HOST:PORT"."""
+    """Splits "HOST:PORT" into (host, port number)."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)

@@ -261,7 +261,7 @@ class LoaderAutotuner:
         return stats
 
     def _recheck(self, space: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
-        """Searches again if steps wait far longer than at convergence."""
+        """Measures a converged configuration again; continues with a search if steps wait far longer than then."""
         assert self.wait_fraction is not None
         tolerated, stats = WAIT_TOLERANCE + 2 * self.wait_fraction, None
         for _ in range(CONFIRMATIONS):
@@ -296,7 +296,7 @@ class LoaderAutotuner:
 
 
 def default_memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> Callable[[], float]:
-    """``() -> bytes``: a fixed budget, or by default a fraction of the free memory. Picklable, unlike a closure."""
+    """``() -> bytes``: ``gigabytes`` * 10**9, or if None a fraction of the free memory at the call. Picklable."""
     return partial(_memory_budget, gigabytes, free_memory)
 
 

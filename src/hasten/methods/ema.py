@@ -60,7 +60,7 @@ class Ema(Method):
 
 
 class ParameterAverage:
-    """Moving averages of some parameters; part of the checkpoint."""
+    """Exponential moving averages of parameters, with ``state_dict`` for checkpoints."""
 
     def __init__(self, parameters: list[torch.Tensor]):
         self.tensors = [parameter.detach().clone() for parameter in parameters]

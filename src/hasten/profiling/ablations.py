@@ -33,7 +33,7 @@ def _card(summary: str) -> Card:
 
 
 class ReplayedBatch(Method):
-    """While "input" is disabled, the training loop gets the same batch again and again."""
+    """An ablation: while "input" is disabled, the training loop gets the same batch again and again."""
 
     card = _card("replays one batch: input costs nothing")
 
@@ -59,7 +59,7 @@ class ReplayedBatch(Method):
 
 
 class NoUpdate(Method):
-    """While "optimizer_step" is disabled, the weights stay as they are."""
+    """An ablation: while "optimizer_step" is disabled, the weights are not updated."""
 
     card = _card("skips the optimizer step: the update costs nothing")
 
@@ -70,7 +70,7 @@ class NoUpdate(Method):
 
 
 class LargerBatch(Method):
-    """Multiplies the batch size by BATCH_FACTOR."""
+    """An ablation: trains with BATCH_FACTOR times the batch size, to measure the fixed cost of a step."""
 
     card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 

@@ -62,7 +62,7 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def _evaluation_count(program: Program) -> float:
-    """How many times the metric is measured in a run."""
+    """Number of evaluations in a whole run: one per epoch, or one per ``evaluate_every`` training samples."""
     plan, length = program.plan, program.train.length
     if plan.evaluate_every is None or length is None:
         return plan.epochs

@@ -49,12 +49,12 @@ class PhaseTimer:
         return event
 
     def record(self, phase: str, began: Any) -> None:
-        """Records a phase that began at a timestamp and ends now."""
+        """Records ``phase`` as lasting from ``began`` (a result of ``now``) until now."""
         if began is not None:
             self.intervals.append((phase, began, self.now()))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls are recorded under a phase."""
+        """Wraps ``function`` so that the time of its calls is recorded under ``phase``."""
 
         def timed(*args: Any) -> Any:
             began = self.now()
@@ -128,11 +128,11 @@ class TimePhases(Method):
         return _timer(run).timed("backward", backward)
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times both passes together."""
+        """Times forward and backward pass together, as "forward_backward"."""
         return _timer(run).timed("forward_backward", forward_backward)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        """Times the work on the gradients."""
+        """Times the gradient transforms between backward pass and optimizer step."""
         return _timer(run).timed("grad_transform", grad_transform)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:

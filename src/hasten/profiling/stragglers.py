@@ -159,7 +159,7 @@ def _waits(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[list[float]]
 
 
 def _last_fractions(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[float]:
-    """The share of the steps in which each rank was the latest."""
+    """For each rank, the fraction (0 to 1) of the steps in which it reached the barrier last."""
     waits = [[wait for block in blocks["barrier"] for wait in block["wait_seconds"]] for blocks in rank_blocks]
     steps = list(zip(*waits, strict=True))
     return [sum(step[rank] == min(step) for step in steps) / len(steps) for rank in range(len(waits))]

@@ -255,7 +255,7 @@ def ticks(low: float, high: float, limit: int) -> list[float]:
 
 
 def thin_out(points: list, limit: int = MAX_POINTS) -> list:
-    """At most ``limit`` points of a line, including both ends."""
+    """Selects at most ``limit`` points of a line at equal distances, including both ends."""
     if len(points) <= limit:
         return points
     return [points[round(index * (len(points) - 1) / (limit - 1))] for index in range(limit)]

@@ -71,7 +71,7 @@ def percent(share: float | None) -> str:
 
 
 def file_size(value: float) -> str:
-    """``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
+    """Bytes as text: ``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= unit:
             return f"{plain(value / unit, digits=3)} {name}"

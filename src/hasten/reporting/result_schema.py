@@ -70,13 +70,13 @@ class Point(TypedDict, total=False):
 
 
 class Evaluation(Point, total=False):
-    """A point with its optimizer step."""
+    """An evaluation on the validation data: a ``Point`` with its optimizer step."""
 
     step: Amount
 
 
 class Curve(TypedDict, total=False):
-    """The evaluations of one run."""
+    """The learning curve of one run: its seed and its evaluations."""
 
     seed: Number
     points: Sequence[Point]
@@ -132,7 +132,7 @@ class Flops(TypedDict, total=False):
 
 
 class SkippedRow(TypedDict, total=False):
-    """A row that could not be read."""
+    """A row of the data that could not be read and was skipped."""
 
     row: Amount
     where: Text

@@ -19,7 +19,7 @@ def clipped(x: float, y: float, width: float, height: float, parts: Sequence[Mar
 
 
 def whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
-    """A horizontal interval with caps at its ends."""
+    """An error bar from x ``low`` to ``high`` at height ``y``, caps of ``cap`` up and down; ``kind``: CSS class."""
     caps = (line(x, y - cap, x, y + cap, kind) for x in (low, high))
     return [line(low, y, high, y, kind), *caps]
 
@@ -36,7 +36,7 @@ def box(x: float, y: float, width: float, height: float, kind: str, title: str =
 
 
 def dot(x: float, y: float, radius: float, kind: str) -> Markup:
-    """A circle."""
+    """A circle; ``kind`` is its CSS class."""
     return element("circle", cx=x, cy=y, r=radius, class_=kind)
 
 

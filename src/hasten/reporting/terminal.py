@@ -324,7 +324,7 @@ def _input_throughput(measured: Json) -> list[RenderableType]:
 
 
 def _option(option: Json) -> str:
-    """``decay = 0.99 (float, above 0)``."""
+    """A method's option as text: ``decay = 0.99 (float, above 0)``."""
     name, default, kind = (option[key] for key in ("name", "default", "type"))
     allowed = f", {option['range']}" if option.get("range") else ""
     if default is None:

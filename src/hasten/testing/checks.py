@@ -208,7 +208,7 @@ def saves_its_state(subject: Subject) -> None:
 
 
 class InterruptedRunError(Exception):
-    """Interrupts a run of ``resumes_bit_identically``."""
+    """Raised by the check ``resumes_bit_identically`` to interrupt its first run."""
 
 
 def resumes_bit_identically(subject: Subject) -> None:
@@ -283,7 +283,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 
 
 def weights(program: Program) -> dict[str, torch.Tensor]:
-    """A copy of the exported weights."""
+    """A copy of the exported model's parameters and buffers, by name."""
     return {name: value.detach().clone() for name, value in program.export().state_dict().items()}
 
 

@@ -92,7 +92,7 @@ class Incumbents:
         return self.recipes[-1]
 
     def push(self, recipe: Recipe) -> None:
-        """Adds a better recipe."""
+        """Adds a recipe that is better than all before; it becomes ``best``."""
         self.recipes.append(recipe)
 
 
@@ -224,7 +224,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Seconds that all runs took."""
+        """Seconds that all runs of this recipe took, added up."""
         return sum(run["trial_seconds"] for run in self.runs)
 
     def to_target(self, unit: str, seeds: int | None = None) -> float | None:

@@ -252,5 +252,5 @@ class Study:
 
 
 def exactness_of(name: str) -> Exactness:
-    """The exactness class of a method."""
+    """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness

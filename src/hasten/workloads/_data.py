@@ -108,7 +108,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
-    """Writes a tar.gz of (name, content) pairs."""
+    """Writes (name, content) pairs as a tar.gz at ``path``."""
     with tarfile.open(path, "w:gz", compresslevel=6) as tar:
         for name, content in files:
             member = tarfile.TarInfo(name)

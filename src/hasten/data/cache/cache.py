@@ -220,7 +220,7 @@ class Cache(Source):
 
 
 class MemoryCache(Cache):
-    """Holds one tensor per column in memory."""
+    """A cache that holds all rows in memory, one tensor per column."""
 
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         first, lists = self.read_first_within(free_memory(), "in memory", faults)
@@ -234,7 +234,7 @@ class MemoryCache(Cache):
 
 
 class DiskCache(Cache):
-    """Holds one memory-mapped row-major file per column; all processes that read it share its pages."""
+    """A cache on disk: one memory-mapped, row-major file per column, whose pages all processes share."""
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
         super().__init__(source, gigabytes, watch)

@@ -211,7 +211,7 @@ def _try_lock(lock: Path) -> BinaryIO | None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Makes a rename in the folder survive a power failure."""
+    """Flushes a folder to the disk, so that a rename in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

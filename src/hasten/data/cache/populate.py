@@ -91,8 +91,9 @@ def _as_tensors(columns: Any) -> Any:
             raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            message = f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}"
-            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
+            raise ConfigurationError(
+                f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {UNIFORM_ROWS_HINT}"
+            )
         return torch.stack(column)
 
     return map_columns(stack, columns)

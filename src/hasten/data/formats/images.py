@@ -158,13 +158,13 @@ def _blame_file(path: str) -> Iterator[None]:
 
 
 def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
-    """Returns (class names, class index of each file)."""
+    """Returns (names of the folders that hold files, sorted; index of each file's folder, int64)."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.relative_path(int((files.parents == names.index("")).argmax()))
-        why = f"{example} is in no folder that could be its class"
-        raise ConfigurationError(f"{why}; pass labels=None, or labels={{file name: number}}")
+        advice = "pass labels=None, or labels={file name: number}"
+        raise ConfigurationError(f"{example} is in no folder that could be its class; {advice}")
     classes = sorted(set(names))
     index_of = {name: index for index, name in enumerate(classes)}
     indices = numpy.array([index_of[name] for name in names])

@@ -64,8 +64,9 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
             return pa.repeat(converted, len(array))
         return array.fill_null(pa.scalar(converted, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        why = f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill"
-        raise ConfigurationError(f"{why}: {format_error(error)}") from None
+        raise ConfigurationError(
+            f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}"
+        ) from None
 
 
 def missing(name: str, array: Any, what: str, where: str) -> str:

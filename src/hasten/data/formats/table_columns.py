@@ -25,7 +25,7 @@ MAX_EXACT_FLOAT32 = 1 << 24  # up to here float32 represents every integer
 
 
 def column(arrow_type: Any, rows: int, name: str) -> Any:
-    """Returns an empty column for a plain Arrow type."""
+    """Returns an empty column for ``rows`` values of a plain Arrow type (see ``table_types.plain``)."""
     import pyarrow.types as types
 
     if types.is_struct(arrow_type):
@@ -46,8 +46,8 @@ class NumberColumn:
     def put(self, array: Any, fill: Any, where: str) -> None:
         values = to_numbers(array, fill, self.name, where)
         if values.dtype == numpy.uint64 and len(values) and values.max() > MAX_INT64:
-            what = f"column {self.name!r} holds {values.max()} in {where}"
-            raise ConfigurationError(f"{what}; a tensor holds integers up to {MAX_INT64}: leave the column out")
+            advice = f"a tensor holds integers up to {MAX_INT64}: leave the column out"
+            raise ConfigurationError(f"column {self.name!r} holds {values.max()} in {where}; {advice}")
         rows = values.reshape(len(array), *self.tensor.shape[1:])
         self.tensor.numpy()[self._filled : self._filled + len(array)] = rows
         self._filled += len(array)
@@ -119,8 +119,8 @@ class ClassColumn:
         if indices.null_count:
             unknown = words.filter(indices.is_null())[0].as_py()
             classes = ", ".join(self._classes.slice(0, 10).to_pylist())
-            what = f"column {self.name!r} holds {unknown!r} in {where}"
-            raise ConfigurationError(f"{what}, which is not one of its classes: {classes}")
+            problem = f"which is not one of its classes: {classes}"
+            raise ConfigurationError(f"column {self.name!r} holds {unknown!r} in {where}, {problem}")
         self._indices.put(indices, None, where)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Format(Protocol):
 
 
 class Parquet:
-    """Parquet files; a chunk is a row group."""
+    """Reads Parquet files; a chunk is a row group."""
 
     name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
@@ -102,7 +102,7 @@ class Parquet:
 
 
 class Feather:
-    """Feather (Arrow IPC) files; a chunk is a record batch."""
+    """Reads Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
@@ -194,8 +194,9 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                what = f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many"
-                raise ConfigurationError(f"{what}; {MISREAD}") from None
+                raise ConfigurationError(
+                    f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many; {MISREAD}"
+                ) from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
@@ -225,8 +226,9 @@ class Csv:
             fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
             bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            what = f"{path} has no more good lines than bad ones"
-            raise ConfigurationError(f"{what}: {next(iter(bad.values()))}; {MISREAD}")
+            raise ConfigurationError(
+                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
+            )
         return bad
 
 
@@ -239,7 +241,7 @@ class _ParsedCsv:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The positions of the bad rows, ascending."""
+        """Indices in the file of the bad rows, ascending."""
         return sorted(self.bad)
 
     @cached_property

@@ -63,8 +63,8 @@ class Layout:
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            what = f"the target {target!r} is of type {types[target]}"
-            raise ConfigurationError(f"{what}; it must be a number, text or a list of fixed size")
+            advice = "it must be a number, text or a list of fixed size"
+            raise ConfigurationError(f"the target {target!r} is of type {types[target]}; {advice}")
         return layout
 
     @property

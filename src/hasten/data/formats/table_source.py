@@ -40,7 +40,7 @@ CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 
 
 class Table(Source):
-    """The rows of files of one format, as columns.
+    """A data source over the rows of table files of one format.
 
     Attributes:
         columns: Names of the columns that are read, without the target.

@@ -35,8 +35,8 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
-        why = f"is compressed with {compression}, so that no sample can be found by number"
-        raise DamagedTarError(f"{why}; unpack it to a plain tar file first")
+        advice = "unpack it to a plain tar file first"
+        raise DamagedTarError(f"is compressed with {compression}, so that no sample can be found by number; {advice}")
     file, offset = _Reader(content), 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], file), mode="r:", encoding="utf-8") as archive:

@@ -183,8 +183,8 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        what = f"feature {name!r} is a {type(value).__name__}"
-        raise ConfigurationError(f"{what}; an Example holds byte strings, floats and integers")
+        advice = "an Example holds byte strings, floats and integers"
+        raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; {advice}")
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
@@ -201,6 +201,7 @@ def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            why = f"feature {name!r} holds {kind} values, not byte strings that contain {raw}"
-            raise ConfigurationError(f"{why}; pass only its shape")
+            raise ConfigurationError(
+                f"feature {name!r} holds {kind} values, not byte strings that contain {raw}; pass only its shape"
+            )
     return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

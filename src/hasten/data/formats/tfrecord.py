@@ -79,7 +79,7 @@ def tfrecord(
 
 
 class Examples(Source):
-    """Records that are ``tf.train.Example`` messages.
+    """A data source over records that are ``tf.train.Example`` messages.
 
     Attributes:
         lost: {file: reason} of the damaged files.
@@ -205,7 +205,7 @@ class Records:
         return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
-        """Returns file, record and byte of a record, for error messages."""
+        """Describes a row for error messages: file, number of the record in it, first byte."""
         file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
         return f"{self.signatures[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
 

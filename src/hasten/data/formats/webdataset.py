@@ -66,7 +66,7 @@ def webdataset(
 
 
 class Shards(Source):
-    """Samples in tar files.
+    """A data source over samples in tar files of the WebDataset layout.
 
     Attributes:
         signatures: File signature of each shard.
@@ -249,8 +249,8 @@ def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str
                 yield current, parts
                 parts = {}
             if extension in parts:
-                why = f"{path} has two files {name}"
-                raise ConfigurationError(f"{why}; the files of a sample must be adjacent and have different extensions")
+                advice = "the files of a sample must be adjacent and have different extensions"
+                raise ConfigurationError(f"{path} has two files {name}; {advice}")
             current, parts[extension] = key, (begin, end)
     except DamagedTarError as error:
         raise FileMissingError(f"{path} {error}") from None

@@ -80,7 +80,7 @@ def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
 
 
 def manifest_from_paths(paths: Iterable[str]) -> Manifest:
-    """Returns the manifest of files given by their paths."""
+    """Returns a Manifest (list of paths in arrays) of the given paths, in their order."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)

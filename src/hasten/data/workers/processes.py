@@ -120,8 +120,9 @@ class _Worker:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            message = "worker processes require fork, which this system does not support"
-            raise ConfigurationError(f"{message}; use threads: .prefetch(threads=2)") from None
+            raise ConfigurationError(
+                "worker processes require fork, which this system does not support; use threads: .prefetch(threads=2)"
+            ) from None
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.buffers, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)

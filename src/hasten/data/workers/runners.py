@@ -27,7 +27,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class InlineRunner:
-    """Computes each batch in the caller when it is requested."""
+    """A runner without workers: each batch is computed by the caller when it requests it."""
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         for index in indices:

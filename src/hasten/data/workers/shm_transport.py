@@ -32,7 +32,7 @@ def deserialize(message: bytes, buffer: SharedBuffer) -> Any:
 
 
 class SharedBuffer:
-    """Anonymous shared memory that grows on demand."""
+    """Anonymous memory shared by a process and its forked children, which grows on demand."""
 
     def __init__(self):
         self.file = _anonymous_file()

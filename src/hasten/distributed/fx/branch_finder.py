@@ -251,7 +251,7 @@ def _sources(node: Node) -> list[Node]:
 
 
 def tensors_used_by(node: Node, part: nn.Module) -> list[torch.Tensor]:
-    """The parameters that a node uses, and the buffers of its layer."""
+    """The parameters that a node of the graph uses, and the buffers of the layer that it calls."""
     attributes = [operator.attrgetter(str(each.target))(part) for each in node.all_input_nodes if each.op == "get_attr"]
     found: list[torch.Tensor] = [tensor for tensor in attributes if isinstance(tensor, nn.Parameter)]
     if node.op == "call_module":

@@ -69,7 +69,7 @@ MakeBlockFn: TypeAlias = Callable[[BranchBlock, list[torch.fx.GraphModule]], Blo
 
 @dataclass(frozen=True)
 class BranchParallel(Method):
-    """Assigns the branches of each block to the ranks of a replica."""
+    """Lets each rank of a model replica compute some branches of each block (model parallelism)."""
 
     card = Card(
         summary="computes the branches of a model side by side, some on each process",

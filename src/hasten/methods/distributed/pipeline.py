@@ -238,7 +238,7 @@ class PipelinedModel(nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage."""
+        """Global rank of the process that holds the last stage of this replica."""
         return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -268,7 +268,7 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
 
 
 def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
-    """Shards the layers of the blocks, in place."""
+    """Replaces the weights of the blocks' layers by DTensors sharded over ``mesh``, in place."""
     if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
         _register_cpu_attention()
     for block in blocks:
