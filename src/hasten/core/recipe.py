@@ -64,8 +64,8 @@ class Recipe:
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         methods: Any = content.get("methods", {})
         if unknown := sorted(content.keys() - {"methods"}):
-            problem = f"has an unknown table {unknown[0]!r}; a recipe holds [methods.NAME] tables only"
-            raise ConfigurationError(f"{where} {problem}")
+            rule = "a recipe holds [methods.NAME] tables only"
+            raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
         if not isinstance(methods, dict) or not all(
             type(options) is dict for options in content.get("methods", {}).values()
         ):
@@ -74,8 +74,8 @@ class Recipe:
         for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    problem = f"must be a number, a text or true/false, not a {type(value).__name__}"
-                    raise ConfigurationError(f"{where}: {name}.{key} {problem}")
+                    kinds = f"a number, a text or true/false, not a {type(value).__name__}"
+                    raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
         return recipe
 
     @staticmethod

@@ -98,8 +98,8 @@ def _to_tensor(column: Any) -> torch.Tensor:
     if isinstance(column, numpy.ndarray):
         column = from_numpy_array(column)
     if not isinstance(column, torch.Tensor) or not column.ndim:
-        what = "arrays() expects tensors, NumPy arrays or .npy files whose first dimension is the sample"
-        raise ConfigurationError(f"{what}, not {type(column).__name__}")
+        kinds = "tensors, NumPy arrays or .npy files whose first dimension is the sample"
+        raise ConfigurationError(f"arrays() expects {kinds}, not {type(column).__name__}")
     if column.device.type != "cpu":
         advice = "pass .cpu() tensors, and move the batches with .to(device)"
         raise ConfigurationError(f"arrays() reads from CPU memory; {advice}")

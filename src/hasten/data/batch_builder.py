@@ -217,8 +217,8 @@ def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: P
         return False
     unchanged = max((sum(map(is_, samples, column)) for column in lists), default=0)
     if unchanged != (len(samples) if expected else 0):
-        what = f"the map returns {_format_path(path)} unchanged for some rows and a new value for others"
-        raise CollateError(f"{what}; copy the unchanged ones, as with .clone()")
+        others = "a new value for others; copy the unchanged ones, as with .clone()"
+        raise CollateError(f"the map returns {_format_path(path)} unchanged for some rows and {others}")
     return expected
 
 

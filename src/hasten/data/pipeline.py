@@ -440,8 +440,8 @@ class Pipeline:
         )
         smallest = self.batch_size if self.drop_last else sampler.rows - (len(sampler) - 1) * self.batch_size
         if len(sampler) and smallest < self.num_shards:
-            why = f"a batch of {smallest} rows cannot be divided into {self.num_shards} shards"
-            raise ConfigurationError(f"{why}; use a larger batch size, or .batch(size, drop_last=True)")
+            parts = f"{self.num_shards} shards; use a larger batch size, or .batch(size, drop_last=True)"
+            raise ConfigurationError(f"a batch of {smallest} rows cannot be divided into {parts}")
         return sampler
 
 

@@ -97,8 +97,8 @@ def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...])
 def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
     """Returns normalized images: converts to float32, then scales and shifts in place."""
     if len(means) not in (1, images.shape[1]):
-        why = f"normalize() has {len(means)} means, and the images have {images.shape[1]} channels"
-        raise ConfigurationError(f"{why}: shape {list(images.shape)}")
+        shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
+        raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
     floats = acquire(images.shape, torch.float32).copy_(images)
     parts = floats.unbind(1) if len(means) > 1 else [floats]
     for part, (scale, shift) in zip(parts, terms(means, stds, images.dtype), strict=True):
@@ -198,8 +198,8 @@ def _images(batch: Any) -> torch.Tensor:
     if isinstance(images, list):
         raise ConfigurationError("the images differ in size; resize them with resize=, or in a map before batch()")
     if not isinstance(images, torch.Tensor):
-        what = f"a batch must be images, or a tuple whose first part is images, not a {type(images).__name__}"
-        raise ConfigurationError(f"{what}; pass a target=")
+        given = f"{type(images).__name__}; pass a target="
+        raise ConfigurationError(f"a batch must be images, or a tuple whose first part is images, not a {given}")
     if images.ndim < 3:
         raise ConfigurationError(f"images must have the shape (rows, ..., height, width), not {list(images.shape)}")
     return images

@@ -105,11 +105,11 @@ class NpyWriter:
         advice = "resize images with --resize" if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
-            message = f"column {name!r} holds {kind}, and a matrix requires numbers of one shape"
-            raise ConfigurationError(f"{message}; {advice or 'store the table as feather'}")
+            rule = f"a matrix requires numbers of one shape; {advice or 'store the table as feather'}"
+            raise ConfigurationError(f"column {name!r} holds {kind}, and {rule}")
         if column.dtype != like.dtype or column.shape[1:] != like.shape[1:]:
-            message = f"column {name!r} is {_describe(like)} in the first row and {_describe(column)} later"
-            raise ConfigurationError(f"{message}; {advice or 'a matrix requires rows of one shape and dtype'}")
+            later = f"{_describe(column)} later; {advice or 'a matrix requires rows of one shape and dtype'}"
+            raise ConfigurationError(f"column {name!r} is {_describe(like)} in the first row and {later}")
 
 
 def _describe(column: torch.Tensor) -> str:

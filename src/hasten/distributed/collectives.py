@@ -212,8 +212,8 @@ def check_no_sparse_gradients(model: torch.nn.Module, method: str) -> None:
 def check_sync_period(run: RunContext, option: str, period: int) -> None:
     """Raises ``ConfigurationError`` if ``period``, in steps, exceeds the run: ranks would never communicate."""
     if run.plan.steps is not None and period > run.plan.steps:
-        problem = f"is longer than the run of {run.plan.steps} steps, in which the processes would never communicate"
-        raise ConfigurationError(f"{option}={period} {problem}; take a shorter one")
+        effect = "in which the processes would never communicate; take a shorter one"
+        raise ConfigurationError(f"{option}={period} is longer than the run of {run.plan.steps} steps, {effect}")
 
 
 def warn_local_batch_norm(

@@ -63,8 +63,8 @@ def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
     except (ConfigurationError, RunError):
         raise
     except Exception as error:
-        problem = f"the model cannot be initialized in parts: {format_error(error, 160)}"
-        raise ConfigurationError(f"{problem}; {REMEDY}, or fix the model where that does not help") from error
+        reason = f"{format_error(error, 160)}; {REMEDY}, or fix the model where that does not help"
+        raise ConfigurationError(f"the model cannot be initialized in parts: {reason}") from error
     recorder.finish()
     replace_tensors(model, recorder.to_meta)
     recorder.check_all_recorded(tensor for *_, tensor in module_tensors(model))
@@ -242,8 +242,8 @@ class InitRecorder(TorchDispatchMode):
             )
         device, generator = torch.device(kwargs.get("device") or CPU), kwargs.get("generator")
         if device.type not in ("cpu", "meta") or (generator is not None and generator.device.type != "cpu"):
-            problem = f"the model creates a tensor on {device} itself, so it cannot be initialized in parts"
-            raise ConfigurationError(f"{problem}; leave the device out, or {REMEDY}")
+            effect = f"it cannot be initialized in parts; leave the device out, or {REMEDY}"
+            raise ConfigurationError(f"the model creates a tensor on {device} itself, so {effect}")
         if not all(tensor.is_meta for tensor in changed):
             problem = f"the model writes what it drew or computed into a tensor of plain values ({_name(func)})"
             remedy = f"make that tensor with torch.empty, or {REMEDY}"
@@ -275,8 +275,8 @@ class InitRecorder(TorchDispatchMode):
             return
         freshly_seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
         if last is not None and not torch.equal(state, freshly_seeded):
-            problem = "the model resets the state of a random generator while it is built"
-            raise ConfigurationError(f"{problem}, so it cannot be initialized in parts; {REMEDY}")
+            effect = f"it cannot be initialized in parts; {REMEDY}"
+            raise ConfigurationError(f"the model resets the state of a random generator while it is built, so {effect}")
         self.ops.append(RecordedOp(generator.set_state, (state,), {}))
 
     def finish(self) -> None:

@@ -33,8 +33,10 @@ def check_optimizer_supports_dtensor(optimizer: torch.optim.Optimizer, method: s
         plain = torch.zeros([1, 2, 2, 2, 2, 2][: param.ndim], dtype=param.dtype, device=param.to_local().device)
         sharded = type(param).from_local(plain, param.device_mesh, param.placements, run_check=False)
         if not _can_step(optimizer, sharded) and _can_step(optimizer, plain):
-            problem = f"{method} shards the parameters, and {type(optimizer).__name__} cannot update DTensors"
-            raise ConfigurationError(f"{problem}; take {DTENSOR_OPTIMIZERS}, or leave {method} out")
+            reason = (
+                f"{type(optimizer).__name__} cannot update DTensors; take {DTENSOR_OPTIMIZERS}, or leave {method} out"
+            )
+            raise ConfigurationError(f"{method} shards the parameters, and {reason}")
 
 
 def _can_step(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:

@@ -44,8 +44,8 @@ def _with_limit(data: Any, max_rows: int, required: bool) -> Any:
     if hasattr(data, "skip_bad_rows"):
         return data.skip_bad_rows(max_rows)
     if required:
-        problem = f"Task(train_data=) is a {type(data).__name__}, but only a pipeline of hasten.data can skip bad rows"
-        raise ConfigurationError(f"{problem}; leave --max-bad-rows out")
+        advice = "only a pipeline of hasten.data can skip bad rows; leave --max-bad-rows out"
+        raise ConfigurationError(f"Task(train_data=) is a {type(data).__name__}, but {advice}")
     return data
 
 

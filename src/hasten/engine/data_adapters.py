@@ -114,8 +114,8 @@ def _batch_size_of(task: Task) -> int | None:
 def _refuse_distributed_sampler(data: Any, field: str) -> None:
     sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        problem = f"the DistributedSampler of Task({field}=) shards the data, and hasten shards them again"
-        raise ConfigurationError(f"{problem}, so samples would never be read; leave the sampler out")
+        effect = "hasten shards them again, so samples would never be read; leave the sampler out"
+        raise ConfigurationError(f"the DistributedSampler of Task({field}=) shards the data, and {effect}")
 
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
@@ -126,8 +126,8 @@ def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
     """
     source = training if training.seekable else validation
     if source is None:
-        problem = "a method of this recipe must see a batch before the training, and these data can be read only once"
-        raise ConfigurationError(f"{problem}; give validation_data")
+        reason = "these data can be read only once; give validation_data"
+        raise ConfigurationError(f"a method of this recipe must see a batch before the training, and {reason}")
     with preserve_rng_state(*source.generators):
         return next(iter(source.epoch(0, 0)))
 

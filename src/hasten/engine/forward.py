@@ -51,8 +51,8 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     elif isinstance(output, (tuple, list)):
         loss = cast(Sequence[Any], output)[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        problem = "Task(loss=None) is for a model that returns its own loss; this one returned"
-        raise RunError(f"{problem} {_describe(loss)}: give it the labels, or set Task(loss=)")
+        returned = f"{_describe(loss)}: give it the labels, or set Task(loss=)"
+        raise RunError(f"Task(loss=None) is for a model that returns its own loss; this one returned {returned}")
     return loss
 
 

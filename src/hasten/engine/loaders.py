@@ -147,8 +147,8 @@ def length_of(data: Any) -> int | None:
     except ConfigurationError:
         raise
     except (ValueError, OverflowError) as error:
-        problem = f"the length of the {type(data).__name__} cannot be read: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; __len__ must return a whole number from 0 on") from None
+        reason = f"{format_error(error)}; __len__ must return a whole number from 0 on"
+        raise ConfigurationError(f"the length of the {type(data).__name__} cannot be read: {reason}") from None
 
 
 def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:

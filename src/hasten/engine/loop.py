@@ -42,7 +42,7 @@ def empty_data_error(epoch: int) -> RunError:
 
 
 def is_finished(program: Program) -> bool:
-    """Whether the run has trained all epochs of its plan, or its stop condition was met."""
+    """Whether the run has reached the epochs, or the optimizer steps, of its plan."""
     progress, plan = program.run.progress, program.plan
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 

@@ -197,8 +197,8 @@ def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.opt
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        problem = "ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step"
-        raise ConfigurationError(f"{problem}; choose one that counts steps")
+        reason = "a schedule steps after every optimizer step; choose one that counts steps"
+        raise ConfigurationError(f"ReduceLROnPlateau waits for a metric, but {reason}")
     return optimizer, schedule
 
 
@@ -207,8 +207,8 @@ def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> Optimi
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
-        problem = "the optimizer's schedule needs the number of steps, but the training data has no length"
-        raise ConfigurationError(f"{problem}; give the dataset a __len__")
+        reason = "the training data has no length; give the dataset a __len__"
+        raise ConfigurationError(f"the optimizer's schedule needs the number of steps, but {reason}")
     return lambda model: make_optimizer(model, steps)
 
 

@@ -235,5 +235,5 @@ def _pickle(obj: Any) -> str:
     try:
         return base64.b64encode(cloudpickle.dumps(obj)).decode()
     except Exception as error:
-        problem = f"the task cannot be passed to another process: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; put it into a file and name it path/to/file.py:function") from None
+        reason = f"{format_error(error)}; put it into a file and name it path/to/file.py:function"
+        raise ConfigurationError(f"the task cannot be passed to another process: {reason}") from None

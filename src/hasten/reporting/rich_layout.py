@@ -11,7 +11,7 @@ GOOD, DIM, BOLD = "bold cyan", "dim", "bold"
 
 
 def headline(text: str, task: str, good: bool) -> Text:
-    """``text`` as a bold line, green if ``good``, followed by the name of the task."""
+    """``text`` as a bold line, colored if ``good``, followed by the name of the task."""
     return Text.assemble((text, GOOD if good else BOLD), (f"  {task}" if task else "", DIM))
 
 

@@ -214,8 +214,8 @@ class Cache(Source):
         allowed = self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:
             limit = "were allowed" if self.gigabytes else f"are half of what is free {where}"
-            message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
-            raise ConfigurationError(f"{message}; allow more with gigabytes=, or cache less of every sample")
+            limit = f"{allowed / 1e9:.3g} GB {limit}; allow more with gigabytes=, or cache less of every sample"
+            raise ConfigurationError(f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {limit}")
         return first, lists
 
 

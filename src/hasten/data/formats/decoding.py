@@ -43,8 +43,8 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
             f"resize must be the side of a square or (height, width) in pixels, not {resize!r:.80}"
         )
     if sides[0] * sides[1] > pixels:
-        what = f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
-        raise ConfigurationError(f"{what}; use a smaller size, or a higher limit: pixels=")
+        limit = f"{pixels} are allowed; use a smaller size, or a higher limit: pixels="
+        raise ConfigurationError(f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {limit}")
     return sides[0], sides[1]
 
 

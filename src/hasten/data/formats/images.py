@@ -158,7 +158,7 @@ def _blame_file(path: str) -> Iterator[None]:
 
 
 def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
-    """Returns (names of the folders that hold files, sorted; index of each file's folder, int64)."""
+    """Returns (class names, sorted; class index of each file): folders below the root, or that hold the files."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:

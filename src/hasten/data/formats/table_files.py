@@ -147,8 +147,8 @@ class Csv:
     def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None) -> None:
         is_character = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii()
         if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
-            what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
-            raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
+            given = f"as in delimiter=';', not {delimiter!r:.80}"
+            raise ConfigurationError(f"csv(delimiter=) must be one character that separates fields, {given}")
         names = None if header is None else argument_checks.names("csv(header=)", header)
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}

@@ -172,12 +172,14 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
                 having, lacking = (first, path) if name in common else (path, first)
-                what = f"the files differ: {having} has a column {name!r}, {lacking} has not"
-                raise ConfigurationError(f"{what}; pass columns=[...] with columns of all files")
+                other = f"{lacking} has not; pass columns=[...] with columns of all files"
+                raise ConfigurationError(f"the files differ: {having} has a column {name!r}, {other}")
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
-                what = f"the files differ: column {name!r} is of type {common[name]} in {first}"
-                raise ConfigurationError(f"{what}, and of type {types[name]} in {path}")
+                other = f"of type {types[name]} in {path}"
+                raise ConfigurationError(
+                    f"the files differ: column {name!r} is of type {common[name]} in {first}, and {other}"
+                )
             common[name] = joined
     return common
 

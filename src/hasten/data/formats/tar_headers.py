@@ -52,8 +52,8 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         if offset == 0 and content[257:262] != b"ustar":
             raise DamagedTarError("is not a tar file") from None
         truncated = file.position >= len(content)
-        why = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
-        raise DamagedTarError(f"{why}: {error}") from None
+        damage = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
+        raise DamagedTarError(f"{damage}: {error}") from None
     last = bytes(content[offset : offset + BLOCK])
     if len(last) < BLOCK:
         raise DamagedTarError("is cut off: it does not end as a tar file does")

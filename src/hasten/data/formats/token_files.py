@@ -161,8 +161,8 @@ def _open_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
         _check_format(file, begin)
     dtype = DEFAULT_DTYPE if dtype is None else dtype
     if (size - offset) % dtype.itemsize:
-        why = f"{file} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}"
-        raise ConfigurationError(f"{why}; pass its dtype: tokens(dtype=)")
+        unit = f"the {dtype.itemsize} bytes of {dtype}; pass its dtype: tokens(dtype=)"
+        raise ConfigurationError(f"{file} has {size} bytes, which is no multiple of {unit}")
     return numpy.memmap(file, dtype, mode="r", offset=offset)
 
 

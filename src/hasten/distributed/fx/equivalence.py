@@ -111,8 +111,8 @@ def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -
     outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
     terms = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
     if not terms:
-        problem = "the model returns no tensor that depends on its parameters, so no partition can be verified"
-        raise ConfigurationError(f"{problem}; take another strategy")
+        effect = "no partition can be verified; take another strategy"
+        raise ConfigurationError(f"the model returns no tensor that depends on its parameters, so {effect}")
     sum(terms[1:], terms[0]).backward()
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {f"output {index}": tensor.detach() for index, tensor in enumerate(outputs)}, gradients

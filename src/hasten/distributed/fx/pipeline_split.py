@@ -52,8 +52,8 @@ def find_split_points(
                 return graph, segments
             longest = max(longest, segments, key=len)
     found = f"a chain of {len(longest)} that have weights" if longest else "no such chain"
-    problem = f"pipeline has {stages} stages to fill and found {found} in this model; it looked for {EXPECTED}"
-    raise ConfigurationError(f"{problem}; other strategies shard any model")
+    hint = f"it looked for {EXPECTED}; other strategies shard any model"
+    raise ConfigurationError(f"pipeline has {stages} stages to fill and found {found} in this model; {hint}")
 
 
 def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segment]) -> torch.fx.GraphModule:
@@ -133,8 +133,8 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
     for index, stage in enumerate(stages, 1):
         for param in stage.parameters():
             if (other := owner.setdefault(id(param), index)) != index:
-                problem = f"stages {other} and {index} both use {names[id(param)]}"
-                raise ConfigurationError(f"pipeline cannot split this model: {problem}; untie it")
+                users = f"{other} and {index} both use {names[id(param)]}; untie it"
+                raise ConfigurationError(f"pipeline cannot split this model: stages {users}")
 
 
 def materialize_local_stages(
@@ -181,6 +181,6 @@ def single_tensor_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     """The only input of a model. Raises ``RunError`` if it is not exactly one tensor."""
     inputs = [*args, *kwargs.values()]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-        problem = f"pipeline passes one tensor through its stages, but this model has {len(inputs)} inputs"
-        raise RunError(f"{problem}; take another strategy")
+        found = f"{len(inputs)} inputs; take another strategy"
+        raise RunError(f"pipeline passes one tensor through its stages, but this model has {found}")
     return inputs[0]
