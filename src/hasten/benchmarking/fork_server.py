@@ -237,7 +237,7 @@ def reset_shown_warnings() -> None:
 
 @contextlib.contextmanager
 def mark_warnings_shown() -> Iterator[None]:
-    """Inside, a HastenWarning of this process is shown, and not shown again if a worker sends the same one."""
+    """Context manager: a HastenWarning given inside is shown, and not again if a worker sends the same one."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 

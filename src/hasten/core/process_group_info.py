@@ -51,7 +51,7 @@ class ProcessGroupInfo:
         return self.all_reduce_max([condition])[0] > 0
 
     def data_parallel_view(self, model_parallel_size: int) -> ProcessGroupInfo:
-        """``rank`` and ``world_size`` counted in model replicas of so many consecutive ranks, not in processes."""
+        """A copy whose ``rank`` and ``world_size`` count model replicas (of consecutive ranks) instead of processes."""
         if model_parallel_size == 1:
             return self
         return replace(self, rank=self.rank // model_parallel_size, world_size=self.world_size // model_parallel_size)

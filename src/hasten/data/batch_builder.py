@@ -117,7 +117,7 @@ class BatchBuilder:
 
     @cached_property
     def _passthrough(self) -> frozenset[Path]:
-        """``passthrough_paths`` of source and sample maps, computed without effect on the batch's random numbers."""
+        """Paths in a sample at which maps return rows of list columns unchanged; found without drawing numbers."""
         with preserve_rng_state() if self.seeded else nullcontext(), self._seeded_generators(0):
             return passthrough_paths(self.source, self._map_samples)
 

@@ -389,9 +389,9 @@ class Pipeline:
         thread = runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))
         if any(thread(build.draws, range(index, index + 1))):
             names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
-            why = "draws from the global generators of torch, NumPy or Python, which threads share with training"
-            remedy = "draw from a parameter named rng, or use .prefetch(processes=1)"
-            raise ConfigurationError(f"{names} {why}, so every run would have other batches; {remedy}")
+            effect = "which threads share with training, so every run would have other batches"
+            remedy = f"{effect}; draw from a parameter named rng, or use .prefetch(processes=1)"
+            raise ConfigurationError(f"{names} draws from the global generators of torch, NumPy or Python, {remedy}")
         self.position.draws_nothing = True
         yield from batches
 

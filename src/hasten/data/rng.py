@@ -39,7 +39,7 @@ class SampleRng:
         self._positions, self._key, self._drawn = positions, _derive_seed(*key), 0
 
     def __iter__(self) -> Iterator[SampleRng]:
-        """Yields a generator for each position: the same numbers, in tensors without the first dimension."""
+        """Yields a SampleRng per position: it draws the same numbers, in tensors without the first dimension."""
         for position in self._positions:
             rng = object.__new__(SampleRng)
             rng._positions, rng._key, rng._drawn = position, self._key, self._drawn

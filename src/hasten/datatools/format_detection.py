@@ -137,11 +137,11 @@ def open_pipeline(
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
     Args:
-        kind: Their format.
+        kind: Format of the files.
         where: A folder, a file, a pattern or a list of files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: Of images, as in ``images``.
+        target: Column to predict, for a table.
+        fill: Replacement of missing numbers, for a table.
+        resize: Side of a square or (height, width) in pixels, for images; None keeps their size.
 
     Raises:
         ConfigurationError: The files cannot be opened, or ``target`` is given for a format without columns.
@@ -201,7 +201,7 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
 
 
 def _open_arrays(where: Any) -> Pipeline:
-    """The columns as ``convert`` arranged them, or a dict by file name."""
+    """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name."""
     files = resolve_paths(where, FORMATS["rows"].suffixes)
     manifest, by_name = _load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):

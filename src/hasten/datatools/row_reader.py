@@ -37,11 +37,11 @@ class RowReader:
     """Rows of files of one format.
 
     Attributes:
-        kind: Their format.
-        where: The folder, or the files.
-        files: The files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
+        kind: Format of the files.
+        where: The folder, pattern or list of files to open.
+        files: Paths of all files.
+        target: Column to predict, for a table; None: no target.
+        fill: Replacement of missing numbers, for a table; None: missing values are an error.
         resize: The side of images in pixels, or (height, width); None keeps their size.
         max_rows: Read only this many rows from the beginning; None for all.
         faults: How many unreadable rows may be skipped, and which were.

@@ -68,14 +68,14 @@ class FilePerPart:
 
 
 def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Feather file without compression, so that readers can map it into memory."""
+    """Writes rows ``first`` to ``last`` as Feather, uncompressed so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
 def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
+    """Writes rows ``first`` to ``last`` as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
     from pyarrow.parquet import ParquetWriter
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:

@@ -307,7 +307,7 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
 
 
 def rank_rng_state(run: RunContext, state: State) -> State:
-    """This rank's random state in a checkpoint, a new one for a rank that it lacks; one per pipeline stage."""
+    """This rank's random state in a checkpoint, or a new one. Ranks that share a pipeline stage get the same."""
     rank = run.ranks.rank - run.ranks.rank % (run.parallel.tp_size if run.parallel else 1)
     states = [state["random"], *state["other_ranks"]]
     if rank < len(states):

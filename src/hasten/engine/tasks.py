@@ -166,7 +166,7 @@ def _parse(text: str) -> TaskRef:
 
 @contextmanager
 def _with_same_rng() -> Generator[None]:
-    """Inside, the generators have a fixed seed: data that a task's file draws are the same in all runs."""
+    """Context manager: seeds all generators alike, so that data drawn by a task's file are the same in all runs."""
     with preserve_rng_state():
         set_seeds(0)
         yield

@@ -229,7 +229,7 @@ def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> Non
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:
-    """Counts this node as gone. With ``waits`` (it hosts the store), first waits until all others have left."""
+    """Marks this node as gone in the store; with ``waits`` (it hosts the store) waits until all others have, too."""
     deadline = time.monotonic() + GOODBYE_S
     with suppress(RuntimeError):  # the store is gone with its node
         store.add(LEFT, 1)

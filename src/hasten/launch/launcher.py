@@ -288,7 +288,7 @@ def _silence_torch_agent() -> None:
 
 @contextmanager
 def _signals_as_errors(directory: str) -> Iterator[None]:
-    """Inside, a signal raises torch's ``SignalException``; at the end it becomes a ``RunError`` of one line.
+    """Context manager: a signal raises torch's ``SignalException``, which becomes a ``RunError`` of one line.
 
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.

@@ -67,7 +67,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
-    """Inside, batch norms do not update running statistics: a recomputed batch was counted in the first pass."""
+    """Context manager: batch norms do not update running statistics, which a recomputed batch did already."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None

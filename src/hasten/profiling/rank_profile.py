@@ -336,7 +336,7 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
 
 @contextmanager
 def _single_process_threads() -> Iterator[None]:
-    """Inside, this rank has the threads that a single process would have; the other ranks wait and use none."""
+    """Context manager: gives this rank all threads of a single process, while the other ranks only wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(single_process_threads())
     try:

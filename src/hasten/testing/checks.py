@@ -157,7 +157,7 @@ def restores_process_state(subject: Subject) -> None:
 
 
 def _companions() -> dict[str, dict[str, Any]]:
-    """Methods with an effect in every run, with options; the recipe may name them before or after the subject."""
+    """Methods -> options, to put into a recipe before or after the checked method; they act in every run."""
     remedies = {name: card for name, card in cards_that_state("remedy_for").items() if "divergence" in card.remedy_for}
     baseline = {name: card for name, card in cards_that_state("strong_baseline").items() if not card.applies_to}
     return {name: card.presets[-1] for name, card in (remedies | baseline).items()}

@@ -56,7 +56,7 @@ class Budget:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
+        """Context manager: at most ``share`` (0 to 1) of the seconds left is spent inside; then the block ends."""
         withheld = (1 - share) * max(0.0, self.left())
         self.reserved += withheld
         try:

@@ -51,7 +51,7 @@ class BranchBlock:
         return self.outer(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
 
     def outer(self, name: str) -> str:
-        """Name in the model of what is called ``name`` in the submodule ``part``."""
+        """The dotted name in the whole model of ``name``, which is relative to the submodule ``part``."""
         return f"{self.part}.{name}" if self.part else name
 
     def __str__(self) -> str:

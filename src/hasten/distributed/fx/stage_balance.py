@@ -32,8 +32,8 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
     lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
         example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])
-        sum_rule = f"that make up the chain of {segments}, such as {example}"
-        raise ConfigurationError(f"{option}={sizes} must be {stages} lengths {sum_rule}")
+        chain = f"the chain of {segments}, such as {example}"
+        raise ConfigurationError(f"{option}={sizes} must be {stages} lengths that make up {chain}")
     return list(accumulate(lengths))
 
 

@@ -117,7 +117,7 @@ def is_random_op(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def _factories_as_nodes() -> Iterator[None]:
-    """Inside, torch.zeros and the like become nodes of the graph if an argument is a traced size."""
+    """Context manager: torch.zeros and the like become graph nodes if an argument is a traced size."""
     originals = {name: getattr(torch, name) for name in FACTORIES}
     try:
         for name, function in originals.items():

@@ -323,7 +323,7 @@ def _register_cpu_attention() -> None:
 
 @contextmanager
 def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
-    """Inside, replicated weights are DTensors that share their memory: an optimizer cannot mix both kinds."""
+    """Context manager: makes replicated weights DTensors (same memory), since optimizers cannot mix both kinds."""
     dtensors: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():

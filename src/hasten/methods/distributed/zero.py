@@ -227,7 +227,7 @@ def _shard_meta_model(
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Items of ModuleLists and the like that share no weights and are large enough to be gathered one by one."""
+    """The modules to gather one by one: large items of ModuleLists and the like whose weights nothing else uses."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
     blocks: list[torch.nn.Module] = []
