@@ -150,7 +150,7 @@ def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report:
 
 
 def read_tfrecord(path: Path) -> ContentHash:
-    """Returns the content hash of the messages in a TFRecord file."""
+    """Reads a TFRecord file back; returns the hash of its messages."""
     digest, records = ContentHash(), Records([str(path)])
     for begin in range(0, len(records), MAX_SKIPPED):
         rows = numpy.arange(begin, min(begin + MAX_SKIPPED, len(records)))

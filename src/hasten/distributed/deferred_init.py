@@ -152,7 +152,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A call that created, changed or drew something. In its arguments, meta tensors are StorageViews."""
+    """A recorded call that created, changed or randomly filled tensors; StorageViews replace its meta tensors."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]

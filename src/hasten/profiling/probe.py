@@ -55,7 +55,7 @@ class Probe(Arm):
         return sorted(facts_of(self.program))
 
     def operations(self, count: int) -> dict:
-        """Trains ``count`` steps and counts operations.
+        """Trains ``count`` steps and counts values read by the host, and matrix products by dtype.
 
         Reads by the optimizer count on a GPU only: on the CPU torch's optimizers keep their step counts in tensors.
 

@@ -272,7 +272,7 @@ def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> Bl
             before = _versions(inputs)
             outputs += branch(*inputs)
             if _versions(inputs) != before:  # ranks with other branches would not see the change
-                raise RunError(f"the branch {block.describe(nodes)} changes in place a tensor that other branches read")
+                raise RunError(f"the branch {block.describe(nodes)} changes in place what other branches read")
         for output in outputs:
             encode_meta(output)  # refuses what cannot be sent
             if not output.requires_grad:
