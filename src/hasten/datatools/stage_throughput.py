@@ -100,7 +100,7 @@ def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str
 def _read_runs(
     read: Callable, offsets: numpy.ndarray, rows: int, seconds: float, opening: float
 ) -> tuple[float, numpy.ndarray]:
-    """Decodes each run once: (rows/s, rows of the run still in memory). ``opening``: CPU seconds to add."""
+    """Decodes each run once: (rows per CPU second, rows of the run still in memory); adds ``opening`` CPU seconds."""
     start, done, cpu_seconds, run = time.perf_counter(), 0, opening, numpy.arange(0)
     for first, last in pairwise(offsets.tolist()):
         before = time.process_time()
@@ -117,7 +117,7 @@ def _read_runs(
 def _read_shuffled(
     read: Callable, rows: numpy.ndarray, max_size: int, seconds: float, fraction: float
 ) -> tuple[float, Any]:
-    """Reads shuffled batches, larger until one can be timed: (rows/s, columns of the largest batch)."""
+    """Reads shuffled batches, larger until one can be timed: (rows per CPU second, columns of the largest)."""
     order = numpy.random.default_rng(0).permutation(rows)
     size, position, done, cpu_seconds, largest = MIN_BATCH, 0, 0, 0.0, None
     min_rows, start = fraction * EPOCHS * len(order), time.perf_counter()

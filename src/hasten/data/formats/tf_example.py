@@ -191,7 +191,7 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Parses a value of ``features=``: (shape of a sample, dtype of the numbers in its byte string or None).
+    """Parses a value of ``features=``: (shape, None: lengths differ; dtype of numbers in a byte string or None).
 
     Raises:
         ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
