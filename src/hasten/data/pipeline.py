@@ -266,9 +266,8 @@ class Pipeline:
             raise ConfigurationError(f"a state has seed, epoch and position; this one has {found:.200}")
         seed, epoch, position = (check_int(f"{key} of the state", state[key]) for key in keys)
         if seed != self.seed:
-            raise ConfigurationError(
-                f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}; use .shuffle(seed={seed})"
-            )
+            own = f"seed {self.seed}; use .shuffle(seed={seed})"
+            raise ConfigurationError(f"this state belongs to seed {seed}, and the pipeline has {own}")
         at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
             problem = f"and the data have only {len(self.source)} rows"

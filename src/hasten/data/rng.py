@@ -69,8 +69,7 @@ class SampleRng:
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seeds the global generators of torch, NumPy and Python with ``seed`` for the block, and restores them after it.
 
-    NumPy's generator is replaced instead of saved, because saving takes longer than some batches. The second number of
-    a pair of normal numbers that NumPy holds back is lost.
+    NumPy's generator is replaced instead of saved, because saving takes longer than some batches.
     """
     python_state, numpy_generator = random.getstate(), NUMPY_RANDOM.get_bit_generator()
     NUMPY_RANDOM.set_bit_generator(TEMPORARY_BIT_GENERATOR)

@@ -91,9 +91,8 @@ def _as_tensors(columns: Any) -> Any:
             raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            raise ConfigurationError(
-                f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {UNIFORM_ROWS_HINT}"
-            )
+            both = f"rows of {kinds[0]} and of {kinds[1]}"
+            raise ConfigurationError(f"column {index} of the samples holds {both}; {UNIFORM_ROWS_HINT}")
         return torch.stack(column)
 
     return map_columns(stack, columns)

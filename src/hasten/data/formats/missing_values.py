@@ -64,9 +64,8 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
             return pa.repeat(converted, len(array))
         return array.fill_null(pa.scalar(converted, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        raise ConfigurationError(
-            f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}"
-        ) from None
+        reason = f"{value!r:.80} cannot fill: {format_error(error)}"
+        raise ConfigurationError(f"column {name!r} is of type {array.type}, which {reason}") from None
 
 
 def missing(name: str, array: Any, what: str, where: str) -> str:

@@ -194,9 +194,8 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                raise ConfigurationError(
-                    f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many; {MISREAD}"
-                ) from None
+                bad = f"{MAX_BAD_LINES:,} lines with too few fields or too many"
+                raise ConfigurationError(f"{path} has more than {bad}; {MISREAD}") from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
@@ -226,9 +225,8 @@ class Csv:
             fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
             bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            raise ConfigurationError(
-                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
-            )
+            example = next(iter(bad.values()))
+            raise ConfigurationError(f"{path} has no more good lines than bad ones: {example}; {MISREAD}")
         return bad
 
 

@@ -176,10 +176,8 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
                 raise ConfigurationError(f"the files differ: {having} has a column {name!r}, {other}")
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
-                other = f"of type {types[name]} in {path}"
-                raise ConfigurationError(
-                    f"the files differ: column {name!r} is of type {common[name]} in {first}, and {other}"
-                )
+                both = f"{common[name]} in {first}, and of type {types[name]} in {path}"
+                raise ConfigurationError(f"the files differ: column {name!r} is of type {both}")
             common[name] = joined
     return common
 

@@ -201,7 +201,6 @@ def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            raise ConfigurationError(
-                f"feature {name!r} holds {kind} values, not byte strings that contain {raw}; pass only its shape"
-            )
+            wanted = f"byte strings that contain {raw}; pass only its shape"
+            raise ConfigurationError(f"feature {name!r} holds {kind} values, not {wanted}")
     return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

@@ -332,10 +332,7 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 
 
 def _concatenate_equal(data: numpy.ndarray, starts: numpy.ndarray, length: int) -> numpy.ndarray:
-    """Same as ``_concatenate`` for pieces of one length, 6 % faster for a batch of images.
-
-    A few pieces are copied at a time, so that the temporary array between indexing and assignment stays in the cache.
-    """
+    """``_concatenate`` for pieces of one length, a few at a time so that they stay in the cache: 6 % faster."""
     flat, step = acquire((len(starts) * length,), torch.uint8).numpy(), LARGE_PIECE // length
     rows, pieces = flat.reshape(-1, length), _windows(data, length)
     for first in range(0, len(starts), step):

@@ -136,7 +136,7 @@ def _why_not(
 
 
 def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
-    """Node -> its immediate dominator: the last other node on all paths to it; None if only the inputs are."""
+    """Node -> immediate dominator: the last node before it on all paths from the inputs; None if there is none."""
     forks: dict[Node, Node | None] = {}
     depth: dict[Node | None, int] = {None: 0}
     for node in graph.nodes:

@@ -55,10 +55,7 @@ def _python_state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores ``_python_state``; returns whether something had changed on which control flow may depend.
-
-    A number that became a traced value does not count.
-    """
+    """Restores ``_python_state``; returns whether something had changed on which control flow may depend."""
     torch_state, python_state, numpy_state, copies = before
     drew = not (
         torch.equal(torch_state, torch.get_rng_state())
