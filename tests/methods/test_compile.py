@@ -10,6 +10,10 @@ from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
 
 
+# Dynamo reads .grad of inputs in the middle of a model
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
 class OwnForward(torch.nn.Module):
     """A perceptron whose forward breaks the graph once."""
 

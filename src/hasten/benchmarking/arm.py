@@ -37,13 +37,13 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 
 
 class Arm:
-    """An endless run, in blocks. Times are in seconds.
+    """A run without end that is trained in blocks of steps. All times are in seconds.
 
     Args:
-        task: what to train, as a TaskRef or its JSON.
-        methods: method -> options: the recipe.
+        task: the task to train, as a TaskRef or its JSON.
+        methods: the recipe: method -> options.
         device: "cpu" or "cuda".
-        seed: of the run.
+        seed: seed of the run.
         ranks: the process group; by default that of the environment, joined when the arm is built.
     """
 
@@ -120,7 +120,7 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, and the sums over all ranks of cpu and system (seconds), faults (minor page faults) and
+            seconds, samples, and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and
             switches (involuntary context switches).
 
         Raises:
@@ -169,7 +169,7 @@ class Arm:
         return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
 
     def _read_losses(self) -> list[float]:
-        """Reads the losses since the last call.
+        """Copies the losses since the last call from the device and checks them.
 
         Raises:
             RunError: a loss is not finite.
@@ -193,7 +193,7 @@ class Arm:
         return losses
 
     def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch. As in a run, losses are read between two epochs.
+        """The training batches of an epoch; reads the losses at its start, as a run does.
 
         Stores the random state for ``read_again`` if the source can only read an epoch from its start.
         """
@@ -209,7 +209,7 @@ class Arm:
         self._meet()
 
     def _meet(self) -> None:
-        """Waits for all ranks."""
+        """Waits for all ranks (a barrier)."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
 
@@ -220,10 +220,10 @@ def estimate(
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
     Args:
-        task: what to train.
+        task: the task to train.
         device: "cpu" or "cuda".
-        seed: of the run.
-        processes: ranks that train together.
+        seed: seed of the run.
+        processes: number of ranks that train together.
         timeout: seconds of silence after which a group of several processes counts as hanging.
 
     Returns:

@@ -53,7 +53,7 @@ class ArmSamples:
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_per_sample(self) -> list[float]:
-        """One value per block, without evaluations."""
+        """Seconds per training sample of each block, without evaluations."""
         return [block["seconds"] / block["samples"] for block in self.blocks]
 
     def cpu_seconds_per_sample(self) -> list[float]:
@@ -63,20 +63,20 @@ class ArmSamples:
         return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
 
     def evaluation_ratio(self) -> float:
-        """Seconds of evaluation per second of training steps."""
+        """Seconds of evaluation per second of training steps, for this arm in a whole run."""
         return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
-        """The median over the blocks, plus evaluations."""
+        """Seconds per 1000 training samples: median over the blocks, plus the share of evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
 
     def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
-        """Times one more block, then suspends the arm."""
+        """Trains and times one more block of ``steps``, then suspends the arm's processes."""
         self.blocks.append(_time_block(arm, steps, timeout))
         arm.suspend()
 
     def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
-        """Times one more evaluation, then suspends the arm."""
+        """Times one more evaluation of the arm, then suspends its processes; ``timeout`` in seconds."""
         self.evaluations.append(arm.call("evaluate", timeout=timeout))
         arm.suspend()
 
@@ -138,7 +138,7 @@ def compare(
         processes: ranks of each arm.
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: of both runs.
+        seed: seed of both runs.
         watch: receives the progress.
 
     Returns:
@@ -187,13 +187,13 @@ def run_interleaved(
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
     Args:
-        task: what to train.
+        task: the task to train.
         a: a recipe.
         b: another recipe.
         budget: maximum seconds for blocks.
         device: "cpu" or "cuda".
         processes: ranks of each arm.
-        seed: of both runs.
+        seed: seed of both runs.
         looks: numbers of pairs after which the comparison may stop if it is sure.
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
             process has no limit, because it waits for no other process.
@@ -244,15 +244,15 @@ def run_interleaved(
 
 
 def _order(done: int) -> tuple[int, int]:
-    """Which arm goes first: a, b, b, a, a, b, ..."""
+    """(first arm, second arm), 0 for a, 1 for b, of the pair after ``done`` pairs: ab, ba, ab, ..."""
     return (0, 1) if done % 2 == 0 else (1, 0)
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late.
+    """Trains a block and returns its figures; repeats it if the arm's clock and this process's differ.
 
     Raises:
-        RunError: the clocks differ every time: something in the arm changes the clock, or the count of samples.
+        RunError: the clocks differ every time: a method changes the clock or the count of samples.
     """
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
@@ -273,14 +273,14 @@ def check_blocks_are_fair(
     """Checks that blocks represent a whole run: each must contain whole synchronization periods.
 
     Args:
-        recipe: of the arm.
-        plan: of the arm, as ``Arm.build`` returns it.
-        steps: of a block.
+        recipe: recipe of the arm.
+        plan: result of ``Arm.build``.
+        steps: number of steps per block.
         longest: seconds that ``min_blocks`` blocks may take.
-        min_blocks: that are needed.
+        min_blocks: number of blocks that are needed.
 
     Raises:
-        RunError: the blocks take longer, or the first steps of the recipe differ from the others.
+        RunError: the blocks would take longer, or the recipe has warm-up steps of another kind.
     """
     seconds = min_blocks * steps * plan["step"]
     if plan["warmup_steps"]:
@@ -311,7 +311,7 @@ def evaluation_seconds_per_sample(plan: dict[str, Any], evaluation: float | None
 
 
 def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
-    """The ratio of whole runs, from the pairs of blocks and from the evaluations, of which there are fewer."""
+    """Ratio of the times of whole runs (a / b), from paired blocks and evaluations; ``error`` as in ``ratio_of``."""
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
@@ -323,7 +323,7 @@ def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
 
 
 def _evaluation_is_due(samples: list[ArmSamples], budget: float) -> bool:
-    """Evaluations come as often as in a run. The first two come before the blocks, within an eighth of the budget."""
+    """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
     if samples[0].plan["evaluation"] is None:
         return False
     evaluated = sum(sum(arm.evaluations) for arm in samples)

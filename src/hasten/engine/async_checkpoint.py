@@ -26,7 +26,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # other classes may store thei
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one after the other; of two that overlap, the later waits.
+    """Writes checkpoints in a thread, one after the other: ``begin`` waits for the previous one.
 
     Attributes:
         seconds: CPU seconds of the thread for the latest checkpoint.
@@ -69,7 +69,7 @@ class AsyncCheckpointer:
         self.pending = self.thread.submit(self._save, later, versions, copy, write)
 
     def before_update(self) -> None:
-        """Waits for the copy; called before every optimizer step."""
+        """Waits until the thread has copied the tensors in ``update_only``; called before every optimizer step."""
         if not self.copied.is_set():
             self.copied.wait()
 
@@ -77,7 +77,7 @@ class AsyncCheckpointer:
         """Waits until the checkpoint that was begun is on the disk.
 
         Raises:
-            RunError: It could not be written.
+            RunError: That checkpoint could not be written.
         """
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -117,7 +117,7 @@ def _address(tensor: torch.Tensor) -> Key:
 
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The previous buffer if it fits, else a new one in host memory."""
+    """``previous`` if it has the shape and dtype of ``tensor``, else a new buffer in host memory."""
     if previous is None or previous.layout != torch.strided:
         return torch.empty_like(tensor, device="cpu")
     usable = (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)

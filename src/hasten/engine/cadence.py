@@ -22,7 +22,7 @@ CHECKPOINT_TIME_FRACTION = COMM_TIME_FRACTION = 0.01  # of the run's time
 
 @dataclass(frozen=True)
 class PauseActions:
-    """What the run does in a pause."""
+    """What the run does in one pause between two steps: stop, log the losses, save a checkpoint."""
 
     stop: bool
     log: bool
@@ -30,7 +30,7 @@ class PauseActions:
 
 
 class PauseSchedule:
-    """When one run pauses.
+    """Decides when a run pauses between two steps, and what it does then.
 
     Args:
         run: The run.
@@ -39,9 +39,9 @@ class PauseSchedule:
         saves: Whether rank 0 writes checkpoints.
 
     Attributes:
-        logged_at: Time of the latest log point.
-        saved_at: Time of the latest checkpoint.
-        save_seconds: Seconds that it took.
+        logged_at: ``perf_counter()`` at the latest log point.
+        saved_at: ``perf_counter()`` at the latest checkpoint.
+        save_seconds: Seconds that the latest checkpoint took.
         comm_latency_s: Seconds of the fastest exchange between the ranks.
     """
 
@@ -54,13 +54,13 @@ class PauseSchedule:
         self.save_seconds = self.comm_latency_s = 0.0
 
     def is_due(self, unread: int) -> bool:
-        """Whether to pause now, while ``unread`` losses are still on the device."""
+        """Whether to pause now. ``unread``: losses not yet copied from the device; too many are a reason to pause."""
         if self.distributed:
             return self.progress.step >= self.next_step
         return bool(self.stop_signals) or unread >= LOG_EVERY_STEPS or perf_counter() >= self.next
 
     def actions(self, unread: int) -> PauseActions:
-        """What to do in this pause; all ranks stop where one is asked to."""
+        """What to do in this pause. All ranks must call it: if one received a stop signal, all of them stop."""
         now, asked = perf_counter(), self.is_stop_requested()
         log = unread >= LOG_EVERY_STEPS or now >= self.logged_at + LOG_EVERY_S
         save = self.saves and (asked or now >= self._next_save())
@@ -79,7 +79,7 @@ class PauseSchedule:
         return bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)
 
     def end(self) -> None:
-        """Ends the pause and sets the time of the next one."""
+        """Ends the pause: sets when the next one is due (all ranks: at which step)."""
         next_report = perf_counter() + PROGRESS_INTERVAL_S
         self.next = min(next_report, self._next_save()) if self.saves else next_report
 

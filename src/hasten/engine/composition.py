@@ -14,10 +14,10 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
 
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
-    """The methods that act in this run, innermost first; without several processes, those that need them are reported.
+    """The methods that act in this run, innermost first. In one process, reports distributed ones as "no effect".
 
     Raises:
-        ConfigurationError: Methods conflict, applicable or not.
+        ConfigurationError: Two of ``methods`` conflict, even if one of them would not act.
     """
     methods = sort_methods(methods)
     check_conflicts(methods)
@@ -30,7 +30,7 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
-    """Sorts by (order, after, name): a stable topological order that ignores the order given."""
+    """Sorts innermost first by the card's ``order`` and ``after``, then by name."""
     by_name = {method.name: method for method in methods}
     waiting = {name: {other for other in method.card.after if other in by_name} for name, method in by_name.items()}
     ready = [(by_name[name].card.order, name) for name, before in waiting.items() if not before]
@@ -51,7 +51,7 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:
-    """Computes conflicts from the cards; no pair of methods is listed anywhere.
+    """Computes from the cards whether two methods replace the same hook, or one invalidates what one requires.
 
     Raises:
         ConfigurationError: Two methods conflict.

@@ -50,7 +50,7 @@ class BatchSize(Method):
 
     @property
     def lr_scale(self) -> float:
-        """The factor of the learning rate."""
+        """The factor for the learning rate that ``rule`` gives for ``factor``."""
         return RULES[self.rule](self.factor)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:

@@ -39,7 +39,7 @@ class Ceilings:
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def worth_measuring(self, shares: Mapping[str, float]) -> list[str]:
-        """The names whose share of the time is large enough to pay; records the reason for the others."""
+        """The names in ``shares`` (name -> fraction of the time) that could pay; notes why the others cannot."""
         small = {name: share for name, share in shares.items() if share < MIN_SHARE}
         self.not_measured |= {name: f"it takes {share:.1%} of the time" for name, share in small.items()}
         return [name for name in shares if name not in small]
@@ -61,10 +61,10 @@ def measure_ceilings(
         probe: the worker that runs the Probe.
         shares: share of the time by phase: "input", "larger_batch", "logging" and, last because a run may fail without
             it, "optimizer_step".
-        count: steps of a block.
-        step: seconds of a step.
+        count: number of steps per block.
+        step: seconds per step.
         extra: seconds of evaluation per training sample, which are not switched off.
-        budget: seconds.
+        budget: seconds to spend.
         watch: called with the progress.
     """
     found, began = Ceilings(), time.monotonic()
@@ -98,13 +98,13 @@ def measure_allocator_ceiling(
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
 
     Args:
-        task: what is trained.
-        recipe: with what methods.
+        task: the task to train.
+        recipe: the methods to train with.
         share: share of the CPU time that is spent in the operating system.
         device: "cpu" or "cuda".
-        seed: of the runs.
-        budget: seconds; too few for one measurement give a reason in ``not_measured``.
-        plan: as ``Arm.build`` returned it for the run, with ``build_seconds``.
+        seed: seed of the runs.
+        budget: seconds to spend; too few for one measurement give a reason in ``not_measured``.
+        plan: result of ``Arm.build`` for the run, with ``build_seconds``.
         processes: number of ranks.
         watch: called with the progress.
     """

@@ -28,16 +28,16 @@ ARITHMETIC = (
 
 
 def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
-    """The exchange of gradients in a step.
+    """The cost of exchanging gradients between ranks, per step.
 
     Args:
-        step: seconds of a step.
+        step: seconds per step.
         ceiling: time with the exchange / time without; None if it was not measured.
         buckets: bytes of each gradient bucket; None if unknown.
-        exchanges: seconds of the all-reduces of a step with nothing beside them, one value a measurement.
+        exchanges: seconds of one step's all-reduces measured alone, one value per measurement.
 
     Returns:
-        ``seconds``: of the exchange by itself; ``exposed``: seconds by which a step is longer; ``hidden``: seconds
+        ``seconds``: the exchange alone; ``exposed``: seconds that it adds to a step; ``hidden``: seconds
             behind
         the backward pass; ``share``: exposed / step; ``bytes``; ``buckets``: their count. None: unknown.
     """
@@ -56,14 +56,14 @@ def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | 
 def verdict_of(
     straggler: Mapping | None, ceilings: Mapping[str, Ratio], cost: Mapping, rows: list[dict], step: float
 ) -> str:
-    """One sentence that names the largest cause. A ceiling counts only if its interval lies above 1.
+    """One sentence that names what costs the job most time. A ceiling counts only if its interval lies above 1.
 
     Args:
-        straggler: as ``find_straggler`` returns it.
+        straggler: result of ``find_straggler``.
         ceilings: "exchange" and "input", as far as they were measured.
-        cost: as ``communication_cost`` returns it.
-        rows: as ``rank_phase_times`` returns them.
-        step: seconds of a step.
+        cost: result of ``communication_cost``.
+        rows: result of ``rank_phase_times``.
+        step: seconds per step.
     """
     gains = {name: ratio.median if ratio.low > 1 else 1.0 for name, ratio in ceilings.items()}
     waits = 0.0 if straggler else fmean(row.get("wait_seconds", 0.0) for row in rows)

@@ -37,7 +37,7 @@ class PhaseTimer:
         self.intervals, self.running = [], True
 
     def now(self) -> Any:
-        """A timestamp (float or CUDA event), or None while nothing is recorded."""
+        """A timestamp: seconds as float, on a GPU a CUDA event; None while nothing is recorded."""
         if not self.running:
             return None
         if self.device.type != "cuda":
@@ -49,12 +49,12 @@ class PhaseTimer:
         return event
 
     def record(self, phase: str, began: Any) -> None:
-        """Records a phase that began at a timestamp and ends now."""
+        """Records ``phase`` as lasting from ``began`` (a result of ``now``) until now."""
         if began is not None:
             self.intervals.append((phase, began, self.now()))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls are recorded under a phase."""
+        """Wraps ``function`` so that the time of its calls is recorded under ``phase``."""
 
         def timed(*args: Any) -> Any:
             began = self.now()
@@ -128,11 +128,11 @@ class TimePhases(Method):
         return _timer(run).timed("backward", backward)
 
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times both passes together."""
+        """Times forward and backward pass together, as "forward_backward"."""
         return _timer(run).timed("forward_backward", forward_backward)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        """Times the work on the gradients."""
+        """Times the gradient transforms between backward pass and optimizer step."""
         return _timer(run).timed("grad_transform", grad_transform)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
@@ -159,7 +159,7 @@ def _timer(run: RunContext) -> PhaseTimer:
 
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
+    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
     forward, backward = (
         (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)

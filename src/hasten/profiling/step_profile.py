@@ -39,20 +39,20 @@ class StepProfile:
     """What was measured of a run. Times in seconds, shares between 0 and 1.
 
     Attributes:
-        plan: as ``Arm.build`` returned it, with ``build_seconds``.
-        phases: share of the run's wall clock of each phase; they sum to 1.
-        ceilings: those that can be measured in this one process.
-        step: seconds of a step, without evaluations.
+        plan: result of ``Arm.build``, with ``build_seconds``.
+        phases: phase -> fraction of the run's wall clock; the fractions sum to 1.
+        ceilings: ceilings of phases that can be switched off in a running process.
+        step: seconds per step, without evaluations.
         sample: seconds per training sample, without evaluations.
         evaluation: seconds of an evaluation; None if the task has no validation data.
         timing_cost: relative increase of a step's time because its phases are timed.
-        faults_per_step: minor page faults.
+        faults_per_step: minor page faults per step.
         system_share: share of the CPU time that is spent in the operating system.
         host_reads_per_step: values that the host reads from the device; None if they could not be counted.
         input: throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed.
         flops: operations per second, the machine's peak and their quotient; None if they could not be counted.
-        facts: keys of ``FACTS`` that hold.
-        system_noise: how disturbed the machine was.
+        facts: keys of ``FACTS`` that hold for the run.
+        system_noise: how much other processes disturbed the machine, see ``SystemNoise``.
     """
 
     plan: dict
@@ -72,11 +72,11 @@ class StepProfile:
 
     @property
     def has_many_faults(self) -> bool:
-        """Whether page faults are more than the background of the machine."""
+        """Whether a step causes at least MANY_FAULTS page faults, more than the background of the machine."""
         return self.faults_per_step >= MANY_FAULTS
 
     def seconds_per_run(self) -> float | None:
-        """Start, steps and evaluations of a whole run; None if the length of the data is unknown."""
+        """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown."""
         plan = self.plan
         if plan["steps"] is None:
             return None
@@ -100,10 +100,10 @@ def profile_steps(
     """Profiles a task under a recipe with its real steps.
 
     Args:
-        task: what is trained.
-        recipe: with what methods.
+        task: the task to train.
+        recipe: the methods to train with.
         device: "cpu" or "cuda".
-        seed: of the run.
+        seed: seed of the run.
         budget: seconds, approximately.
         input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
         ceilings: also measure the ceilings of phases; takes the larger part of the budget.
@@ -162,7 +162,7 @@ def profile_steps(
 
 
 def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
-    """Blocks of ``count`` steps with and without the phase timer, in turn."""
+    """Runs blocks of ``count`` steps, with and without phase timer in turn: (timed blocks, plain blocks)."""
     timed, plain, began = [], [], time.monotonic()
     while len(plain) < MIN_PAIRS or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
         timed.append(probe.call("timed_block", count=count))
@@ -174,7 +174,7 @@ def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
     """Shares of the wall clock of a run. "logging" is what no phase accounts for: the loop, its log, reading losses.
 
     Args:
-        blocks: of steps whose phases were timed.
+        blocks: blocks of steps whose phases were timed.
         evaluation: seconds of evaluation per training sample.
     """
     samples = _sum(blocks, "samples")
@@ -191,7 +191,7 @@ def _flops_rates(flops: Mapping[str, float], samples_per_second: float) -> Flops
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
-    """The result of a measurement, or None for a run that does not allow it (a captured graph, a compiled step)."""
+    """Calls a measurement of the probe; None if the run does not allow it (CUDA graph, compiled step)."""
     try:
         return probe.call(method, **arguments)
     except RunError:

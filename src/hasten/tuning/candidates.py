@@ -22,14 +22,14 @@ MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 @dataclass
 class Candidates:
-    """What to try.
+    """The methods to try in a search, sorted into groups that are judged in different ways.
 
     Attributes:
         systems: methods that are judged by the speed of the same steps.
         training: methods that change the training, and are judged by the time to the target.
         communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
             first.
-        not_tried: (method, reason).
+        not_tried: (method, reason) of each method that is not worth a trial.
     """
 
     systems: list[Candidate] = field(default_factory=list)
@@ -43,8 +43,8 @@ class MethodSelection:
     """The methods that the user asked for.
 
     Attributes:
-        only: the only methods to try; None: all.
-        offered: methods from files, to try besides.
+        only: the only methods to try, with their options; None: all.
+        offered: methods from the user's files, to try besides.
     """
 
     only: Recipe | None
@@ -52,10 +52,10 @@ class MethodSelection:
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
-        """Checks every name and option before anything is measured.
+        """The selection of a user: ``methods`` and ``extra`` of ``tune``. Checks every name and option.
 
         Raises:
-            ConfigurationError: an unknown method, a wrong option, or one that could be tried but never be confirmed.
+            ConfigurationError: an unknown method, a wrong option, or one whose speed blocks of steps cannot show.
         """
         only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
@@ -64,7 +64,7 @@ class MethodSelection:
         return MethodSelection(only, offered)
 
     def source_hashes(self) -> dict[str, str]:
-        """Hash of the file of each method from a file: changed code makes another trial."""
+        """Method -> hash of its file, for methods from the user's files: changed code is measured again."""
         names = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
         files = {name: inspect.getsourcefile(method_class(name)) for name in names}
         return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
@@ -84,8 +84,8 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
     Args:
-        diagnosis: as ``diagnose`` returns it; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
-        selection: what the user asked for.
+        diagnosis: result of ``diagnose``; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
+        selection: the methods that the user selected.
     """
     found, only = Candidates(), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]

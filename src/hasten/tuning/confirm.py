@@ -39,20 +39,20 @@ ERROR = 0.05
 
 @dataclass
 class Confirmation:
-    """The results of a recipe on fresh seeds.
+    """The results of a finalist on fresh seeds.
 
     Attributes:
-        speedup: in the time to the target; one of the next two.
-        block_speedup: seconds per sample from the interleaved comparison, samples from the paired runs.
-        measured_speedup: seconds of the paired runs.
-        uses_measured: ``measured_speedup`` counts, because it is clearly lower.
+        speedup: in the time to the target: ``block_speedup`` or, if it is clearly lower, ``measured_speedup``.
+        block_speedup: from seconds per sample of the interleaved comparison, and samples of the paired runs.
+        measured_speedup: from the seconds of the paired runs.
+        uses_measured: whether ``speedup`` is ``measured_speedup``.
         over_strong_baseline: the speed-up over the strong baseline.
-        baseline_runs, tuned_runs: by seed; the recipe may have further seeds.
-        comparison: of speed with the original, see ``Study.compare_speed``.
-        samples: to the target, one tuple a seed; see ``time_to_target``.
-        seconds: to the target: baseline, strong_baseline, tuned.
-        looks: how many times the seeds were judged.
-        over: more seeds would not change the result.
+        baseline_runs, tuned_runs: seed -> result of ``Study.run``; ``tuned_runs`` may have further seeds.
+        comparison: result of ``Study.compare_speed`` with the original.
+        samples: samples to the target, one tuple a seed; see ``time_to_target``.
+        seconds: seconds to the target by arm: baseline, strong_baseline, tuned.
+        looks: how many times the seeds were judged so far.
+        over: whether the recipe has been decided, so that no more seeds are run.
     """
 
     recipe: Recipe
@@ -78,11 +78,11 @@ class Confirmation:
 
     @property
     def passed(self) -> bool:
-        """Surely as good, and surely faster."""
+        """Whether the recipe passed the quality gate and is surely faster."""
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
-        """Ends the attempt."""
+        """Ends the attempt to confirm this recipe; ``why`` is the reason for the report."""
         self.over, self.why = True, why
 
 
@@ -91,9 +91,9 @@ def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: f
 
     Args:
         study: the measurements.
-        incumbents: of the search.
-        baseline: of the search.
-        seconds: budget of a comparison of speed.
+        incumbents: the best recipes of the search.
+        baseline: the original's runs in the search, with margin and target.
+        seconds: budget of each comparison of speed, in seconds.
 
     Returns:
         The winner; without one the fastest finalist, or None if there is none.
@@ -121,7 +121,7 @@ def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: f
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
-    """The fastest recipes, the fastest first, and among them the fastest that is exact, if there is one.
+    """The recipes to confirm, fastest first: at most MAX_FINALISTS, the fastest exact one always among them.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
     """
@@ -135,12 +135,12 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def _quality_risks(recipe: Recipe) -> Recipe:
-    """The members that may cost quality: all but the catalogue's exact methods. A user's card is unverified."""
+    """The recipe without hasten's exact methods: what may cost quality. A user's card is not trusted."""
     return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
 def _next(attempts: list[Confirmation]) -> int | None:
-    """The attempt to look at next: the fastest once, then those close to passing, exact ones, the least looked at."""
+    """Index of the attempt to run more seeds of; None if all are decided. Prefers those close to passing."""
 
     def order(index: int) -> tuple:
         attempt = attempts[index]
@@ -156,7 +156,7 @@ def _next(attempts: list[Confirmation]) -> int | None:
 
 
 def _promising(attempt: Confirmation) -> bool:
-    """Whether the next look would pass it if the difference stays as it is."""
+    """Whether more seeds with the same mean difference in quality would let the attempt pass."""
     result, difference = attempt.gate, attempt.gate.difference
     if result.passed or not difference or not 0 < attempt.looks < len(LOOKS):
         return result.passed
@@ -165,7 +165,7 @@ def _promising(attempt: Confirmation) -> bool:
 
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
-    """False if a faster one has passed, or a slower one that is nearly as fast."""
+    """Whether attempt ``index`` could still win: none that is faster, or nearly as fast, has passed."""
     speedup = attempts[index].speedup
     passed = max((other.speedup.median for other in attempts if other.passed and other.speedup), default=0.0)
     faster_passed = any(faster.passed for faster in attempts[:index])
@@ -199,17 +199,17 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
 
 
 def _check_exactness(study: Study, recipe: Recipe) -> dict:
-    """The exactness check of the whole recipe; {} if a member may cost quality."""
+    """Result of the exactness check of the recipe against the original; {} if a method may cost quality."""
     return {} if _quality_risks(recipe) else study.check_exactness(Recipe(), recipe, _loosest_exactness(recipe))
 
 
 def _loosest_exactness(recipe: Recipe) -> Exactness:
-    """What the whole recipe may promise."""
+    """The exactness class of the whole recipe: the loosest among its methods."""
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
-    """Both arms on ``pairs`` seeds, then the recipe alone on further ones if cheap; why the recipe lost, or None."""
+    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why it lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
@@ -226,12 +226,12 @@ def fresh_seeds(seed: int, count: int) -> list[int]:
 
 
 def further_seeds(seed: int, count: int) -> list[int]:
-    """Fresh seeds for the recipe alone."""
+    """Seeds on which only the recipe is run; the search and ``fresh_seeds`` have not used them."""
     return [seed + FIRST_FURTHER_SEED + SEED_STEP * index for index in range(count)]
 
 
 def _further_per_pair(attempt: Confirmation) -> int:
-    """Runs of the recipe alone that each pair is worth. None of an exact recipe, which is compared seed by seed."""
+    """Runs of the recipe alone per pair of runs; more if it is faster. 0 for an exact one, compared seed by seed."""
     if _loosest_exactness(attempt.recipe) in EXACT:
         return 0
     arms = attempt.baseline_runs, attempt.tuned_runs
@@ -240,7 +240,7 @@ def _further_per_pair(attempt: Confirmation) -> int:
 
 
 def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> str | None:
-    """Both arms on one seed, in alternating order; why the recipe lost, or None."""
+    """Runs both arms on one seed, in alternating order. Returns why the recipe lost, or None."""
     arms = [(attempt.recipe, attempt.tuned_runs), (Recipe(), attempt.baseline_runs)]
     for recipe, runs in arms if len(attempt.paired) % 2 == 0 else reversed(arms):
         runs[seed] = run = study.run(recipe, seed)
@@ -255,7 +255,7 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
 
 
 def _must_be_identical(study: Study, recipe: Recipe) -> bool:
-    """Whether a run of the recipe must be the original's bit for bit. On a GPU not even two original runs are."""
+    """Whether the recipe must give the original's metrics bit for bit: BIT_EXACT methods only, on the CPU."""
     is_bit_exact = not _quality_risks(recipe) and _loosest_exactness(recipe) is Exactness.BIT_EXACT
     return study.device == "cpu" and is_bit_exact
 
@@ -304,7 +304,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     shows (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
 
     Args:
-        attempt: with at least two pairs.
+        attempt: the attempt, with at least two pairs of runs.
         same_steps: the exactness check passed, so that both arms train the same steps. Rounding may still carry a seed
             across the target one evaluation earlier or later; both are then read at the original's evaluation.
     """
@@ -385,7 +385,7 @@ def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tupl
     speed-up adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
 
     Args:
-        comparison: of speed, see ``Study.compare_speed``.
+        comparison: result of ``Study.compare_speed``.
         samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train
             differently, followed by (of a, of b) since the evaluation before that one.
     """
@@ -404,7 +404,7 @@ def _mean_ratio(times: list[tuple[float, float]], min_spread: float = 0.0, half_
     Args:
         times: pairs of seconds.
         min_spread: least standard deviation of the logarithms to assume.
-        half_width: of the interval of an independent error of the logarithm, which is added.
+        half_width: half-width of the interval of an independent error of the logarithm, which is added.
     """
     logs = [math.log(x / y) for x, y in times]
     count, center, of_seeds = len(logs), fmean(logs), 0.0

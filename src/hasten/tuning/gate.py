@@ -28,9 +28,9 @@ class NonInferiorityResult:
         baseline, tuned: mean of the final metrics of each arm.
         margin: in the metric's unit.
         difference: ``mean``, ``low`` and ``high``; positive is better, whatever the metric's direction.
-        seeds: those that both arms were run on.
-        passed: the recipe is not worse by more than the margin.
-        settled: more seeds would not change the result.
+        seeds: seeds that both arms were run on.
+        passed: whether the recipe is surely not worse by more than the margin.
+        settled: whether more seeds would not change the result.
         why: the reason, in words.
     """
 
@@ -44,12 +44,12 @@ class NonInferiorityResult:
     why: str
 
     def to_json(self) -> dict:
-        """All attributes as plain data."""
+        """All attributes as a dict of JSON values."""
         return asdict(self)
 
 
 def not_passed(why: str, margin: float, seeds: Sequence[int] = (), settled: bool = False) -> NonInferiorityResult:
-    """A result without a comparison."""
+    """A result that has not passed, for the reason ``why``, without metrics to compare."""
     return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)
 
 
@@ -75,8 +75,8 @@ def quality_gate(
     """Tests that the tuned metric is not worse than the baseline's by more than the margin.
 
     Args:
-        baseline: final metric by fresh seed.
-        tuned: the same; MIN_SEEDS seeds must be in both, and further ones inform about their own arm.
+        baseline: final metric of the original by fresh seed.
+        tuned: final metric of the recipe; MIN_SEEDS seeds must be in both, further ones inform about their own arm.
         margin: how much worse counts as no worse, in the metric's unit.
         higher_is_better: the direction of the metric.
         more_baseline: final metrics of the baseline at other seeds; they inform about its spread, not its mean.

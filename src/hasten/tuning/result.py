@@ -27,11 +27,11 @@ class SearchState:
     """What a search has found so far.
 
     Attributes:
-        diagnosis: as ``diagnose`` returned it.
+        diagnosis: result of ``diagnose``.
         one_process: speed-up of the task's own training in one process over the job of several.
         winner_in_one_process: speed-up of the winner, without its distributed methods, in one process over the job.
-        comparison_seconds: budget of a comparison of the confirmation.
-        strong_baseline: what an experienced user sets by hand.
+        comparison_seconds: budget of each comparison of speed in the confirmation, in seconds.
+        strong_baseline: recipe that an experienced user sets by hand.
         ablated: the recipe that ``contributions`` belong to: the best of the search, or the winner.
         step_profiles: seconds of each phase per 1000 samples, of "baseline" and "tuned".
     """
@@ -51,12 +51,12 @@ class SearchState:
 
     @property
     def winner(self) -> Confirmation | None:
-        """The confirmation, if it passed."""
+        """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
     @property
     def one_process_is_faster(self) -> bool:
-        """Whether one process is surely faster than the best job: with the task as it is, or the winner's recipe."""
+        """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""
         best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
@@ -76,13 +76,13 @@ class SearchState:
 
 
 def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
-    """Everything as plain data. Speed-up and quality come from the confirmation alone.
+    """The content of result.json. Speed-up and quality come from the confirmation alone.
 
     Args:
-        study: its measurements and notes.
-        state: what it found.
-        metric: its name.
-        offered: methods that the user offered.
+        study: measurements and notes of the search.
+        state: what the search found.
+        metric: name of the metric.
+        offered: methods from the user's files.
     """
     confirmation, baseline = state.confirmation, state.baseline
     assert baseline is not None
@@ -154,7 +154,7 @@ def write(folder: Path, result: Any) -> None:
 
 
 def machine_and_versions(device: str) -> dict:
-    """The ``machine`` and the ``versions`` that the measurements belong to."""
+    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
     machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
@@ -187,7 +187,7 @@ def _why(study: Study, state: SearchState) -> str:
 
 
 def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
-    """Of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
+    """Runs of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
@@ -210,7 +210,7 @@ def _curve(seed: int, run: dict) -> Curve:
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
-    """The result of a method that the user offered."""
+    """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
     reasons = [trial["why"] for trial in trials if name in trial["what"]]
     why = reasons[-1] if reasons else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}

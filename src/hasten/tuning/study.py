@@ -31,7 +31,7 @@ PROFILE_SECONDS = 3.0
 
 
 class OutOfBudgetError(Exception):
-    """Ends the search or a part of it; what is proven by now is the answer."""
+    """Raised when the budget of the search, or of a part of it, is spent; what is proven by then is the answer."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Budget:
     """The seconds of a search.
 
     Attributes:
-        total: may be spent.
-        spent: a trial from the store counts the seconds that it took when it was measured.
-        reserved: not to be spent now, because the confirmation needs them.
-        exhausted: a part of the search ended before all its candidates were tried.
+        total: seconds that may be spent in all.
+        spent: seconds spent; a trial from the store counts what it took when it was measured.
+        reserved: seconds that are kept for the confirmation.
+        exhausted: whether a part of the search ended before all its candidates were tried.
     """
 
     total: float
@@ -56,7 +56,7 @@ class Budget:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
+        """Context manager: at most ``share`` (0 to 1) of the seconds left is spent inside; then the block ends."""
         withheld = (1 - share) * max(0.0, self.left())
         self.reserved += withheld
         try:
@@ -70,7 +70,7 @@ class Budget:
         """Called before each trial. A trial that has begun is finished.
 
         Raises:
-            OutOfBudgetError: nothing is left.
+            OutOfBudgetError: no seconds are left.
         """
         if self.left() <= 0:
             raise OutOfBudgetError
@@ -83,9 +83,9 @@ class Study:
     Attributes:
         processes: number of ranks that train together.
         timeout: seconds without progress after which a job counts as hanging.
-        target: of the metric; None until the baseline has been run.
-        source_hashes: hash of the file of each method from a file.
-        charged: keys of the trials that are paid for.
+        target: value of the metric that counts as trained; None until the baseline has been run.
+        source_hashes: method -> hash of its file, for methods from the user's files.
+        charged: keys of the trials whose seconds the budget has been charged.
         complete: whole runs by (recipe, seed), whatever time limit they were started with.
         trials: notes for the report about every trial, losers too.
     """
@@ -159,7 +159,7 @@ class Study:
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Anything else that is measured once a search: the duration of a run, the diagnosis."""
+        """Result of ``measure``, called once per search and stored, such as the diagnosis; charged to the budget."""
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
@@ -188,12 +188,12 @@ class Study:
         return outcome.get("phases", {})
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
-        """Adds a trial to ``trials``."""
+        """Adds a row about a trial to ``trials``: ``ratio`` is its speed-up, ``seconds`` what it took."""
         trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
         self.trials.append(trial | {"seconds": round(seconds, 2)})
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
-        """Seconds and samples when the target was reached for good, and the samples when it was first reached."""
+        """``seconds_to_target`` and ``samples_to_target`` (reached and held), ``first_samples`` (first reached)."""
         target, metrics = self.target, [evaluation["metric"] for evaluation in evaluations]
         index = first_sustained_target(metrics, target, self.higher_is_better)
         reached = evaluations[index] if index is not None else {}
@@ -221,10 +221,10 @@ class Study:
     def _charge(
         self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
     ) -> dict:
-        """The outcome of a trial, from the store or measured now; its seconds are charged once.
+        """The outcome of a trial, from the store or by calling ``measure``; the budget is charged its seconds once.
 
         Raises:
-            OutOfBudgetError: the trial is not in the store and nothing is left.
+            OutOfBudgetError: the trial is not in the store and no seconds are left.
         """
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what
@@ -252,5 +252,5 @@ class Study:
 
 
 def exactness_of(name: str) -> Exactness:
-    """The exactness class of a method."""
+    """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness

@@ -23,17 +23,17 @@ RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seco
 
 
 class Trial:
-    """One task, one recipe, one seed."""
+    """A trial of one task with one recipe and one seed, in this process."""
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.watch = no_progress
 
     def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
-        """A whole run.
+        """Trains the task with the recipe from start to end.
 
         Args:
-            target: of the metric.
+            target: value of the metric at which the run has succeeded; None: that of the task.
             time_limit: seconds after which a run that has not reached the target ends, because it can no longer win.
 
         Returns:
@@ -66,8 +66,8 @@ class Trial:
 
         Args:
             base: methods of the recipe to compare with.
-            exactness: name of the class.
-            seconds: budget.
+            exactness: name of the exactness class to check.
+            seconds: budget in seconds.
 
         Returns:
             ``{"passed", "number", "why"}``.

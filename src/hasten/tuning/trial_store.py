@@ -35,7 +35,7 @@ class TrialStore:
 
     Attributes:
         settings: what all trials share (task, device, versions, machine); part of every key.
-        outcomes: by key.
+        outcomes: key of a trial -> its outcome.
         reused: number of trials that were answered from the file of an earlier search.
     """
 
@@ -67,8 +67,8 @@ class TrialStore:
         """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
         Args:
-            kind: of the trial.
-            what: the rest of the key, as plain data.
+            kind: kind of the trial, such as "run"; part of the key.
+            what: everything else that the outcome depends on, as plain data.
             measure: returns the outcome, with ``failed`` if the trial failed.
             failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
                 fix.

@@ -22,7 +22,7 @@ from hasten.utils.observe_step import observe_collectives
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
-    """Converts the batch norm layers of the model."""
+    """Converts the batch norm layers of the model to use statistics of the global batch."""
 
     card = Card(
         summary="computes batch normalization over the shards of all ranks together",
