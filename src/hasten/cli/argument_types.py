@@ -201,15 +201,9 @@ def preflight_recipe(options: Namespace) -> Recipe:
 
 
 def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
-    """Read a recipe from a TOML file, "baseline" or a list of methods.
+    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``.
 
-    Args:
-        text: the value of ``--recipe``, ``--a`` or ``--b``.
-        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among
-            these.
-
-    Raises:
-        ConfigurationError: ``text`` is no recipe, or its file refers to code that ``trusted`` does not contain.
+    A recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
     """
     from hasten.core.recipe import Recipe
 

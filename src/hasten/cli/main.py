@@ -132,11 +132,7 @@ def _run_command(argv: list[str]) -> CommandResult | None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
-    """Parse the command line; None if there is no command and the help was printed instead.
-
-    Raises:
-        ConfigurationError: an unknown command or option, or a value that does not fit.
-    """
+    """Parse the command line; None if there is no command and the help was printed instead."""
     parser = build_parser()
     options, unknown = parser.parse_known_args(argv)
     options.argv = argv
@@ -288,8 +284,7 @@ def _redirect_to_devnull(descriptor: int) -> None:
 def _interrupt_on_signals() -> list[int]:
     """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the run ends as with Ctrl-C; ``nohup`` keeps working.
 
-    Returns:
-        A list that the handler appends the received signals to.
+    The returned list receives the signals.
     """
     owner, received = os.getpid(), []
 

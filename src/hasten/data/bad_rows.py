@@ -24,13 +24,9 @@ class BadRowPolicy:
         self.found: dict[int, BadRow] = {}
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
-        """Reads those of the rows that can be read.
+        """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).
 
-        Returns:
-            (columns of the good rows, None if there are none; indices of the good rows; errors of the bad rows).
-
-        Raises:
-            RunError: More than ``max_rows`` of these rows are bad.
+        RunError if more than ``max_rows`` of these rows are bad.
         """
         bad: list[BadRow] = []
         if self.found:  # do not read known bad rows: each error would make the good rows be read once more
@@ -48,11 +44,7 @@ class BadRowPolicy:
         return None, rows, bad
 
     def record(self, fault: BadRow) -> None:
-        """Counts a skipped row.
-
-        Raises:
-            RunError: More than ``max_rows`` rows have been skipped.
-        """
+        """Counts a skipped row; RunError if more than ``max_rows`` have been skipped."""
         self.found[fault.row] = fault
         if len(self.found) > self.max_rows:
             raise self.failure(fault)

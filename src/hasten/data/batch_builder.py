@@ -31,10 +31,8 @@ Path = tuple[Any, ...]  # keys and indices that lead to a part of a sample
 
 @dataclass(frozen=True)
 class Map:
-    """A function that is applied to every sample, or to every batch.
-
-    Attributes:
-        stage: Index among the maps that take ``rng``, so that each draws its own numbers; None without ``rng``.
+    """A function that is applied to every sample or batch; ``stage`` counts the maps that take ``rng``, None for
+    others.
     """
 
     function: Callable
@@ -174,16 +172,9 @@ def collate_nested(
     """Stacks samples into columns with the nesting of a sample: tensors and numbers as one tensor, text as a list.
 
     A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
-    again, whatever it holds. Numbers are always one tensor.
-
-    Args:
-        samples: Samples, or the part of each sample at ``path``.
-        lists: The list columns before the maps.
-        passthrough: The paths at which maps return rows of ``lists`` unchanged, for all samples.
-        path: Where in the samples these parts are.
-
-    Raises:
-        CollateError: Shapes or names differ, a value fits into no tensor, or maps return only some rows unchanged.
+    again, whatever it holds. ``lists`` are the list columns before the maps, ``passthrough`` the paths at which the
+    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones. CollateError if shapes
+    or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)) or _are_unchanged(samples, lists, path in passthrough, path):
@@ -208,10 +199,8 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are rows of one of ``lists``.
-
-    Raises:
-        CollateError: Some are, or all are although that is not ``expected``.
+    """Whether all samples are rows of one of ``lists``; CollateError if only some are, or if all are and it is not
+    ``expected``.
     """
     if isinstance(samples[0], Number) and not expected:
         return False
@@ -243,8 +232,7 @@ def _form(value: Any) -> str:
 def wants_rng(function: Callable) -> bool:
     """Whether a function has a parameter named ``rng``.
 
-    Raises:
-        ConfigurationError: It requires two other arguments, as with tf.data's ``lambda image, label: ...``.
+    ConfigurationError if it requires two other arguments, as with tf.data's ``lambda image, label: ...``.
     """
     try:
         parameters = inspect.signature(function).parameters

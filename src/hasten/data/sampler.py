@@ -45,8 +45,7 @@ class DeterministicBatchSampler:
     def batches(self, epoch: int) -> Callable[[int], numpy.ndarray]:
         """Returns a function from the index of a batch in this epoch to its row indices, int64.
 
-        Raises:
-            ConfigurationError: There are too many rows to permute all of them.
+        ConfigurationError if there are too many rows to permute all of them.
         """
         rows = self._rows(epoch)
         return lambda index: rows(index * self.batch_size, min((index + 1) * self.batch_size, self.rows))
@@ -54,8 +53,7 @@ class DeterministicBatchSampler:
     def index_at(self, position: int) -> int:
         """Returns the index of the batch that begins after ``position`` rows of an epoch; ``len`` after all rows.
 
-        Raises:
-            ConfigurationError: No batch begins there.
+        ConfigurationError if no batch begins there.
         """
         index, rest = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (rest and position < self.rows):

@@ -55,10 +55,8 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
 
 
 def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, standard deviations), one or one for each channel.
-
-    Raises:
-        ConfigurationError: Their numbers differ, or a standard deviation is not above 0.
+    """Returns (means, standard deviations), one or one for each channel; ConfigurationError unless they are as many,
+    above 0.
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):

@@ -40,13 +40,8 @@ def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int
 
 
 def unpack_planes(planes: torch.Tensor) -> torch.Tensor:
-    """Returns ``value * scale + shift`` of planes with their footers.
-
-    Args:
-        planes: uint8, shape (n, values + FOOTER_BYTES).
-
-    Returns:
-        float32, shape (n, values).
+    """Returns ``value * scale + shift``, float32, shape (n, values), of planes, uint8, shape (n, values +
+    FOOTER_BYTES).
     """
     return torch.ops.quantized.embedding_bag_byte_unpack(planes)
 

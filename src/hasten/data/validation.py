@@ -12,10 +12,8 @@ LARGEST = 1 << 62  # of what is counted in 64 bits
 
 
 def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: int = LARGEST) -> None:
-    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if it is ``optional``.
-
-    Raises:
-        ConfigurationError: It is not; the message begins with ``name``, the name of the argument.
+    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if it is ``optional``; ``name``: for
+    errors.
     """
     if optional and value is None:
         return
@@ -26,21 +24,15 @@ def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that ``value`` is a finite number above 0, or None.
-
-    Raises:
-        ConfigurationError: It is not; the message begins with ``name``, the name of the argument.
-    """
+    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, the name of the argument."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; NumPy integers and integer tensors with one element are accepted.
-
-    Raises:
-        ConfigurationError: It is no integer, a bool, or larger than 2**62.
+    """Returns ``value`` as a Python integer; NumPy integers and integer tensors with one element are accepted, bools
+    are not.
     """
     try:
         integer = index(value)

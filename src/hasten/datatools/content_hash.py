@@ -17,11 +17,7 @@ from hasten.data.formats.table_columns import plain
 
 
 class ContentHash:
-    """An incremental hash of rows.
-
-    Attributes:
-        rows: Number of rows hashed so far.
-    """
+    """An incremental hash of rows; ``rows`` is the number hashed so far."""
 
     def __init__(self):
         self.rows = 0

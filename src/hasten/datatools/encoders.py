@@ -31,10 +31,8 @@ def jpeg(image: torch.Tensor) -> bytes:
 
 
 def arrow_table(columns: dict) -> Any:
-    """Converts the columns of a batch, {name: tensor or list}, to an Arrow table.
-
-    Raises:
-        ConfigurationError: A column has values or a dtype that no file format here can store.
+    """Converts {name: tensor or list} to an Arrow table; ConfigurationError for values or a dtype that no format
+    stores.
     """
     import pyarrow as pa
 

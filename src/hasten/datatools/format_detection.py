@@ -69,16 +69,15 @@ UNKNOWN = StorageFormat("unknown", "unknown", ())
 
 
 def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
-    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files.
-
-    Raises:
-        ConfigurationError: There is no file, or none whose name has a known suffix.
-    """
+    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files."""
     return formats_at(path)[0]
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
-    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last."""
+    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last.
+
+    ConfigurationError if there is no file, or none whose name has a known suffix.
+    """
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
         name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -98,9 +97,7 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
     """Returns (files that can be opened, ``{"row": None, "where", "why"}`` of each other file).
 
     Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
-
-    Raises:
-        ConfigurationError: More than ``max_bad`` files cannot be opened, or none can.
+    ConfigurationError if more than ``max_bad`` files cannot be opened, or none can.
     """
     if not max_bad or (kind.has_index and not kind.is_table) or _open_error(kind, files) is None:
         return files, []
@@ -136,15 +133,9 @@ def open_pipeline(
 ) -> Pipeline:
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
-    Args:
-        kind: Their format.
-        where: A folder, a file, a pattern or a list of files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: Of images, as in ``images``.
-
-    Raises:
-        ConfigurationError: The files cannot be opened, or ``target`` is given for a format without columns.
+    ``where`` is a folder, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``, for a
+    table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns for a
+    target.
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")

@@ -67,9 +67,8 @@ class RowReader:
     def open(self) -> Any:
         """Returns a new source, which has read nothing yet.
 
-        Raises:
-            ConfigurationError: A file cannot be opened or is damaged; ``select_openable`` has removed the files that
-                may be skipped.
+        ConfigurationError if a file cannot be opened or is damaged; ``select_openable`` has removed those that may be
+        skipped.
         """
         source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for reason in getattr(source, "lost", {}).values():
@@ -91,11 +90,7 @@ class RowReader:
 
     @cached_property
     def first(self) -> Any:
-        """The columns of the first readable rows, as the source returns them.
-
-        Raises:
-            RunError: No row can be read.
-        """
+        """The columns of the first readable rows, as the source returns them; RunError if no row can be read."""
         for begin in range(0, self.rows, PROBED_ROWS):
             columns = self.read(self.source, numpy.arange(begin, min(begin + PROBED_ROWS, self.rows)))
             if columns is not None:
@@ -127,9 +122,7 @@ class RowReader:
     def read(self, source: Source, rows: numpy.ndarray) -> Any:
         """Returns the columns of some rows, without the skipped ones; None if none can be read.
 
-        Raises:
-            BadRow: A row cannot be read, and none may be skipped.
-            RunError: More rows cannot be read than may be skipped.
+        BadRow if a row cannot be read and none may be skipped, RunError if more cannot be read than may be skipped.
         """
         if not self.faults.max_rows:
             return source.read(rows)
@@ -286,11 +279,7 @@ class RowReader:
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Checks that an image that is stored unchanged can be decoded.
-
-    Raises:
-        BadRow: It cannot.
-    """
+    """Raises BadRow if an image that is stored unchanged cannot be decoded."""
     try:
         decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:

@@ -114,10 +114,8 @@ def with_loss_weights(
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
     step, and methods that communicate only every few steps (``replicas_differ``) save less: a warning.
-
-    Raises:
-        ConfigurationError: There are more ranks than samples in a batch.
-        RunError: During an epoch, if the ranks read different data.
+    ConfigurationError if there are more ranks than samples in a batch; RunError, during an epoch, if the ranks read
+    different data.
     """
     if ranks.is_single_process:
         return batches

@@ -79,10 +79,8 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 class GradientBucket:
     """The gradients of some parameters, to be exchanged. A parameter without a gradient on this rank contributes zeros.
 
-    Attributes:
-        tensors: One gradient per parameter, to be changed in place.
-        shares: 1-d, one element per parameter: 1 if this rank has its gradient. Averaged with the gradients, it becomes
-            the fraction of ranks that have it.
+    ``tensors`` has one gradient per parameter, to be changed in place. ``shares`` is 1-d, one element per parameter: 1
+    if this rank has its gradient. Averaged with the gradients, it becomes the fraction of ranks that have it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:

@@ -53,8 +53,7 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
     """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
 
-    Raises:
-        ConfigurationError: Building the model depends on values, or an operation cannot be recorded.
+    ConfigurationError if building the model depends on values, or an operation cannot be recorded.
     """
     recorder = InitRecorder()
     try:

@@ -103,13 +103,10 @@ def clip_norm(
     global_norm: Callable[[torch.Tensor], torch.Tensor],
     duplicates: frozenset[torch.nn.Parameter] = frozenset(),
 ) -> None:
-    """Scales all gradients, sharded or not, by one factor to a maximum norm.
+    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together.
 
-    Args:
-        params: Parameters of this rank.
-        max_norm: Maximum L2 norm of all gradients together.
-        global_norm: ``(norm of this rank's gradients) -> norm over all ranks``.
-        duplicates: Parameters that another rank counts.
+    ``global_norm`` is ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that
+    another rank counts.
     """
     params = [param for param in params if param.grad is not None]
     sharded = [param for param in params if hasattr(param, "full_tensor")]

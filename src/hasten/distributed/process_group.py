@@ -31,13 +31,9 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The process group of the job that this process was started in; a single process where there is none.
 
-    Args:
-        device: Device of the run; "cuda..." initializes NCCL as well.
-        timeout: Seconds to wait for a rank that does not answer.
-
-    Raises:
-        ConfigurationError: The environment describes a job incompletely.
-        PeerFailure: The other ranks cannot be reached, or one of them has ended or does not answer.
+    ``device`` "cuda..." initializes NCCL as well; ``timeout`` is in seconds, for a rank that does not answer.
+    ConfigurationError if the environment describes a job incompletely, PeerFailure if the other ranks cannot be
+    reached, or one of them has ended or does not answer.
     """
     if not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
         yield ProcessGroupInfo()
@@ -63,9 +59,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
     """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it.
 
-    Raises:
-        ConfigurationError, RunError: On rank 0, what ``function`` raised.
-        PeerFailure: On the other ranks, if rank 0 raised one of these.
+    A ConfigurationError or RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
     """
     result = error = None
     if ranks.is_main_process:
@@ -82,14 +76,9 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """Checks that all ranks were started alike.
+    """Checks that all ranks were started alike: ``values`` is name (as the user knows it) -> value, equal on all ranks.
 
-    Args:
-        ranks: The process group.
-        values: Name (as the user knows it) -> value that must be equal on all ranks.
-
-    Raises:
-        ConfigurationError: Names the rank and the value that differs from rank 0.
+    ConfigurationError names the rank and the value that differs from rank 0.
     """
     first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
     for rank, other in enumerate(others, 1):

@@ -109,8 +109,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     def _decide_on_restart(self, worker_group: WorkerGroup, codes: dict[int, int]) -> None:
         """After a failure: sets how many restarts are left, and warns of the one that follows.
 
-        Raises:
-            RendezvousClosedError: the job has ended on another node.
+        RendezvousClosedError if the job has ended on another node.
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
@@ -132,8 +131,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
         """The state of the ranks; unhealthy if another node is missed.
 
-        Raises:
-            RendezvousClosedError: the job has ended elsewhere, which ranks notice late if they are in a long step.
+        RendezvousClosedError if the job has ended elsewhere, which ranks notice late if they are in a long step.
         """
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
@@ -161,8 +159,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     def exit_barrier(self) -> None:
         """Waits until all nodes have finished: another node may still write the model.
 
-        Raises:
-            RendezvousClosedError: the job has failed on another node, or a node was lost.
+        RendezvousClosedError if the job has failed on another node, or a node was lost.
         """
         group = self.get_worker_group()
         _store(group).set(f"{DONE}/{group.group_rank}", "")
@@ -214,10 +211,8 @@ def _store(group: WorkerGroup) -> dist.Store:
 
 
 def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> None:
-    """Compares the launch options of this node with those of the first one, before the nodes wait for each other.
-
-    Raises:
-        ConfigurationError: they differ.
+    """Raises ConfigurationError if the launch options differ from the first node's, before the nodes wait for each
+    other.
     """
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():

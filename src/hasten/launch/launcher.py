@@ -121,9 +121,8 @@ def launch(
 def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
     """Checks a request before ranks are started, which takes long if there are more processes than CPUs.
 
-    Raises:
-        ConfigurationError: there is no such task, its batch has fewer samples than there are ranks, or the host memory
-            is too small for so many processes.
+    ConfigurationError if there is no such task, its batch has fewer samples than there are ranks, or the host memory is
+    too small for so many processes.
     """
     _check_memory(processes)
     ref = TaskRef.of(task)
@@ -168,10 +167,7 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
 def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     """Runs the ranks of this node until the job is over; None if the job did not need this node.
 
-    Args:
-        job: what to run.
-        restarts: how many are left.
-        hosts: whether this node hosts the store.
+    ``restarts`` are left, and ``hosts`` is whether this node hosts the store.
     """
     parameters = RendezvousParameters(
         "c10d",
@@ -224,13 +220,10 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
 
 
 def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
-    """Creates the rendezvous backend and its store.
+    """Creates the rendezvous backend and its store; ConfigurationError if another program listens at the endpoint.
 
     In a thread, because the client of ``dist.TCPStore`` ignores its timeout while a server accepts connections and does
     not answer (torch 2.13; tests/launch/test_elastic.py).
-
-    Raises:
-        ConfigurationError: another program listens at the endpoint.
     """
     created: Future[tuple[RendezvousBackend, dist.Store]] = Future()
 
@@ -288,13 +281,10 @@ def _silence_torch_agent() -> None:
 
 @contextmanager
 def _signals_as_errors(directory: str) -> Iterator[None]:
-    """Inside, a signal raises the exception of torch's agent, which is reported in one line.
+    """Inside, a signal raises the exception of torch's agent, which is reported as a RunError of one line.
 
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
-
-    Raises:
-        RunError: a signal has arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

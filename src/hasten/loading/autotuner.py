@@ -129,12 +129,10 @@ class LoaderAutotuner:
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """The batches of an epoch.
+        """The batches of an epoch, with workers from ``space``.
 
-        Args:
-            open_iterator: ``(workers, done) -> iterator`` over the batches of the epoch without the first ``done``, as
-                these workers compute them.
-            space: What it may choose among.
+        ``open_iterator`` is ``(workers, done) -> iterator`` over the batches without the first ``done``, as these
+        workers compute them.
         """
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)
@@ -183,14 +181,8 @@ class LoaderAutotuner:
     ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
         """Yields the configuration to measure next and receives its stats, None if it failed.
 
-        At the end ``self.workers`` is the best configuration.
-
-        Args:
-            space: What it may choose among.
-            stats: A measurement of the current configuration.
-
-        Returns:
-            The last measurement of the best configuration.
+        ``stats`` is a measurement of the current configuration. At the end ``self.workers`` is the best configuration,
+        of which the last measurement is returned.
         """
         measured = [stats or (yield from self._measure_current())]
         accepted, rejected = {self.workers}, set[WorkerConfig]()

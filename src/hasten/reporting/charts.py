@@ -31,13 +31,10 @@ PHASE_CLASSES = (
 
 
 def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int) -> Markup:
-    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target.
+    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target, a dashed line.
 
-    Args:
-        arms: the result of ``view_model.arms``.
-        target: value of the metric, drawn as a dashed line; or None.
-        metric: ``{"name", "higher_is_better", "unit"}``.
-        width: in pixels.
+    ``arms`` is the result of ``view_model.arms``, ``metric`` is ``{"name", "higher_is_better", "unit"}``, ``width`` is
+    in pixels.
     """
     height, left, right, top, bottom = (340 if width > 500 else 280), 48, 14, 26, 38
     points = [point for arm in arms for line in arm["lines"] for point in line]
@@ -96,12 +93,7 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
 
 
 def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int) -> Markup:
-    """Stacked bars on one scale.
-
-    Args:
-        bars: (name, text at the right, {phase: seconds}) from top to bottom.
-        width: in pixels.
-    """
+    """Stacked bars on one scale, from top to bottom: (name, text at the right, {phase: seconds}); ``width`` in pixels."""
     longest = max((sum(phases.values()) for _, _, phases in bars), default=0) or 1.0
     row, thick = 66, 30
     parts = []

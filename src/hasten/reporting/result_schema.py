@@ -273,9 +273,8 @@ MAX_TEXT = 400  # characters
 def read_result(directory: str | Path) -> dict[str, Any]:
     """Read and validate ``result.json`` of a run directory.
 
-    Raises:
-        ConfigurationError: no such directory, no result in it, an incomplete or foreign file, or a value of the wrong
-            type.
+    ConfigurationError if there is no such directory, no result in it, an incomplete or foreign file, or a value of the
+    wrong type.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -291,14 +290,10 @@ def read_result(directory: str | Path) -> dict[str, Any]:
 
 
 def validate(result: Any, where: str = "the result") -> dict[str, Any]:
-    """The result with every key of its schema and no other key.
+    """The result of any command, with every key of its schema and no other key.
 
-    Args:
-        result: a result of any command.
-        where: the beginning of error messages.
-
-    Raises:
-        ConfigurationError: not a result, or a value of the wrong type; the message names the key.
+    ConfigurationError if it is no result or a value has the wrong type; the message begins with ``where`` and names the
+    key.
     """
     if not isinstance(result, dict):
         raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
@@ -309,11 +304,7 @@ def validate(result: Any, where: str = "the result") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, is larger than MAX_FILE_BYTES, or is incomplete.
-    """
+    """The content of a JSON file; ConfigurationError if it cannot be read, exceeds MAX_FILE_BYTES, or is incomplete."""
     try:
         size = path.stat().st_size
         value = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_FILE_BYTES else None
@@ -330,8 +321,7 @@ def coerce(value: Any, schema: Any, where: str) -> Any:
     """Convert ``value`` to a schema: a TypedDict, ``Sequence[...]``, ``Mapping[str, ...]`` or one of the scalar types
     above.
 
-    Raises:
-        ConfigurationError: a value of the wrong type. The message begins with ``where`` and names the key.
+    ConfigurationError for a value of the wrong type; the message begins with ``where`` and names the key.
     """
     if get_origin(schema) in (Union, UnionType):
         schema = get_args(schema)[0]

@@ -131,9 +131,8 @@ def train_answer(result: Json) -> RenderableType:
 def methods_table(methods: Sequence[Json]) -> RenderableType:
     """The catalogue, grouped by exactness class.
 
-    Args:
-        methods: ``{"name", "summary", "exactness": value of the class, "gain": (low, high) or None, "not_here": reason
-            or None}``.
+    A method is ``{"name", "summary", "exactness": value of the class, "gain": (low, high) or None, "not_here": reason
+    or None}``.
     """
     table = grid("", ">claimed", "")
     for exactness, meaning in EXACTNESS_MEANINGS.items():
@@ -153,10 +152,9 @@ def methods_table(methods: Sequence[Json]) -> RenderableType:
 def method_page(method: Json) -> RenderableType:
     """One method: its card, options, position among the other methods, conflicts and records.
 
-    Args:
-        method: the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
-            default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what,
-            verdict, ratio}]) and ``not_here``.
+    ``method`` has the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
+    default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what, verdict,
+    ratio}]) and ``not_here``.
     """
     meanings = {exactness.value: meaning for exactness, meaning in EXACTNESS_MEANINGS.items()}
     rows = [

@@ -38,9 +38,8 @@ class File:
 def download(file: File) -> Path:
     """Returns the path of the file, with a verified checksum; downloads it if it is in no data folder.
 
-    Raises:
-        ConfigurationError: The file exists and has another checksum.
-        RunError: The download failed; the message names the address, and the path to put the file at by hand.
+    ConfigurationError if the file exists and has another checksum. RunError if the download failed; the message names
+    the address, and the path to put the file at by hand.
     """
     path = find_file(file.path)
     if path is None:
@@ -59,11 +58,7 @@ def find_file(path: str) -> Path | None:
 
 
 def create_file(path: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file in the download folder: ``write`` gets a temporary path, which is renamed when it is complete.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Creates a file in the download folder: ``write`` gets a temporary path, which is renamed when it is complete."""
     target = _download_folder() / path
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -84,10 +79,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every file in a tar.gz, in order; nothing is written to disk.
 
     ``tarfile`` takes 2.5 s for the images of CIFAR-10, and every measuring process waits for them. Names of more than
-    100 characters are not supported.
-
-    Raises:
-        ConfigurationError: The archive is damaged, or no tar.gz.
+    100 characters are not supported. ConfigurationError if the archive is damaged, or no tar.gz.
     """
     try:
         content, offset = gzip.decompress(path.read_bytes()), 0

@@ -46,10 +46,8 @@ def cifar10() -> Task:
 
 
 class Photographs(Dataset):
-    """Sample: (normalized float32 image of shape (3, 32, 32), decoded from JPEG; class, 0 to 9).
-
-    Args:
-        split: "train" or "test".
+    """Sample: (normalized float32 image of shape (3, 32, 32), decoded from JPEG; class, 0 to 9). Split: "train" or
+    "test".
     """
 
     def __init__(self, split: str):

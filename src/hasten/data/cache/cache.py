@@ -45,11 +45,7 @@ def cached(
     folder: str | Path | None,
     watch: ProgressCallback | None,
 ) -> Cache:
-    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
-
-    Raises:
-        ConfigurationError: An argument has a wrong value.
-    """
+    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
         raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
     check_positive("cache(gigabytes=)", gigabytes)
@@ -179,9 +175,8 @@ class Cache(Source):
     ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
-        Raises:
-            RunError: More rows are bad than allowed, or the data changed meanwhile.
-            ConfigurationError: The shape or dtype of a row differs from the first rows.
+        RunError if more rows are bad than allowed or the data changed meanwhile, ConfigurationError if the shape or
+        dtype of a row differs from the first rows.
         """
         size = max(1, CHUNK // max(1, bytes_of(like, 1)))
         watch, start, rows = self.watch or progress_warner(), perf_counter(), len(self)
@@ -203,11 +198,10 @@ class Cache(Source):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-        """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
+        """Returns the first rows as tensors, and ``lists``.
 
-        Raises:
-            ConfigurationError: They need more than allowed, or have no common shape.
-            RunError: More rows are bad than allowed.
+        ConfigurationError if all rows like them exceed the limit (without one, half of ``free`` bytes), or have no
+        common shape.
         """
         first, lists = read_first(self.source, faults)
         needed = bytes_of(first, len(self))

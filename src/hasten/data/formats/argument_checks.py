@@ -10,11 +10,7 @@ from hasten.core.errors import ConfigurationError
 
 
 def name(argument: str, value: Any) -> str | None:
-    """Returns ``value`` if it is a string or None.
-
-    Raises:
-        ConfigurationError: It is something else; the message begins with ``argument``.
-    """
+    """Returns ``value``, which must be a string or None; errors begin with ``argument``."""
     if value is not None and not isinstance(value, str):
         raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
     return value
@@ -23,9 +19,7 @@ def name(argument: str, value: Any) -> str | None:
 def names(argument: str, value: Iterable[str]) -> list[str]:
     """Returns several names, in order.
 
-    Raises:
-        ConfigurationError: ``value`` is a single string, an unordered set, a dict (whose values would be lost), empty,
-            or contains a name twice.
+    Refused are a single string, an unordered set, a dict (whose values would be lost), nothing, and a name given twice.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")
@@ -42,11 +36,7 @@ def names(argument: str, value: Iterable[str]) -> list[str]:
 
 
 def shape(argument: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape, whose sizes are at least 0.
-
-    Raises:
-        ConfigurationError: ``value`` is something else.
-    """
+    """Returns a shape, whose sizes must be at least 0, as a tuple."""
     if not isinstance(value, (tuple, list)) or not all(
         isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
     ):

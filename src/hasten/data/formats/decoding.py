@@ -29,11 +29,7 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns (height, width) of the argument ``resize``.
-
-    Raises:
-        ConfigurationError: It is no size, or it has more than ``pixels`` pixels; ``pixels`` is no positive integer.
-    """
+    """Returns (height, width) of the argument ``resize``; at most ``pixels`` pixels."""
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None
@@ -59,15 +55,9 @@ def decode_images(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Decodes a batch of images: uint8, shape (rows, 3, *size), or a list of tensors (3, height, width) without a size.
 
-    Args:
-        rows: Row index of each image, for errors.
-        where: File of each image, for errors.
-        contents: Bytes of the files, in order; raises ValueError for a file that cannot be read.
-        size: (height, width), or None for the sizes of the files.
-        pixels: Largest number of pixels of an image.
-
-    Raises:
-        BadRow: An image cannot be decoded.
+    ``contents`` yields the bytes of the files in order, and raises ValueError for one that cannot be read. ``rows`` and
+    ``where`` (row and file of each image) are for the BadRow that is raised if an image cannot be decoded or has more
+    than ``pixels`` pixels.
     """
     batch: Any = [None] * len(rows) if size is None else acquire((len(rows), 3, *size), torch.uint8)
     for position, row in enumerate(rows):
@@ -85,14 +75,8 @@ def decode_images(
 def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | None = None) -> numpy.ndarray:
     """Decodes a JPEG or PNG file to RGB: uint8, shape (height, width, 3).
 
-    Args:
-        content: Bytes of the file.
-        pixels: Largest number of pixels.
-        size: The size to which the image will be resized. A large JPEG may then be decoded smaller, into memory that
-            the next call in the same thread overwrites.
-
-    Raises:
-        ValueError: The file is damaged, has too many pixels, or is no image.
+    ValueError if the file is damaged, is no image or has more than ``pixels`` pixels. With ``size``, to which the image
+    will be resized, a large JPEG may be decoded smaller, into memory that the next call in the same thread overwrites.
     """
     if content[:2] == b"\xff\xd8" and _simplejpeg():
         try:

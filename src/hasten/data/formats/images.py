@@ -53,11 +53,7 @@ def images(
 
 
 class Images(Source):
-    """Image files.
-
-    Attributes:
-        classes: Class names in the order of their indices; empty if the labels are not folders.
-    """
+    """Image files; ``classes`` are the class names in the order of their indices, empty if the labels are not folders."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
@@ -96,11 +92,7 @@ class Images(Source):
             yield self._read_file(row, path) if content is None else content
 
     def _read_file(self, row: int, path: str) -> bytes:
-        """Reads a file.
-
-        Raises:
-            RunError: A local file has changed since it was first read or since ``fingerprint``.
-        """
+        """Reads a file; RunError if a local one has changed since it was first read or since ``fingerprint``."""
         with _blame_file(path), open_file(path) as file:
             if not is_remote(path):
                 status = os.fstat(file.fileno())
@@ -112,12 +104,7 @@ class Images(Source):
 
 
 def content_of(path: str) -> bytes:
-    """Returns the bytes of an image file.
-
-    Raises:
-        ConfigurationError: This file cannot be read.
-        RunError: No file at this place can be read.
-    """
+    """Returns the bytes of an image file; ConfigurationError if this one cannot be read, RunError if none there can."""
     with _blame_file(path), open_file(path) as file:
         return file.read()
 

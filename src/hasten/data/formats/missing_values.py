@@ -14,13 +14,8 @@ from hasten.data.formats.table_types import is_number, plain
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
     """Returns the argument ``fill``: None, a number, or a dict from column to value.
 
-    Args:
-        fill: The argument.
-        types: Arrow types of the columns that are read; a column of a struct is named ``struct.column``.
-        columns: All columns of the files.
-
-    Raises:
-        ConfigurationError: It is neither a number nor a dict, or names an unknown column.
+    ``types`` are the Arrow types of the columns that are read, ``columns`` all columns of the files. A column of a
+    struct is named ``struct.column``.
     """
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
@@ -36,14 +31,8 @@ def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> A
 def filled(array: Any, fill: Any, name: str, where: str) -> Any:
     """Returns an Arrow array without missing values.
 
-    Args:
-        array: Arrow array.
-        fill: A number for all numeric columns, or a dict from column to value.
-        name: Column.
-        where: File and chunk, for errors.
-
-    Raises:
-        ConfigurationError: Values are missing, and ``fill`` has no value for this column, or one of another type.
+    ``fill`` is a number for all numeric columns, or a dict from column to value. ConfigurationError if it has no value
+    for this column ``name``, or one of another type; ``where`` is the file and chunk, for the error.
     """
     if not array.null_count:
         return array
@@ -113,9 +102,7 @@ def empty_to_null(table: Any, name: str) -> Any:
 def _convert(value: Any, arrow_type: Any) -> Any:
     """Returns ``value`` as the Python type for an Arrow type; Arrow itself would truncate a float for an integer.
 
-    Raises:
-        ValueError: It would become another value.
-        ArithmeticError: It is NaN or infinite, and the type is not a float.
+    ValueError if it would become another value; ArithmeticError if it is NaN or infinite, and the type is not a float.
     """
     import pyarrow.types as types
 

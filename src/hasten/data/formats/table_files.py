@@ -211,9 +211,8 @@ class Csv:
     def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:
         """Returns {position among all rows: error} of the rows that Arrow skipped.
 
-        Raises:
-            ValueError: The quote of a skipped row has swallowed other rows.
-            ConfigurationError: At least as many rows are bad as good, so the delimiter or the header is wrong.
+        ValueError if the quote of a skipped row has swallowed other rows. ConfigurationError if at least as many rows
+        are bad as good, so that the delimiter or the header is wrong.
         """
         first, bad = 1 if self.settings["header"] else 2, {}  # Arrow's number of the first row
         for row in skipped:
@@ -272,11 +271,7 @@ def _check_utf8(path: str) -> None:
 
 
 def check(chunk: Any, rows: int) -> None:
-    """Checks that a decoded chunk has ``rows`` rows, and that its text and lists do not point outside their columns.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Raises ValueError unless a chunk has ``rows`` rows, and its text and lists do not point outside their columns."""
     if chunk.num_rows != rows:
         raise ValueError(f"it has {chunk.num_rows} rows, and the file declares {rows}")
     chunk.validate()
@@ -288,9 +283,8 @@ def check(chunk: Any, rows: int) -> None:
 def opened_arrow(path: str, mapped: bool = False) -> Any:
     """Opens a file for Arrow; a local one is memory-mapped if ``mapped``.
 
-    Raises:
-        ConfigurationError: The file does not exist or must not be read.
-        RunError: This machine cannot open it, for example because of too many open files.
+    ConfigurationError if it does not exist or must not be read, RunError if this machine cannot open it, for example
+    because of too many open files.
     """
     import pyarrow as pa
 
@@ -304,11 +298,7 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
 
 
 def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
-    """Returns the manifest.
-
-    Raises:
-        ValueError: The file declares impossible values.
-    """
+    """Returns the manifest; ValueError if the file declares impossible values."""
     _ = schema.names  # raises here if they are not UTF-8
     if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
         raise ValueError("it declares an impossible number of rows")

@@ -37,16 +37,10 @@ class Layout:
     def of(
         schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False
     ) -> Layout:
-        """Returns the layout for files with these Arrow schemas, by path.
+        """Returns the layout for files with these Arrow schemas, by path. The other arguments are those of ``parquet``.
 
-        Args:
-            schemas: Path -> schema.
-            columns: The argument ``columns`` of ``parquet``.
-            target: The argument ``target`` of ``parquet``.
-            guessed: The types were guessed from text, so integers in one file may be floats in another.
-
-        Raises:
-            ConfigurationError: A column does not exist, the files differ, or the target has an unsuitable type.
+        ``guessed``: the types were guessed from text, so integers in one file may be floats in another.
+        ConfigurationError if a column does not exist, the files differ, or the target has an unsuitable type.
         """
         columns = None if columns is None else argument_checks.names("columns=", columns)
         argument_checks.name("target=", target)
@@ -87,12 +81,7 @@ class Layout:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """Estimates the memory of ``rows`` rows.
-
-        Args:
-            rows: Number of rows.
-            unpacked: Bytes of the files after decompression.
-        """
+        """Estimates the memory of ``rows`` rows; ``unpacked`` are the bytes of the files after decompression."""
         numeric = [arrow_type for arrow_type in self.types.values() if is_number(shape_of(arrow_type)[1])]
         size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
@@ -124,10 +113,8 @@ class Rows:
     target: ClassColumn | NumberColumn | None
 
     def put(self, table: Any, fill: Any, where: str) -> None:
-        """Adds the rows of an Arrow table.
-
-        Raises:
-            ConfigurationError: Values are missing, or a value of the target is not one of its classes.
+        """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of
+        its classes.
         """
         if self.matrix is not None:
             self.matrix.put(table, fill, where)

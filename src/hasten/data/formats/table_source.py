@@ -299,9 +299,8 @@ class Table(Source):
     def _decode(self, chunk: int, columns: list[str]) -> Any:
         """Returns some columns of a chunk as an Arrow table.
 
-        Raises:
-            BadRow: They cannot be decoded; recorded in ``_bad``.
-            RunError: The file has changed, or this machine lacks memory or file handles.
+        BadRow if they cannot be decoded, which is recorded in ``_bad``; RunError if the file has changed, or this
+        machine lacks memory or file handles.
         """
         file, index = self._chunks[chunk]
         try:

@@ -26,13 +26,10 @@ class DamagedTarError(ValueError):
 
 
 def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
-    """Yields ``(name, begin, end)`` of every regular file in the archive, in order; links and directories are skipped.
+    """Yields ``(name, begin, end)`` of every regular file in an uncompressed archive, in order; skips links and
+    directories.
 
-    Args:
-        content: The bytes of an uncompressed tar archive.
-
-    Raises:
-        DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
+    DamagedTarError if the archive is compressed, truncated or damaged, or has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
         why = f"is compressed with {compression}, so that no sample can be found by number"

@@ -69,11 +69,8 @@ class Feature:
 def encode_example(features: Mapping) -> bytes:
     """Encodes one message; equal features give equal bytes.
 
-    Args:
-        features: Name -> byte string, text or number, list of them, array or tensor.
-
-    Raises:
-        ConfigurationError: A value has another type, or does not fit into an int64.
+    A value is a byte string, text or number, a list of them, an array or a tensor; ConfigurationError for another type,
+    and for a number that does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -88,20 +85,14 @@ def encode_example(features: Mapping) -> bytes:
 
 
 def summarize_example(message: bytes) -> Summary:
-    """Returns the kind and the number of values of each feature of a message.
-
-    Raises:
-        ValueError: The bytes are not an Example.
+    """Returns the kind and the number of values of each feature of a message; ValueError if the bytes are not an
+    Example.
     """
     return {name: _kind_and_length(feature) for name, feature in sorted(_parse(message).features.feature.items())}
 
 
 def normalize_example(message: bytes) -> bytes:
-    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields.
-
-    Raises:
-        ValueError: The bytes are not an Example.
-    """
+    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields."""
     example = _parse(message)
     example.DiscardUnknownFields()
     return example.SerializeToString(deterministic=True)
@@ -110,15 +101,10 @@ def normalize_example(message: bytes) -> bytes:
 def infer_features(
     samples: list[Summary], wanted: Sequence[str] | Mapping | None, target: str | None = None
 ) -> list[Feature]:
-    """Chooses the features to read and their shapes from some messages.
+    """Chooses the features to read and their shapes from the summaries of some messages.
 
-    Args:
-        samples: Summaries of the messages.
-        wanted: ``features=`` of ``tfrecord``; None takes all.
-        target: Feature that is read even if ``wanted`` does not name it; it comes last.
-
-    Raises:
-        ConfigurationError: No message has such a feature, or its kind differs between messages.
+    ``wanted`` is ``features=`` of ``tfrecord``. The target comes last, and is read even if ``wanted`` does not name it.
+    ConfigurationError if no message has such a feature, or its kind differs between messages.
     """
     known = sorted({name for sample in samples for name in sample})
     names = [name for name in (known if wanted is None else wanted) if name != target]
@@ -147,9 +133,6 @@ def example_class() -> Any:
 
     The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default
     pool.
-
-    Raises:
-        ConfigurationError: ``protobuf`` is not installed.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -191,12 +174,7 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
-
-    Raises:
-        ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
-            no byte strings.
-    """
+    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``."""
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form

@@ -37,12 +37,7 @@ LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same
 
 
 class MalformedExampleError(ValueError):
-    """A message cannot be read.
-
-    Attributes:
-        index: Position of the message in its batch.
-        reason: What is wrong with it.
-    """
+    """Message ``index`` of a batch cannot be read; ``reason`` is what is wrong with it."""
 
     def __init__(self, index: Any, reason: str) -> None:
         super().__init__(reason)
@@ -50,21 +45,11 @@ class MalformedExampleError(ValueError):
 
 
 def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> dict:
-    """Parses a batch of messages into columns.
+    """Parses a batch of messages into columns, in the order of ``features``.
 
-    Args:
-        data: uint8; message ``i`` is ``data[starts[i]:ends[i]]``.
-        starts: Shape (messages,).
-        ends: Shape (messages,).
-        features: The columns to return, in this order.
-
-    Returns:
-        Dict from feature name to a tensor of shape (messages, *feature.shape); a list of tensors for ``shape=None``;
-        lists of bytes for byte strings.
-
-    Raises:
-        MalformedExampleError: A message is damaged, lacks a feature, or holds another number of values than the
-            feature's shape.
+    Message ``i`` is ``data[starts[i]:ends[i]]``; ``data`` is uint8. A column is a tensor of shape (messages,
+    *feature.shape), a list of tensors for ``shape=None``, or a list of byte strings. MalformedExampleError if a message
+    is damaged, lacks a feature, or holds another number of values than the feature's shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
@@ -112,9 +97,8 @@ def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, 
 def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> Bounds:
     """Finds the packed numbers, or the byte strings with their tags, of each feature of each message.
 
-    Returns:
-        (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both bounds
-        are 0 where a message lacks the feature.
+    Returns (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both
+    bounds are 0 where a message lacks the feature.
     """
     at, stop, usual = _locate_features(data, starts, ends, [feature.name.encode() for feature in features])
     present = stop > at
@@ -129,10 +113,8 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]) -> Bounds:
-    """Finds the Feature messages.
-
-    Returns:
-        (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
+    """Finds the Feature messages: (first byte, end, shape (names, messages); whether each message has the usual
+    encoding).
     """
     found = numpy.zeros((2, len(names), len(starts)), numpy.int64)
     row_of = {name: position for position, name in enumerate(names)}

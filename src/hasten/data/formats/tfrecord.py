@@ -79,11 +79,7 @@ def tfrecord(
 
 
 class Examples(Source):
-    """Records that are ``tf.train.Example`` messages.
-
-    Attributes:
-        lost: {file: reason} of the damaged files.
-    """
+    """Records that are ``tf.train.Example`` messages; ``lost`` is {file: reason} of the damaged files."""
 
     def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
@@ -177,16 +173,12 @@ class Records:
         return len(self.begins)
 
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Reads the data of some records.
+        """Returns the data of some records: (uint8 array, start of each record in it, end of each).
 
-        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A
-        process that truncates the file right after the check that it is unchanged kills this one with SIGBUS.
-
-        Returns:
-            (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
-
-        Raises:
-            BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
+        The array is what was read, or the whole local file: rows of one local file are served from its memory map,
+        because reading small records one by one takes twice as long. A process that truncates the file right after the
+        check that it is unchanged kills this one with SIGBUS. BadRow if a checksum is wrong, or a record stands for the
+        damaged part of a file.
         """
         refuse_bad(rows, self.bad)
         starts, ends = self.begins[rows], self.ends[rows]

@@ -209,9 +209,8 @@ class Shards(Source):
 def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
     """Finds the files of every complete sample of a shard.
 
-    Returns:
-        ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the reason
-        why a damaged shard has no more samples.
+    Returns ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the
+    reason why a damaged shard has no more samples.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}

@@ -11,8 +11,7 @@ from platformdirs import user_cache_path
 def default_folder() -> Path:
     """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory.
 
-    Raises:
-        RuntimeError: The user has no home directory.
+    RuntimeError if the user has no home directory.
     """
     if os.environ.get("HASTEN_CACHE"):
         return Path(os.environ["HASTEN_CACHE"])

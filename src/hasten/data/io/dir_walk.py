@@ -18,17 +18,11 @@ FolderId = tuple[int, int]  # (device, inode): the same for all paths to a folde
 
 
 def walk(root: str, visited: set[FolderId] | None = None) -> Iterator[tuple[str, int, list[str]]]:
-    """Walks a folder and all folders in it except hidden ones.
+    """Yields (path relative to ``root``, modification time in ns, names of its files) of a folder and all folders in
+    it.
 
-    Args:
-        root: A folder; empty for the working directory.
-        visited: Folders to skip; visited folders are added.
-
-    Yields:
-        (path relative to the root, modification time in nanoseconds, names of its files) of each folder.
-
-    Raises:
-        ConfigurationError: A folder cannot be read.
+    Skips hidden folders and those in ``visited``, to which visited folders are added. An empty root is the working
+    directory. ConfigurationError if a folder cannot be read.
     """
     visited = set() if visited is None else visited
     waiting, links = [""], []
@@ -69,11 +63,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def entries(folder: str) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder; an empty name is the working directory.
-
-    Raises:
-        ConfigurationError: The folder cannot be read.
-    """
+    """Returns the entries of a folder; an empty name is the working directory. ConfigurationError if it cannot be read."""
     try:
         with os.scandir(folder or ".") as scan:
             return [*scan]

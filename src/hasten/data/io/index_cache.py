@@ -25,16 +25,11 @@ BuildIndex = Callable[[list, ReportBytes], tuple[CacheEntry, str | None]]
 
 
 def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
-    """Returns the index of each file, from the cache or from reading the file.
+    """Returns (file signature, index, reason why it is incomplete or None) of each file, from the cache or from reading
+    it.
 
-    Args:
-        paths: The files.
-        key: What the index contains, as the progress message names it, and whatever it depends on besides the file;
-            JSON-serializable.
-        build: ``(signature, report) -> (index, reason why it is incomplete)``; the reason is None for an intact file.
-
-    Returns:
-        (file signature, index, reason why it is incomplete or None) of each file.
+    ``key`` is what the index contains, as the progress message names it, and whatever it depends on besides the file,
+    as JSON. ``build`` is ``(signature, report) -> (index, reason why it is incomplete, or None)``.
     """
     with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
         signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))

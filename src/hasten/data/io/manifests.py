@@ -60,8 +60,7 @@ class Manifest:
 def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
 
-    Raises:
-        ConfigurationError: There is none, or a folder cannot be read.
+    ConfigurationError if there is none, or a folder cannot be read.
     """
     root = os.path.abspath(folder)
     key = ["files in a folder", root, suffixes]

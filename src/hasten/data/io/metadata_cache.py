@@ -43,12 +43,8 @@ def load(key: list) -> CacheEntry | None:
 
 
 def store(key: list, data: Any, arrays: list[numpy.ndarray]) -> None:
-    """Stores an entry, written to a temporary file and renamed. If that fails, nothing is stored and nothing is raised.
-
-    Args:
-        key: JSON-serializable.
-        data: JSON-serializable.
-        arrays: Of any shape and numeric dtype.
+    """Stores JSON data and numeric arrays, written to a temporary file and renamed; if that fails, stores and raises
+    nothing.
     """
     key_bytes, content = _key_bytes(key), io.BytesIO()
     for array in (numpy.frombuffer(json.dumps(data).encode(), numpy.uint8), *arrays):

@@ -46,9 +46,8 @@ class NotFoundError(ConfigurationError):
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     """Returns the files that a remote path, folder or pattern selects; none if it does not exist.
 
-    Raises:
-        ConfigurationError: The pattern is not a valid address, or the server refuses the request.
-        RunError: The server does not answer.
+    ConfigurationError if the pattern is no valid address or the server refuses the request, RunError if it does not
+    answer.
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
@@ -86,9 +85,8 @@ def remote_signature(path: str) -> list:
 def fetch_ranges(ranges: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
     """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
-    Returns:
-        The content of each range; None if its request failed or returned fewer bytes. Read such a range by itself, with
-        retries or a clear error.
+    The content of a range is None if its request failed or returned fewer bytes. Read such a range by itself, with
+    retries or a clear error.
     """
     contents: list[bytes | None] = [None] * len(ranges)
     by_system: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
@@ -272,12 +270,9 @@ def _warn_no_version(scheme: str, server: str) -> None:
 
 
 def _with_retries(path: str, request: Callable[[], T]) -> T:
-    """Returns ``request()``, repeated after growing delays while the server fails.
+    """Returns ``request()``, repeated after growing delays while the server fails; RunError after the last one.
 
-    Raises:
-        NotFoundError: The file does not exist.
-        ConfigurationError: Another error that a retry does not remove.
-        RunError: The last retry failed.
+    NotFoundError if the file does not exist, ConfigurationError for another error that a retry does not remove.
     """
     for attempt in range(len(RETRY_DELAYS_S) + 1):
         try:

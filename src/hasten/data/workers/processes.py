@@ -91,10 +91,8 @@ class _Worker:
         self._send(self.requests[-1])
 
     def result(self, timeout: float | None) -> Any:
-        """Returns the batch of the oldest request.
-
-        Raises:
-            RunError: It exceeds the timeout, or the process died twice in a row.
+        """Returns the batch of the oldest request; RunError if it exceeds the timeout, or the process died twice in a
+        row.
         """
         while (message := self._receive(timeout)) is None:
             self._replace()

@@ -12,11 +12,7 @@ from hasten.utils.batch import map_tensors
 
 
 def copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
-    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used.
-
-    Raises:
-        ConfigurationError: The device is a GPU that this machine does not have.
-    """
+    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"there is no device {device} on this machine; use .to('cpu')")
     if device.type == "cuda":

@@ -26,12 +26,10 @@ Branch = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class BranchBlock:
-    """Independent branches: all they read is computed before them, and their outputs are read after all of them.
+    """Independent branches: all they read is computed before them, and their outputs are read after all of them, by
+    ``join``.
 
-    Attributes:
-        part: Name of the submodule of the model whose graph contains the block.
-        branches: The nodes of each branch.
-        join: The node that reads the outputs of the branches.
+    ``part`` is the name of the submodule whose graph contains the block; ``branches`` are the nodes of each branch.
     """
 
     part: str
@@ -61,13 +59,10 @@ class BranchBlock:
 def find_branch_blocks(
     model: nn.Module, graphs: dict[str, torch.fx.Graph], random_nodes: set[str], processes: int
 ) -> tuple[list[BranchBlock], list[str]]:
-    """The blocks of a model, and reasons against other branches.
+    """The blocks of a model that ``processes`` can divide, and reasons against other branches.
 
-    Args:
-        model: The model.
-        graphs: Name of a submodule -> its graph, from ``graphs_of``.
-        random_nodes: ``key_of`` the nodes that draw random numbers.
-        processes: Number of processes among which branches are assigned.
+    ``graphs`` is the result of ``graphs_of``: name of a submodule -> its graph. ``random_nodes`` holds ``key_of`` the
+    nodes that draw random numbers.
     """
     module_uses = Counter(
         id(tensor)
@@ -201,13 +196,9 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """A process for each branch of each block.
+    """A process for each branch of each block, from the cost of each branch.
 
     The most expensive branch first, each to the process with the least load in this block, then in those before it.
-
-    Args:
-        costs: For each block, the cost of each branch.
-        processes: Number of processes.
     """
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:

@@ -23,11 +23,8 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
     """The graph of a model; None if it cannot be traced, or differs in evaluation mode.
 
     None, too, for a model whose control flow depends on random numbers (LayerDrop) or on a count of its calls. Tracing
-    changes neither the random generators nor the attributes of the model.
-
-    Args:
-        module: The model.
-        is_leaf: Whether a submodule is one node of the graph; None for torch.fx's choice (modules of torch.nn).
+    changes neither the random generators nor the attributes of the model. ``is_leaf`` tells whether a submodule is one
+    node of the graph; None for torch.fx's choice (modules of torch.nn).
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
