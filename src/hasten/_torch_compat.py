@@ -9,8 +9,6 @@ test-matrix`` runs those tests on every supported version of torch. The versions
 the text was seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta

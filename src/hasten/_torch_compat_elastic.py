@@ -1,7 +1,5 @@
 """The private steps of torchrun's elastic agent, as methods that a subclass may extend. See ``_torch_compat.py``."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

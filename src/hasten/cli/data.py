@@ -1,7 +1,5 @@
 """Inspects stored data and converts it to a faster format."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import ArgumentParser, Namespace
 from typing import Any

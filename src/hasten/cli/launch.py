@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
 
 
 def _check_command(command: list[str], options: argparse.Namespace) -> None:
-    """Check the command for every number of nodes that the job may have, because a node may leave or join at any time."""
+    """Check the command for every number of nodes that the job may have: a node may leave or join at any time."""
     from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):

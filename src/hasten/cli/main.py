@@ -5,8 +5,6 @@ are one line on standard error. Modules that import torch or rich are imported b
 fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import io

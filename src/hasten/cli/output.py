@@ -1,7 +1,5 @@
 """The result of a command, and how it reaches standard output: text for a person or one JSON object for a program."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

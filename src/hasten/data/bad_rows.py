@@ -1,7 +1,5 @@
 """Rows that cannot be read: the first one ends the run, or up to a limit they are skipped and listed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ A ``BatchBuilder`` holds everything that a batch depends on as plain values, so 
 builds the same batch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

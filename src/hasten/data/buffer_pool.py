@@ -5,8 +5,6 @@ A block returns to the pool only when no tensor, view or autograd graph refers t
 in use is never overwritten.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

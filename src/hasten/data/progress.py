@@ -1,7 +1,5 @@
 """Progress of long reads, as warnings."""
 
-from __future__ import annotations
-
 import warnings
 from time import perf_counter
 

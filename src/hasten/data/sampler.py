@@ -6,8 +6,6 @@ and rows are mixed among ``window`` successive chunks of that permutation. Eithe
 those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache

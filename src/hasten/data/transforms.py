@@ -8,8 +8,6 @@ A crop does not pad images. Images lie one after the other in memory, so a crop 
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any

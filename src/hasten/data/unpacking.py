@@ -14,8 +14,6 @@ passes 426 µs. The documented ways in one pass or in blocks that stay in the ca
 uint8 takes 5,700 µs, blocks of 128 images 488 µs.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Checks of numbers that users pass, before anything runs."""
 
-from __future__ import annotations
-
 import math
 from operator import index
 from typing import Any
@@ -31,9 +29,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; NumPy integers and integer tensors with one element are accepted, bools
-    are not.
-    """
+    """Returns ``value`` as a Python integer; accepts NumPy integers and integer tensors with one element, but no bools."""
     try:
         integer = index(value)
     except (TypeError, RuntimeError, ValueError):

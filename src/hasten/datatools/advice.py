@@ -3,8 +3,6 @@
 The estimate is for these data on this machine; ``convert`` measures again when all rows are stored.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

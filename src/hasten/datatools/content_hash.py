@@ -4,8 +4,6 @@ Each buffer of a column (values, lengths of its strings, positions of missing va
 chunks; the content hash is a hash of those.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The output folder contains the data and ``conversion.json``: the settings, the n
 complete part, and the skipped rows. A killed conversion resumes with the first part that is not listed there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

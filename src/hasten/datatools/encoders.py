@@ -1,7 +1,5 @@
 """Encodes images as JPEG files, and the columns of a batch as Arrow tables."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Selects some of the files of a format without an index, where opening all files would take long."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from pathlib import Path

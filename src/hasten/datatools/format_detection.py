@@ -1,7 +1,5 @@
 """Detects the storage format of the files at a path by their names, and opens the pipeline that reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Everything is measured on these data: some of them are read from the disk, decod
 formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import median

@@ -3,8 +3,6 @@
 The lock is ``flock`` on the folder itself; a lock file, as the package filelock uses, would stay among the files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

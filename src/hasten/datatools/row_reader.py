@@ -4,8 +4,6 @@
 ``samples`` the files of a tar archive: a key, and bytes for each file ending.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache

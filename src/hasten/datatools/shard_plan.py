@@ -4,8 +4,6 @@ Each part is written under a temporary name (``.part``) and read back. Parts get
 a file with a final name is complete, and no reader mistakes a part of the data for all of it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

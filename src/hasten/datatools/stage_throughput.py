@@ -4,8 +4,6 @@ Decoding and copying are measured in processor time of all threads together, whi
 else the machine runs. Each is measured several times for a shorter time, which shows how far the measurements differ.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

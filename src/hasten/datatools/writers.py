@@ -1,7 +1,5 @@
 """Writers of the storage formats: how a part of the rows is written, and read back to verify it."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

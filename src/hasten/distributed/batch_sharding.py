@@ -5,8 +5,6 @@ over samples has the same gradient as over the global batch, however unequal the
 different data are found before the step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

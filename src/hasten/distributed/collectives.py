@@ -1,7 +1,5 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

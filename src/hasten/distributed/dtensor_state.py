@@ -1,7 +1,5 @@
 """Sharded tensors (DTensor) and full tensors: checkpoints store full state, so that any strategy can resume them."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping

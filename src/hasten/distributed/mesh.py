@@ -1,7 +1,5 @@
 """The device mesh of a run: replicas of the model ("copies"), pipeline stages of a replica, and shards of a stage."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, Protocol
 

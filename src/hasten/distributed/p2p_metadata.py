@@ -1,7 +1,5 @@
 """dtype and shape of a tensor as a tensor of fixed length, which a rank receives before it can receive the tensor."""
 
-from __future__ import annotations
-
 import torch
 
 from hasten.core.errors import RunError

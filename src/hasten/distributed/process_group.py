@@ -4,8 +4,6 @@ torchrun passes rank and world size in the environment (https://docs.pytorch.org
 engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

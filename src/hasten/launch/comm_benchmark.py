@@ -7,8 +7,6 @@ bytes that each rank contributes; a ring all-reduce moves 2 (n - 1) / n of them 
 Gloo's all-reduce is a ring, NCCL chooses; the all-reduce by tree is a reduction to rank 0 and a broadcast from there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

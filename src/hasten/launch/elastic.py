@@ -23,8 +23,6 @@ step               torchrun                                      here, and the t
 Everything else that the nodes must know of each other is in the store of the rendezvous.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

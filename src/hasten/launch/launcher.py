@@ -5,8 +5,6 @@ rank, and ends all ranks when one fails. Each rank runs the same command. If ran
 the newest checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

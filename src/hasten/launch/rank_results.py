@@ -13,8 +13,6 @@ This module creates the directory of the files itself: torchrun never removes it
 a launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

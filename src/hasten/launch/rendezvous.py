@@ -5,8 +5,6 @@ Here a node waits for a host that starts later, or that was lost and comes back 
 test_elastic).
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import warnings

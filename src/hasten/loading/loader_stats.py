@@ -1,7 +1,5 @@
 """Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean, median
 

@@ -93,7 +93,7 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
 
 
 def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int) -> Markup:
-    """Stacked bars on one scale, from top to bottom: (name, text at the right, {phase: seconds}); ``width`` in pixels."""
+    """Stacked bars on one scale, from top to bottom: (name, text at the right, {phase: seconds}). Width in pixels."""
     longest = max((sum(phases.values()) for _, _, phases in bars), default=0) or 1.0
     row, thick = 66, 30
     parts = []

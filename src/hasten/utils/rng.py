@@ -1,7 +1,5 @@
 """The random state of a process (torch on every device, Python, NumPy): set, saved, restored, derived."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ KEY is a hash of the identity of the source (its class, files with sizes and tim
 format, and of the version of this package, because another version may read files differently.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -51,7 +49,7 @@ def free_disk(folder: Path) -> int:
 
 
 class CacheDirectory:
-    """The cache in ``folder`` of the source with this identity; when it is complete, it is in the directory ``path``."""
+    """The cache in ``folder`` of the source with this identity; once complete, it is in the directory ``path``."""
 
     def __init__(self, folder: Path, identity: dict):
         key_content = json.dumps([identity, FORMAT, __version__, sys.byteorder], sort_keys=True)

@@ -12,8 +12,6 @@ another hash in every process for classes in ``__main__``, sets and torch module
 inserted above the function.
 """
 
-from __future__ import annotations
-
 import copyreg
 import dis
 import functools

@@ -1,7 +1,5 @@
 """Reads rows for a cache: all of one shape and dtype, bad rows as zeros."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

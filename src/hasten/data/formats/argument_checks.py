@@ -1,7 +1,5 @@
 """Checks of names and shapes that are passed to the functions that make sources."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any

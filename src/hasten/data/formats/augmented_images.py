@@ -6,8 +6,6 @@ then the same number of values from another start, and gathering it is the copy 
 are identical to the bit.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Callable, Sequence

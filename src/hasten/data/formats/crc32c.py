@@ -1,7 +1,5 @@
 """CRC-32C, the checksum of TFRecord files, computed by ``google-crc32c``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 

@@ -8,8 +8,6 @@ torchvision's ``Resize`` and ``CenterCrop`` do. A JPEG that is more than four ti
 1/2 of its size, but never below twice the requested size. EXIF orientation is ignored.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Images: folders and lists of JPEG and PNG files, with a class for each folder."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -53,7 +51,7 @@ def images(
 
 
 class Images(Source):
-    """Image files; ``classes`` are the class names in the order of their indices, empty if the labels are not folders."""
+    """Image files; ``classes`` are the class names in the order of their indices, empty without folders as labels."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels

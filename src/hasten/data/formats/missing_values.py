@@ -1,7 +1,5 @@
 """Replacement of missing values in tables: one number for all numeric columns, or a value for each named column."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real

@@ -5,8 +5,6 @@ form until their rows are read. Every column is created for a known number of ro
 ``put``, and returns rows by ``read``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

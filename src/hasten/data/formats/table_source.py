@@ -7,8 +7,6 @@ decode a chunk: shuffle such a table with ``.shuffle(window=)``, which uses a fe
 once with ``.cache("disk")``.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Arrow types: which are numbers, which torch dtypes hold them, which of them are treated alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tables in files: Parquet, Feather, CSV."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Batches are parsed by ``tf_example_vectorized.py``, which turns to this module for a message in an unusual encoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -14,8 +14,6 @@ position, so lengths and the order of the features may differ between messages. 
 https://protobuf.dev/programming-guides/encoding
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

@@ -5,8 +5,6 @@ once; then every sample is read by its position, in any order. Nothing is unpack
 Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

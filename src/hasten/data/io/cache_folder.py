@@ -1,7 +1,5 @@
 """The folder of everything that hasten caches: samples, indexes, file lists."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ are the indexes of small files, of damaged files, of files that changed within t
 files without a version. Progress is reported while a large file is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

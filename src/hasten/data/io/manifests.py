@@ -5,8 +5,6 @@ file changes the time of its folder; overwriting a file changes neither that tim
 such times and are listed every time.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ An entry is JSON followed by NumPy arrays, preceded by a hash of its key and con
 one stored under another key, counts as missing. Loading executes no code; joblib and diskcache would use pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

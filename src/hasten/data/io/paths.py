@@ -3,8 +3,6 @@
 A path that contains ``://`` is remote (``remote.py``); everything else is local and uses the standard library only.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import mmap

@@ -9,8 +9,6 @@ single range, as of rows in order, is read through an open file with fsspec's re
 the next batch already.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -5,8 +5,6 @@ that does not answer as an empty folder, and its ``glob`` selects hidden files a
 match, as local patterns do.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import time

@@ -8,8 +8,6 @@ A batch is a function of its index. The index is all that is sent to a worker, a
 worker.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -4,8 +4,6 @@ A runner takes a function from the index of a batch to the batch, and the indice
 computes at most ``prefetch`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Copies batches to a device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

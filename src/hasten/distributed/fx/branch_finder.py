@@ -5,8 +5,6 @@ that several components read, or that reads several, belongs to none. Of nested 
 per process are taken.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

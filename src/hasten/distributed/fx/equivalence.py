@@ -1,7 +1,5 @@
 """Checks on a few samples that a partitioned model computes the same outputs and gradients as the original."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stag
 it consists of. What a rank does not need of the model is on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise

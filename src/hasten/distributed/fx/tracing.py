@@ -1,7 +1,5 @@
 """Traces a model into a torch.fx graph, for methods that partition models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
