@@ -221,9 +221,8 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
     for name, values in loaded.methods.items():
         known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
         if known is None and ":" in name:
-            raise ConfigurationError(
-                f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}"
-            )
+            what = f"{text} refers to code outside hasten, {name}"
+            raise ConfigurationError(f"{what}; if you trust it, add --with {name}")
         methods[known or name] = values
     return Recipe(methods)
 

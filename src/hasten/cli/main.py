@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from hasten import __version__
 from hasten.cli import argument_types, bench_comm, compare, data, diagnose, eject, launch, methods, report, train, tune
 from hasten.cli.output import CommandResult, show, stdout_reserved_for_answer, strict_json
-from hasten.cli.progress import print_stderr, progress_display
+from hasten.cli.progress import print_stderr, progress_display, redirect_to_devnull
 from hasten.core.errors import (
     CollectiveTimeout,
     ConfigurationError,
@@ -59,14 +59,10 @@ DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return the exit code.
 
-    Args:
-        argv: arguments without the program's name. None reads ``sys.argv``; the process then belongs to this call,
-            which sets signal handlers and may end the process.
-
-    Returns:
-        The exit code.
+    ``argv`` are the arguments without the program's name. None reads ``sys.argv``; the process then belongs to this
+    call, which sets signal handlers and may end the process.
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -120,7 +116,7 @@ def _run_command(argv: list[str]) -> CommandResult | None:
     try:
         options = parse_arguments(argv)
     except SystemExit:
-        return None
+        options = None
     if options is None:
         return None
     if options.quiet:
@@ -254,29 +250,24 @@ def _print_answer(answer: CommandResult, as_json: bool) -> None:
             show(answer)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich turns the first into the second
-        _redirect_to_devnull(1)
+        redirect_to_devnull(1)
     except OSError as error:
-        _redirect_to_devnull(1)  # otherwise Python tries to flush again at exit
-        raise RunError(
-            f"the command finished, but its answer cannot be written to standard output: {error.strerror}"
-        ) from None
+        redirect_to_devnull(1)  # otherwise Python tries to flush again at exit
+        what = "the command finished, but its answer cannot be written to standard output"
+        raise RunError(f"{what}: {error.strerror}") from None
 
 
 def _prepare_streams() -> None:
     """Replace closed output streams, as a daemon may leave them, and characters that their encoding lacks."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            _redirect_to_devnull(descriptor)
+            redirect_to_devnull(descriptor)
             setattr(sys, name, open(descriptor, "w"))  # noqa: SIM115  open as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if os.environ.get("COLUMNS") == "0":  # set by some shells without a terminal; rich would print nothing
         del os.environ["COLUMNS"]
-
-
-def _redirect_to_devnull(descriptor: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _interrupt_on_signals() -> list[int]:

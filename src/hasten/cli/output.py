@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 
@@ -28,15 +29,20 @@ class CommandResult:
     deferred: Callable[[], int] | None = None
 
 
+def page(module: str, function: str) -> Callable[[Any], Any]:
+    """A function of ``hasten.reporting``, imported when the page is made: with ``--json`` rich is not needed."""
+    return lambda result: getattr(import_module(f"hasten.reporting.{module}"), function)(result)
+
+
 def show(answer: CommandResult) -> None:
     """Print an answer for a person. A plain text is printed unchanged, so that it can be redirected into a file."""
-    page = answer.page(answer.result)
-    if isinstance(page, str):
-        print(page)
+    content = answer.page(answer.result)
+    if isinstance(content, str):
+        print(content)
         return
     from rich.console import Console
 
-    Console(highlight=False).print(page, crop=False)  # a command stays on one line even in a narrow terminal
+    Console(highlight=False).print(content, crop=False)  # a command stays on one line even in a narrow terminal
 
 
 def strict_json(value: Any) -> str:

@@ -10,7 +10,7 @@ LARGEST = 1 << 62  # of what is counted in 64 bits
 
 
 def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: int = LARGEST) -> None:
-    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if it is ``optional``; ``name``: for
+    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``; ``name`` is for
     errors.
     """
     if optional and value is None:
@@ -22,14 +22,14 @@ def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, the name of the argument."""
+    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, that of the argument."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; accepts NumPy integers and integer tensors with one element, but no bools."""
+    """Returns ``value`` as a Python integer; accepts NumPy integers and tensors with one element, but no bools."""
     try:
         integer = index(value)
     except (TypeError, RuntimeError, ValueError):
