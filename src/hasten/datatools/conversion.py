@@ -135,9 +135,8 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
             f"the {len(reader.files)} files hold no rows" if several else f"{reader.files[0]} holds no rows"
         )
     if shards is not None and shards > reader.rows:
-        raise ConfigurationError(
-            f"cannot write {reader.rows} rows to {shards} files; use --shards {reader.rows} or fewer"
-        )
+        problem = f"cannot write {reader.rows} rows to {shards} files"
+        raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
@@ -213,9 +212,8 @@ def _check_outside(out: Path, path: Path) -> None:
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        raise ConfigurationError(
-            f"{out} is inside {path}, where it would be read as a part of the original; choose another --out"
-        )
+        problem = f"{out} is inside {path}, where it would be read as a part of the original"
+        raise ConfigurationError(f"{problem}; choose another --out")
 
 
 def _check_request(

@@ -57,6 +57,5 @@ def _to_numpy(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
-        raise ConfigurationError(
-            f"column {name!r} holds {column.dtype}, which no file format here supports; store float32 or float16"
-        ) from None
+        problem = f"column {name!r} holds {column.dtype}, which no file format here supports"
+        raise ConfigurationError(f"{problem}; store float32 or float16") from None

@@ -102,9 +102,8 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
     errors = {file: _open_error(kind, [file]) for file in files}
     bad = [{"row": None, "where": file, "why": error} for file, error in errors.items() if error is not None]
     if len(bad) > max_bad:
-        raise ConfigurationError(
-            f"{bad[max_bad]['why']}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped"
-        )
+        problem = f"{bad[max_bad]['why']}"
+        raise ConfigurationError(f"{problem}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped")
     if len(bad) == len(files):
         raise ConfigurationError(f"{bad[0]['why']}; no file can be opened")
     return [file for file, error in errors.items() if error is None], bad

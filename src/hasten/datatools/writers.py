@@ -111,9 +111,8 @@ def _cast_for_parquet(table: Any) -> Any:
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            raise ConfigurationError(
-                f"column {name!r} is of type {kind}, which Parquet does not support; store the table as feather"
-            )
+            problem = f"column {name!r} is of type {kind}, which Parquet does not support"
+            raise ConfigurationError(f"{problem}; store the table as feather")
     schema = pa.schema([(name, cast(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 

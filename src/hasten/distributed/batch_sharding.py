@@ -149,9 +149,8 @@ def with_loss_weights(
 def check_batch_divisible(processes: int, samples: int) -> None:
     """Raises ``ConfigurationError`` if there are more ranks than samples in a batch."""
     if processes > samples:
-        raise ConfigurationError(
-            f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches"
-        )
+        problem = f"{processes} processes cannot share a batch of {samples} samples"
+        raise ConfigurationError(f"{problem}; take fewer, or larger batches")
 
 
 def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_parallel_size: int) -> BatchSource:

@@ -83,9 +83,8 @@ def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
         for name, value in first.items():
             if other[name] != value:
                 difference = f"{other[name]:.80} instead of {value:.80}"
-                raise ConfigurationError(
-                    f"rank {rank} has another {name} than rank 0: {difference}; start all ranks alike"
-                )
+                problem = f"rank {rank} has another {name} than rank 0: {difference}"
+                raise ConfigurationError(f"{problem}; start all ranks alike")
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -108,9 +107,8 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
 
 def _init_default_group(device: str, timeout: float) -> None:
     if missing := [name for name in ENVIRONMENT if name not in os.environ]:
-        raise ConfigurationError(
-            f"WORLD_SIZE is above 1, but {missing[0]} is not set; start the processes with hasten or torchrun"
-        )
+        problem = f"WORLD_SIZE is above 1, but {missing[0]} is not set"
+        raise ConfigurationError(f"{problem}; start the processes with hasten or torchrun")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
 

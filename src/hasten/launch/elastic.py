@@ -215,10 +215,8 @@ def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> Non
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():
         if first[option] != value:
-            raise ConfigurationError(
-                f"this node was started with {option} {value}, another one with {option} {first[option]}; "
-                "give all nodes the same"
-            )
+            problem = f"this node was started with {option} {value}, another one with {option} {first[option]}"
+            raise ConfigurationError(f"{problem}; give all nodes the same")
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:

@@ -138,10 +138,8 @@ def _check_memory(processes: int) -> None:
     """Refuses so many processes that the machine would run out of memory before they can report an error."""
     needed, free = processes * RANK_MEMORY_BYTES, free_memory()
     if needed > free:
-        raise ConfigurationError(
-            f"{processes} processes take {needed / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
-            f"take {free // RANK_MEMORY_BYTES} or fewer"
-        )
+        problem = f"{processes} processes take {needed / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free"
+        raise ConfigurationError(f"{problem}; take {free // RANK_MEMORY_BYTES} or fewer")
 
 
 def _run_with_new_stores(job: _Job) -> RunResult | None:
@@ -155,9 +153,8 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
             lost = f"{job.rdzv_endpoint} does not answer any more"
             if restarts == 0:
                 advice = "restart the same command on all nodes with --resume"
-                raise RunError(
-                    f"{lost}: the node that hosts the rendezvous is lost, no restart is left; {advice}"
-                ) from None
+                problem = f"{lost}: the node that hosts the rendezvous is lost, no restart is left"
+                raise RunError(f"{problem}; {advice}") from None
         restarts, timeout = restarts - 1, RENDEZVOUS_TIMEOUT_S
         warnings.warn(f"{lost}; waiting for the same command on that node", HastenWarning, stacklevel=3)
 
@@ -204,10 +201,8 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     except RendezvousClosedError:
         raise _job_error(job.directory, {}, "the job has ended on another node") from None
     except RendezvousTimeoutError:
-        raise RunError(
-            f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s; "
-            "start the same command on all nodes"
-        ) from None
+        problem = f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s"
+        raise RunError(f"{problem}; start the same command on all nodes") from None
     finally:
         has_met = agent.get_worker_group().group_world_size is not None
         ends_job &= hosts or has_met  # a node that has only waited does not end the job
@@ -236,10 +231,8 @@ def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend
     try:
         return created.result(STORE_ANSWER_S)
     except (RendezvousConnectionError, TimeoutError):
-        raise ConfigurationError(
-            f"the nodes cannot meet at {parameters.endpoint}: another program has that port; "
-            "choose another port, the same on all nodes"
-        ) from None
+        problem = f"the nodes cannot meet at {parameters.endpoint}: another program has that port"
+        raise ConfigurationError(f"{problem}; choose another port, the same on all nodes") from None
     finally:
         thread.join(THREAD_EXIT_S)
 

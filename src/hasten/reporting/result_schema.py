@@ -278,9 +278,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ConfigurationError(
-            f"there is no directory {directory}; give the run directory of `hasten tune` or `hasten train`"
-        )
+        problem = f"there is no directory {directory}"
+        raise ConfigurationError(f"{problem}; give the run directory of `hasten tune` or `hasten train`")
     path = directory / "result.json"
     if not path.is_file():
         raise ConfigurationError(

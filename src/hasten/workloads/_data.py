@@ -45,10 +45,8 @@ def download(file: File) -> Path:
     if path is None:
         return create_file(file.path, lambda partial: _download(file, partial))
     if (actual := _sha256(path)) != file.sha256:
-        raise ConfigurationError(
-            f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…); "
-            f"remove it, or replace it with {file.address}"
-        )
+        problem = f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…)"
+        raise ConfigurationError(f"{problem}; remove it, or replace it with {file.address}")
     return path
 
 
@@ -69,9 +67,8 @@ def create_file(path: str, write: Callable[[Path], None]) -> Path:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(
-            f"cannot write {target}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}"
-        ) from None
+        problem = f"cannot write {target}: {error.strerror or error}"
+        raise RunError(f"{problem}; set HASTEN_DATA to a folder that has {path}") from None
     return target
 
 
@@ -94,9 +91,8 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
                 )
             offset += TAR_BLOCK_BYTES + -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read as a tar.gz archive ({error}); remove it to download it again"
-        ) from None
+        problem = f"{path} cannot be read as a tar.gz archive ({error})"
+        raise ConfigurationError(f"{problem}; remove it to download it again") from None
 
 
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
@@ -130,10 +126,8 @@ def _download(file: File, path: Path) -> None:
             sink.write(chunk)
             digest.update(chunk)
     if digest.hexdigest() != file.sha256:
-        raise RunError(
-            f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); "
-            f"put the right one at {_download_folder() / file.path}"
-        )
+        problem = f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…)"
+        raise RunError(f"{problem}; put the right one at {_download_folder() / file.path}")
 
 
 def _chunks(file: File) -> Iterator[bytes]:
@@ -148,9 +142,8 @@ def _chunks(file: File) -> Iterator[bytes]:
                 yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise RunError(
-            f"cannot download {file.address}: {reason}; put the file at {_download_folder() / file.path} by hand"
-        ) from None
+        problem = f"cannot download {file.address}: {reason}"
+        raise RunError(f"{problem}; put the file at {_download_folder() / file.path} by hand") from None
 
 
 @contextmanager

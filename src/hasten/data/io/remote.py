@@ -109,9 +109,8 @@ class RemoteFile(io.RawIOBase):
         self._path, self._position, self._file = path, 0, None
         self._size = _with_retries(path, lambda: self._open().size)
         if self._size is None:
-            raise ConfigurationError(
-                f"{path}: the server does not report the file's size, which reading parts of it requires; download it"
-            )
+            problem = f"{path}: the server does not report the file's size, which reading parts of it requires"
+            raise ConfigurationError(f"{problem}; download it")
 
     def _open(self) -> Any:
         if self._file is None:
