@@ -11,8 +11,6 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.data.formats.table_columns import plain
-
 
 class ContentHash:
     """An incremental hash of rows; ``rows`` is the number hashed so far."""
@@ -51,6 +49,8 @@ class ContentHash:
         import pyarrow as pa
         import pyarrow.compute as compute
         import pyarrow.types as types
+
+        from hasten.data.formats.table_types import plain
 
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         array = array.cast(plain(array.type))

@@ -17,7 +17,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import MEMORY_FRACTION
+from hasten.data.formats.table_files import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow

@@ -17,7 +17,6 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
-from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
@@ -205,7 +204,9 @@ class RowReader:
         return {file: self._form.manifest(file) for file in self.files}
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> Any:
+        from hasten.data.formats.table_layout import Layout  # requires pyarrow
+
         schemas = {file: manifest.schema for file, manifest in self._manifests.items()}
         return Layout.of(schemas, None, None, guessed=self.kind.name == "csv")
 

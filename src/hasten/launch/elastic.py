@@ -49,9 +49,8 @@ GOODBYE_S = 5.0  # for the other nodes to read that the job is over
 JOIN_NOTICE_S = 1.5  # until a joining node is visible for certain: torch polls the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
 # keys of the store
-OPTIONS, RUN_DIR, JOINED, LEFT, HEARTBEAT, DONE = (
-    f"hasten/{name}" for name in ("options", "run_dir", "joined", "left", "heartbeat", "done")
-)
+OPTIONS, RUN_DIR, JOINED = "hasten/options", "hasten/run_dir", "hasten/joined"
+LEFT, HEARTBEAT, DONE = "hasten/left", "hasten/heartbeat", "hasten/done"
 NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue together"
 
 
@@ -122,9 +121,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts
             which = f"restart {most - self.remaining_restarts + 1} of {most}"
-            warnings.warn(
-                f"{lost}; restarting all ranks from the newest checkpoint, {which}", HastenWarning, stacklevel=2
-            )
+            what = f"{lost}; restarting all ranks from the newest checkpoint, {which}"
+            warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
         """The state of the ranks; unhealthy if another node is missed.

@@ -164,16 +164,9 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
 
     ``restarts`` are left, and ``hosts`` is whether this node hosts the store.
     """
-    parameters = RendezvousParameters(
-        "c10d",
-        job.rdzv_endpoint or f"{LOOPBACK}:0",
-        "hasten",
-        *job.nnodes,
-        job.address,
-        is_host=hosts,
-        join_timeout=RENDEZVOUS_TIMEOUT_S,
-        last_call_timeout=LAST_CALL_S,
-    )
+    endpoint = job.rdzv_endpoint or f"{LOOPBACK}:0"
+    timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
+    parameters = RendezvousParameters("c10d", endpoint, "hasten", *job.nnodes, job.address, is_host=hosts, **timeouts)
     backend, store = _create_backend(parameters)
     check_same_launch_options(store, job.shared_options)
     handler = create_handler(store, backend, parameters)

@@ -32,9 +32,7 @@ MIN_STALE_AGE_S = 60.0  # a younger job directory may not be locked yet
 PEER_RESULT_TIMEOUT_S = 60.0  # how long a finished rank waits for the results of the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
-RESUME_DIR = (
-    "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also for ranks of a node that joins late
-)
+RESUME_DIR = "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also on a node that joins late
 PARENT = "HASTEN_PARENT"  # process ID of the launcher; set if hasten, not torchrun, has started this rank
 _resume_dir = os.environ.pop(RESUME_DIR, None)
 _parent = int(os.environ.pop(PARENT, 0))  # removed, because a program that the task starts is not a rank

@@ -384,12 +384,5 @@ def _guess_kind(result: dict[str, Any]) -> str | None:
 
 
 def _type_name(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -21,11 +21,8 @@ Json = dict[str, Any]
 
 def is_proven_faster(result: Json) -> bool:
     """Whether the verdict is "faster" and the quality gate passed. A missing gate counts as failed."""
-    return (
-        result["verdict"] == "faster"
-        and result["quality"]["passed"] is True
-        and result["speedup"]["median"] is not None
-    )
+    passed, speedup = result["quality"]["passed"], result["speedup"]["median"]
+    return result["verdict"] == "faster" and passed is True and speedup is not None
 
 
 def tune_headline(result: Json) -> str:

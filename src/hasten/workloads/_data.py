@@ -84,12 +84,10 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
             size = int(header[124:136].strip(b" \0"), 8)
             if size < 0 or offset + TAR_BLOCK_BYTES + size > len(content):
                 raise EOFError("it is truncated")
+            offset += TAR_BLOCK_BYTES
             if header[156:157] in (b"0", b"\0"):
-                yield (
-                    header[:100].rstrip(b"\0").decode(),
-                    content[offset + TAR_BLOCK_BYTES : offset + TAR_BLOCK_BYTES + size],
-                )
-            offset += TAR_BLOCK_BYTES + -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
+                yield header[:100].rstrip(b"\0").decode(), content[offset : offset + size]
+            offset += -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
     except (OSError, EOFError, ValueError, zlib.error) as error:
         problem = f"{path} cannot be read as a tar.gz archive ({error})"
         raise ConfigurationError(f"{problem}; remove it to download it again") from None

@@ -5,6 +5,10 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any, cast
 
+import pyarrow as pa
+import pyarrow.compute as compute
+import pyarrow.types as types
+
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
 
@@ -34,9 +38,6 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
     """
     if not array.null_count:
         return array
-    import pyarrow as pa
-    import pyarrow.types as types
-
     if isinstance(fill, Mapping):
         value = fill.get(name)
     else:
@@ -62,8 +63,6 @@ def missing(name: str, array: Any, what: str, where: str) -> str:
 
 def check_no_nulls(name: str, array: Any, where: str) -> None:
     """Raises ConfigurationError if structs or lists are missing, which no value can fill."""
-    import pyarrow.types as types
-
     if array.null_count:
         what = "structs" if types.is_struct(array.type) else "lists"
         raise ConfigurationError(f"{missing(name, array, what, where)}, which no value can fill; leave the column out")
@@ -74,8 +73,6 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
     For tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
     """
-    import pyarrow.types as types
-
     for index, name in enumerate(table.schema.names):
         column, arrow_type = table.column(index), common_types[name]
         if (column.null_count or types.is_null(column.type)) and plain(column.type) != arrow_type:
@@ -88,9 +85,6 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
 def empty_to_null(table: Any, name: str) -> Any:
     """Replaces empty strings of a column by missing values, which CSV cannot express otherwise."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
     words = table.column(name)
     empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
     words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,8 +96,6 @@ def _convert(value: Any, arrow_type: Any) -> Any:
 
     ValueError if it would become another value; ArithmeticError if it is NaN or infinite, and the type is not a float.
     """
-    import pyarrow.types as types
-
     if not is_number(arrow_type):
         return value
     if not isinstance(value, (Real, Decimal)):
@@ -124,8 +116,6 @@ def _convert(value: Any, arrow_type: Any) -> Any:
 
 def _struct_columns(path: str, arrow_type: Any) -> Iterator[str]:
     """Yields the names of the columns of a struct, and of the structs in it."""
-    import pyarrow.types as types
-
     for field in arrow_type if types.is_struct(arrow_type) else ():
         yield f"{path}.{field.name}"
         yield from _struct_columns(f"{path}.{field.name}", field.type)

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import pyarrow as pa
+import pyarrow.compute as compute
+import pyarrow.types as types
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
@@ -24,8 +27,6 @@ MAX_EXACT_FLOAT32 = 1 << 24  # up to here float32 represents every integer
 
 def column(arrow_type: Any, rows: int, name: str) -> Any:
     """Returns an empty column for a plain Arrow type."""
-    import pyarrow.types as types
-
     if types.is_struct(arrow_type):
         fields = {field.name: column(plain(field.type), rows, f"{name}.{field.name}") for field in arrow_type}
         return StructColumn(fields, name)
@@ -98,15 +99,10 @@ class ClassColumn:
     """Text or dictionary values as class indices: one int64 tensor."""
 
     def __init__(self, classes: Sequence[str], rows: int, name: str) -> None:
-        import pyarrow as pa
-
         self._indices, self.name = NumberColumn(torch.int64, rows, (), name), name
         self._classes = pa.array(classes, pa.large_string())
 
     def put(self, array: Any, fill: Any, where: str) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as compute
-
         # the cast gives a type to a chunk in which all values are missing
         words = filled(_to_plain_array(array).cast(pa.large_string()), fill, self.name, where)
         indices = compute.index_in(words, self._classes)  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
@@ -125,15 +121,10 @@ class ListColumn:
     """Text, bytes, lists of different lengths: a Python list of rows; lists of numbers are tensors."""
 
     def __init__(self, name: str, arrow_type: Any) -> None:
-        import pyarrow.types as types
-
         self.name, self._type, self._chunks = name, arrow_type, []
         self._holds_numbers = types.is_large_list(arrow_type) and is_number(arrow_type.value_type)
 
     def put(self, array: Any, fill: Any, where: str) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as compute
-
         array = filled(_to_plain_array(array).cast(self._type), fill, self.name, where)
         if self._holds_numbers and array.flatten().null_count:
             starts = compute.subtract(array.offsets, array.offsets[0])  # pyright: ignore[reportAttributeAccessIssue]
@@ -141,8 +132,6 @@ class ListColumn:
         self._chunks.append(array)
 
     def read(self, index: torch.Tensor) -> list:
-        import pyarrow as pa
-
         if len(self._chunks) != 1:
             self._chunks = [pa.chunked_array(self._chunks, self._type).combine_chunks()]
         rows = self._chunks[0].take(pa.array(index.numpy()))
@@ -171,9 +160,6 @@ class StructColumn:
 
 def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
     """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
     array = _to_plain_array(array)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -190,9 +176,6 @@ def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
 
 def _to_plain_array(array: Any) -> Any:
     """Returns a column, which may have several chunks, as one array of its plain type."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     if isinstance(array, pa.RunEndEncodedArray):

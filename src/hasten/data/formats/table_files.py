@@ -23,9 +23,9 @@ import psutil
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats import argument_checks
-from hasten.data.formats.table_types import has_references
 from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
 
+MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
 MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
 MISREAD = "are the delimiter and the header right?"
@@ -272,6 +272,8 @@ def _check_utf8(path: str) -> None:
 
 def check(chunk: Any, rows: int) -> None:
     """Raises ValueError unless a chunk has ``rows`` rows, and its text and lists do not point outside their columns."""
+    from hasten.data.formats.table_types import has_references
+
     if chunk.num_rows != rows:
         raise ValueError(f"it has {chunk.num_rows} rows, and the file declares {rows}")
     chunk.validate()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
@@ -179,8 +180,6 @@ def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
 
 def _join_types(one: Any, other: Any, guessed: bool) -> Any:
     """Returns the type that holds the values of both, or None."""
-    import pyarrow as pa
-
     if one == other:
         return one
     names = {str(one), str(other)}

@@ -20,19 +20,19 @@ from typing import Any
 
 import numpy
 import torch
+from pyarrow import ArrowException
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats import argument_checks
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
-from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
+from hasten.data.formats.table_files import MEMORY_FRACTION, Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import progress_warner, with_rate
 from hasten.data.source import BadRow, Source
 from hasten.engine.resources import free_memory
 
-MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_DECODE_RATIO = 4  # rows decoded for each row returned, before a warning
 CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 
@@ -56,7 +56,6 @@ class Table(Source):
         classes: Any = None,
         gigabytes: float | None = None,
     ) -> None:
-        _arrow_error()
         self._format = form
         files = resolve_paths(paths, form.suffixes)
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
@@ -82,7 +81,7 @@ class Table(Source):
         if columns is not None and (others := self._layout.blocking_columns):
             what = f"columns= contains {' and '.join(map(repr, others))} besides numbers"
             hint = "so batches are (dict of columns, target); with numbers alone they are (matrix, target)"
-            warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=3)
+            warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=4)
         chunks = [(file, index) for file, manifest in manifests.items() for index in range(len(manifest.chunks))]
         self._chunks = chunks  # (file, index in the file)
         rows = [rows for manifest in manifests.values() for rows in manifest.chunks]
@@ -311,7 +310,7 @@ class Table(Source):
         except ConfigurationError:
             check_unchanged(file, self._signatures[file])  # a file that disappeared is a RunError
             raise
-        except (OSError, ValueError, LookupError, _arrow_error()) as error:
+        except (OSError, ValueError, LookupError, ArrowException) as error:
             raise self._damaged(chunk, error) from None
         check_unchanged(file, self._signatures[file])
         if self._guessed_types:
@@ -329,14 +328,6 @@ class Table(Source):
             return RunError(f"cannot read {self._where(chunk)}: {format_error(error)}")
         self._bad[chunk] = (self._where(chunk), format_error(error))
         return BadRow(self._offsets[chunk], *self._bad[chunk])
-
-
-def _arrow_error() -> type[Exception]:
-    try:
-        from pyarrow import ArrowException
-    except ImportError:
-        raise ConfigurationError("reading tables requires pyarrow: pip install 'hasten[data]'") from None
-    return ArrowException
 
 
 _tables: weakref.WeakSet[Table] = weakref.WeakSet()

@@ -78,12 +78,9 @@ def find_branch_blocks(
         forks = _forks(graph)
         for join in graph.nodes:  # inner blocks come before those around them
             branches = _branches_between(forks[join], join, trained) if len(_sources(join)) > 1 else []
-            reasons = [
-                _why_not(
-                    branch, tensors, node_uses, module_uses, [n for n in branch if key_of(name, n) in random_nodes]
-                )
-                for branch in branches
-            ]
+            random_of = [[n for n in branch if key_of(name, n) in random_nodes] for branch in branches]
+            pairs = zip(branches, random_of, strict=True)
+            reasons = [_why_not(branch, tensors, node_uses, module_uses, random) for branch, random in pairs]
             accepted = [branch for branch, reason in zip(branches, reasons, strict=True) if reason is None]
             block = BranchBlock(name, tuple(map(tuple, accepted)), join)
             if len(branches) > 1:
@@ -113,11 +110,7 @@ def _saved_elements(block: BranchBlock, tensors: dict[Node, list[torch.Tensor]],
 
 
 def _why_not(
-    branch: list[Node],
-    tensors: dict[Node, list[torch.Tensor]],
-    node_uses: Counter[int],
-    module_uses: Counter[int],
-    random_nodes: list[Node],
+    branch: list[Node], tensors: dict[Node, list], node_uses: Counter, module_uses: Counter, random_nodes: list[Node]
 ) -> str | None:
     """Why all processes must compute a branch; None if one can."""
     if random_nodes:
