@@ -60,6 +60,5 @@ class BadRowPolicy:
         if not self.max_rows:
             how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
             return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
-        return RunError(
-            f"{fault}; it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
-        )
+        limit = f"it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
+        return RunError(f"{fault}; {limit}")

@@ -239,10 +239,9 @@ def wants_rng(function: Callable) -> bool:
     others = [p for name, p in parameters.items() if name != "rng" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in others if p.default is p.empty]
     if len(required) > 1:
-        what = (
-            f"map() calls its function with one argument, a sample or a batch; this one requires {', '.join(required)}"
-        )
-        raise ConfigurationError(f"{what}; unpack a tuple inside, and name the parameter for random numbers rng")
+        what = "map() calls its function with one argument, a sample or a batch"
+        hint = "unpack a tuple inside, and name the parameter for random numbers rng"
+        raise ConfigurationError(f"{what}; this one requires {', '.join(required)}; {hint}")
     return "rng" in parameters
 
 

@@ -58,9 +58,8 @@ def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tupl
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
-        raise ConfigurationError(
-            f"normalize() requires as many values of mean as of std, not {len(means)} and {len(stds)}"
-        )
+        numbers = f"{len(means)} and {len(stds)}"
+        raise ConfigurationError(f"normalize() requires as many values of mean as of std, not {numbers}")
     if min(stds) <= 0:
         raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
     return means, stds

@@ -21,7 +21,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.cache.cache_disk import file_lock, remove_partial
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.source import BadRow
 from hasten.datatools.file_sampling import sample_files
 from hasten.datatools.format_detection import FORMATS

@@ -130,10 +130,8 @@ def convert(
 
 def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
     if not reader.rows:
-        several = len(reader.files) > 1
-        raise ConfigurationError(
-            f"the {len(reader.files)} files hold no rows" if several else f"{reader.files[0]} holds no rows"
-        )
+        files = reader.files
+        raise ConfigurationError(f"the {len(files)} files hold no rows" if files[1:] else f"{files[0]} holds no rows")
     if shards is not None and shards > reader.rows:
         problem = f"cannot write {reader.rows} rows to {shards} files"
         raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")

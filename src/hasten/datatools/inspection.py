@@ -117,9 +117,8 @@ def inspect(
             rates |= dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error).replace(sample[0], files[0])
         result["speed"] = {name: values and median(values) for name, values in rates.items()}
-        result["ranges"] = {
-            name: [min(values), max(values)] for name, values in rates.items() if values and len(values) > 1
-        }
+        repeated = {name: values for name, values in rates.items() if values and len(values) > 1}
+        result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
         if rates["batches"]:
             _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
     return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}

@@ -217,9 +217,8 @@ class RowReader:
         read = self._read_images if self.kind.name == "images" else self._read_shards
         for begin in range(first, last, self._sample_chunk):
             rows = numpy.arange(begin, min(begin + self._sample_chunk, last))
-            samples = (
-                files and self._encode(row, *files) for row, files in zip(rows.tolist(), read(rows), strict=True)
-            )
+            found = zip(rows.tolist(), read(rows), strict=True)
+            samples = (files and self._encode(row, *files) for row, files in found)
             yield [sample for sample in samples if sample is not None]
 
     @cached_property
@@ -251,11 +250,8 @@ class RowReader:
             begins, ends = numpy.array([*ranges.values()]).T
             contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield (
-                key,
-                f"{self.source.signatures[shard][0]}, {key}",
-                dict(zip(ranges, map(bytes, contents), strict=True)),
-            )
+            where = f"{self.source.signatures[shard][0]}, {key}"
+            yield key, where, dict(zip(ranges, map(bytes, contents), strict=True))
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy
@@ -27,8 +26,8 @@ from hasten.data.batch_builder import CollateError, Map, collate_nested, is_buil
 from hasten.data.cache.cache_disk import CacheDirectory
 from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
-from hasten.data.io.cache_folder import default_folder
-from hasten.data.progress import progress_warner, with_rate
+from hasten.data.io.metadata_cache import default_folder
+from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
@@ -178,8 +177,8 @@ class Cache(Source):
         RunError if more rows are bad than allowed or the data changed meanwhile, ConfigurationError if the shape or
         dtype of a row differs from the first rows.
         """
-        size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-        watch, start, rows = self.watch or progress_warner(), perf_counter(), len(self)
+        size, rows = max(1, CHUNK // max(1, bytes_of(like, 1))), len(self)
+        report = rate_reporter(what, rows, watch=self.watch)
 
         def make(index: int) -> tuple[Any, list[BadRow]]:
             chunk = numpy.arange(index * size, min((index + 1) * size, rows))
@@ -190,9 +189,7 @@ class Cache(Source):
                 faults.record(bad_row)
                 bad[bad_row.row] = (bad_row.where, bad_row.why)
             yield index * size, columns
-            done = min(1.0, (index + 1) * size / rows)
-            elapsed = perf_counter() - start
-            watch(with_rate(what, done * rows, elapsed), done, elapsed * (1 - done) / done)
+            report(min(rows, (index + 1) * size))
         self.source.prepare(runner, faults)
         if _differ(source_identity(self.source), identity):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")

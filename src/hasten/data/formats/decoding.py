@@ -33,9 +33,8 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
         return None
     sides = resize if isinstance(resize, (tuple, list)) else (resize, resize)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise ConfigurationError(
-            f"resize must be the side of a square or (height, width) in pixels, not {resize!r:.80}"
-        )
+        expected = "the side of a square or (height, width) in pixels"
+        raise ConfigurationError(f"resize must be {expected}, not {resize!r:.80}")
     if sides[0] * sides[1] > pixels:
         what = f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
         raise ConfigurationError(f"{what}; use a smaller size, or a higher limit: pixels=")
@@ -156,9 +155,7 @@ def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))
-    _check_pixels(
-        scaled[0], scaled[1], pixels, " when its shorter side is scaled to fit"
-    )  # a narrow image becomes long
+    _check_pixels(*scaled, pixels, " when its shorter side is scaled to fit")  # a narrow image becomes long
     layers = torch.from_numpy(pixels_in).permute(2, 0, 1)[None]
     if scaled != (height, width):
         layers = torch.nn.functional.interpolate(layers, scaled, mode="bilinear", antialias=True)

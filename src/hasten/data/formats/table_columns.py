@@ -88,9 +88,8 @@ class MatrixColumn:
             largest = max(int(values.max()), -int(values.min()))
             if largest > MAX_EXACT_FLOAT32:
                 self._warned.add(name)
-                what = (
-                    f"column {name!r} holds integers up to {largest}; a float32 matrix rounds above {MAX_EXACT_FLOAT32}"
-                )
+                limit = f"a float32 matrix rounds above {MAX_EXACT_FLOAT32}"
+                what = f"column {name!r} holds integers up to {largest}; {limit}"
                 hint = "leave it out (columns=[...]), or read a dict of columns (no target=)"
                 warnings.warn(f"{what}; {hint}", HastenWarning, stacklevel=2)
 

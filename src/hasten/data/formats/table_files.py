@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.data.formats import argument_checks
 from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
+from hasten.data.validation import check_names
 
 MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
@@ -72,13 +72,23 @@ class Format(Protocol):
         """Drops open files and parsed rows, which only make reading faster."""
 
 
-class Parquet:
-    """Parquet files; a chunk is a row group."""
-
-    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
+class _ArrowFormat:
+    """A format whose open files are held between two chunks."""
 
     def __init__(self) -> None:
         self._open_files = _OpenFile(self._open)
+
+    def release(self) -> None:
+        self._open_files = _OpenFile(self._open)
+
+    def _open(self, path: str, *columns: str) -> Any:
+        raise NotImplementedError
+
+
+class Parquet(_ArrowFormat):
+    """Parquet files; a chunk is a row group."""
+
+    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
     def manifest(self, path: str) -> Manifest:
         with opened_arrow(path) as file, _translate_errors(path, self.name):
@@ -92,22 +102,16 @@ class Parquet:
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path,].read_row_group(index, columns)
 
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
-    def _open(self, path: str) -> Any:
+    def _open(self, path: str, *columns: str) -> Any:
         from pyarrow.parquet import ParquetFile
 
         return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # free for pages without checksums
 
 
-class Feather:
+class Feather(_ArrowFormat):
     """Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
-
-    def __init__(self) -> None:
-        self._open_files = _OpenFile(self._open)
 
     def manifest(self, path: str) -> Manifest:
         import pyarrow as pa
@@ -123,9 +127,6 @@ class Feather:
 
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path, *columns].get_batch(index)
-
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
 
     def _open(self, path: str, *columns: str) -> Any:
         """Opens a file so that only the given columns are decompressed.
@@ -149,7 +150,7 @@ class Csv:
         if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
             what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
             raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
-        names = None if header is None else argument_checks.names("csv(header=)", header)
+        names = None if header is None else check_names("csv(header=)", header)
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}
 

@@ -12,10 +12,10 @@ import torch
 
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.array_source import gathered
-from hasten.data.formats import argument_checks
 from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns
+from hasten.data.validation import check_name, check_names
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Layout:
         ``guessed``: the types were guessed from text, so integers in one file may be floats in another.
         ConfigurationError if a column does not exist, the files differ, or the target has an unsuitable type.
         """
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        check_name("target=", target)
         path, schema = next(iter(schemas.items()))
         wanted = [*(schema.names if columns is None else columns), *([] if target is None else [target])]
         wanted = list(dict.fromkeys(wanted))

@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import numpy
@@ -24,13 +23,13 @@ from pyarrow import ArrowException
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats import argument_checks
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import MEMORY_FRACTION, Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
-from hasten.data.progress import progress_warner, with_rate
+from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source
+from hasten.data.validation import check_names
 from hasten.engine.resources import free_memory
 
 MAX_DECODE_RATIO = 4  # rows decoded for each row returned, before a warning
@@ -70,7 +69,7 @@ class Table(Source):
         self._layout = Layout.of(schemas, columns, target, self._guessed_types)
         if classes is not None and not self._layout.has_classes:
             raise ConfigurationError("classes= are the values of a text target, and there is no text target")
-        self._given_classes = None if classes is None else argument_checks.names("classes=", classes)
+        self._given_classes = None if classes is None else check_names("classes=", classes)
         self._empty_is_missing = (
             self._guessed_types and self._layout.has_classes and "" not in (self._given_classes or ())
         )
@@ -187,7 +186,7 @@ class Table(Source):
     def _read_all(self) -> Rows:
         """Returns the whole table without the chunks that cannot be read."""
         rows = self._layout.rows(len(self), self.classes)
-        report, began, what = progress_warner(), perf_counter(), f"reading the table of {next(iter(self._signatures))}"
+        report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
             pending: deque[Future] = deque()
             for submitted in range(len(self._chunks) + CONCURRENT_CHUNKS):
@@ -198,9 +197,7 @@ class Table(Source):
                     continue
                 if (table := pending.popleft().result()) is not None:
                     rows.put(table, self._fill, self._where(chunk))
-                if read := int(self._offsets[chunk + 1]):
-                    done, spent = read / len(self), perf_counter() - began
-                    report(with_rate(what, read, spent), done, spent * (1 - done) / done)
+                report(int(self._offsets[chunk + 1]))
         self._format.release()
         return rows
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats import argument_checks
+from hasten.data.validation import check_shape
 
 # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
 Summary = dict[str, tuple[str | None, int]]
@@ -179,4 +179,4 @@ def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None
         if kind != "bytes":
             why = f"feature {name!r} holds {kind} values, not byte strings that contain {raw}"
             raise ConfigurationError(f"{why}; pass only its shape")
-    return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw
+    return None if form is None else check_shape(f"features={{{name!r}: ...}}", form), raw

@@ -67,9 +67,8 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
             values, counts = decode(data, first[of_kind].ravel(), last[of_kind].ravel())
         except MalformedExampleError as error:
             position, index = divmod(error.index, len(starts))
-            raise MalformedExampleError(
-                index, f"feature {features[of_kind[position]].name!r}: {error.reason}"
-            ) from None
+            why = f"feature {features[of_kind[position]].name!r}: {error.reason}"
+            raise MalformedExampleError(index, why) from None
         counts = counts.reshape(len(of_kind), -1)
         offsets = _offsets(counts.sum(axis=1)).tolist()
         for position, count, begin, end in zip(of_kind, counts, offsets, offsets[1:], strict=False):

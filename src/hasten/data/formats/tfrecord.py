@@ -19,14 +19,12 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import (
-    FileMissingError,
     check_unchanged,
     is_file_error,
     is_remote,
@@ -36,6 +34,7 @@ from hasten.data.io.paths import (
 from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
@@ -71,9 +70,9 @@ def tfrecord(
     Raises:
         ConfigurationError: No file holds a complete record, or a feature does not exist.
     """
-    argument_checks.name("target=", target)
+    check_name("target=", target)
     if features is not None:
-        names = argument_checks.names("features=", list(features) if isinstance(features, Mapping) else features)
+        names = check_names("features=", list(features) if isinstance(features, Mapping) else features)
         features = features if isinstance(features, Mapping) else names
     return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
 
@@ -160,14 +159,7 @@ class Records:
         self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         self.unverified = numpy.full(len(self.begins), verify)
-        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in indices]
-        self.bad = {
-            row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None
-        }
-        if len(self.begins) == len(self.bad):
-            if self.bad:
-                raise FileMissingError(next(iter(self.bad.values()))[1])
-            raise ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+        self.bad = rows_of_damage(paths, self.chunk_offsets, [reason for _, _, reason in indices], "record")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -266,10 +258,9 @@ def _undamaged(
         return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
-        reason = (
-            f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, continues after the end of the file"
-        )
-        return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
+        where = f"record {len(starts) - 1}, at byte {starts[-1] - HEAD}"
+        reason = f"is cut off: {where}, continues after the end of the file; write the file again"
+        return starts[:intact], ends[:intact], f"{path} {reason}"
     return starts, ends, None
 
 

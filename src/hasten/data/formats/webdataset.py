@@ -17,15 +17,15 @@ import torch
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
-from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
 from hasten.data.io.range_reader import read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 PROBED_SAMPLES = 32  # read to find the shape of arrays
 MEMBERS_PER_REPORT = 1 << 10  # members of a shard after which the index reports its progress
@@ -78,8 +78,8 @@ class Shards(Source):
         self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
     ) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        target = argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        target = check_name("target=", target)
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
@@ -87,17 +87,9 @@ class Shards(Source):
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
         self.keys = [*chain.from_iterable(keys)]
         self._offsets = numpy.cumsum([0, *map(len, keys)])
-        last_rows = (self._offsets[1:] - 1).tolist()
-        reasons = [why for _, _, why in indices]
-        self.bad = {
-            row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None
-        }
+        self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
         self.lost = dict(self.bad.values())
         samples = [index for _, index, _ in indices]
-        if not any(info["keys"] for info, _ in samples):
-            if self.lost:
-                raise FileMissingError(next(iter(self.lost.values())))
-            raise ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
         self.columns, self.target = _select_columns(samples, columns, target), target
         self.positions = self._find_positions(samples)
         self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}

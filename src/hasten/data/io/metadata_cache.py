@@ -14,8 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy
-
-from hasten.data.io.cache_folder import default_folder
+from platformdirs import user_cache_path
 
 FORMAT = 2  # version of the file format, and of the code that computes the content
 TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp
@@ -23,6 +22,16 @@ HASH_BYTES = 16
 ERRORS = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 
 CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
+
+
+def default_folder() -> Path:
+    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory.
+
+    RuntimeError if the user has no home directory.
+    """
+    if os.environ.get("HASTEN_CACHE"):
+        return Path(os.environ["HASTEN_CACHE"])
+    return user_cache_path("hasten", appauthor=False).expanduser()
 
 
 def load(key: list) -> CacheEntry | None:

@@ -20,7 +20,7 @@ from hasten.data.batch_builder import Map
 from hasten.data.cache.cache import Cache, DiskCache, cached
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk
 from hasten.data.cache.populate import bytes_of, read_first
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
