@@ -73,9 +73,8 @@ LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary of a module's own parameters, which may be written to.
-
-    ``setattr`` would refuse a tensor of another kind, and ``register_parameter`` moves the name to the end.
+    """The dictionary of a module's own parameters, which may be written to. ``setattr`` would refuse a tensor of
+    another kind, and ``register_parameter`` moves the name to the end.
     """
     return module._parameters
 
@@ -191,9 +190,8 @@ def contains_worker_traceback(error: BaseException) -> bool:
 
 
 def worker_error_text(error: BaseException) -> str:
-    """The worker's exception as Python prints it: ``KeyError: 'x'``.
-
-    The message ends with the frames of the traceback, each two lines (file, indented source), and then the exception.
+    """The worker's exception as Python prints it: ``KeyError: 'x'``. The message ends with the frames of the traceback,
+    each two lines (file, indented source), and then the exception.
     """
     *_, last_frame = str(error).rpartition('\n  File "')
     lines = last_frame.splitlines()[1:]

@@ -9,9 +9,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore.
-
-    torch documents the steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
+    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore. torch documents the
+    steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
     """
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

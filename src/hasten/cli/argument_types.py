@@ -183,10 +183,8 @@ def recipe_from_options(options: Namespace) -> Recipe:
 
 
 def preflight_recipe(options: Namespace) -> Recipe:
-    """The recipe of a job, as far as the launcher can know it before the ranks start.
-
-    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load
-    their code.
+    """The recipe of a job, as far as the launcher can know it before the ranks start. With ``--resume`` it is the
+    recipe in the run directory, without methods from files: the launcher must not load their code.
     """
     from hasten.core.recipe import Recipe
 
@@ -201,9 +199,8 @@ def preflight_recipe(options: Namespace) -> Recipe:
 
 
 def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
-    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``.
-
-    A recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
+    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``. A
+    recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
     """
     from hasten.core.recipe import Recipe
 

@@ -59,10 +59,8 @@ DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    ``argv`` are the arguments without the program's name. None reads ``sys.argv``; the process then belongs to this
-    call, which sets signal handlers and may end the process.
+    """Run the command line and return the exit code. ``argv`` are the arguments without the program's name. None reads
+    ``sys.argv``; the process then belongs to this call, which sets signal handlers and may end the process.
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -232,9 +230,8 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit without Python's finalization.
-
-    There, threads of libraries can crash the process, and the launcher would count a rank that has finished as lost.
+    """Exit without Python's finalization. There, threads of libraries can crash the process, and the launcher would
+    count a rank that has finished as lost.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -271,9 +268,8 @@ def _prepare_streams() -> None:
 
 
 def _interrupt_on_signals() -> list[int]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the run ends as with Ctrl-C; ``nohup`` keeps working.
-
-    The returned list receives the signals.
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the run ends as with Ctrl-C; ``nohup`` keeps working. The
+    returned list receives the signals.
     """
     owner, received = os.getpid(), []
 

@@ -13,19 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command.
+    """The result of a command."""
 
-    Attributes:
-        result: plain data that ``--json`` prints; None if ``deferred`` is set.
-        page: ``(result) -> text or rich renderable`` for a person; not called with ``--json``.
-        code: exit code: 0 done, 1 a result that is a "no".
-        deferred: starts the processes that print the answer themselves, and returns the exit code; None if there are
-            none.
-    """
-
-    result: Any
-    page: Callable[[Any], Any] = str
-    code: int = 0
+    result: Any  # plain data that ``--json`` prints; None if ``deferred`` is set
+    page: Callable[[Any], Any] = str  # ``(result) -> text or rich renderable`` for a person; not called with ``--json``
+    code: int = 0  # exit code: 0 done, 1 a result that is a "no"
+    # starts the processes that print the answer themselves, and returns the exit code; None if there are none
     deferred: Callable[[], int] | None = None
 
 
@@ -52,9 +45,8 @@ def strict_json(value: Any) -> str:
 
 @contextmanager
 def stdout_reserved_for_answer() -> Iterator[None]:
-    """Redirect file descriptor 1 to standard error while a command runs.
-
-    Output of the task's code, of C libraries and of child processes then cannot mix with the answer on standard output.
+    """Redirect file descriptor 1 to standard error while a command runs. Output of the task's code, of C libraries and
+    of child processes then cannot mix with the answer on standard output.
     """
     sys.stdout.flush()
     saved = os.dup(1)

@@ -23,7 +23,6 @@ class BadRowPolicy:
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
         """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).
-
         RunError if more than ``max_rows`` of these rows are bad.
         """
         bad: list[BadRow] = []

@@ -39,28 +39,21 @@ class Map:
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``.
-
-    Attributes:
-        rows: Index of a batch -> row indices of the global batch.
-        size: Rows of a global batch, over all shards.
-        num_shards: Number of equal parts into which each global batch is split.
-        shard_index: The part that is built here.
-        seeded: Whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads,
-            which share them.
-    """
+    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``."""
 
     source: Source
-    rows: Callable[[int], numpy.ndarray]
-    size: int
+    rows: Callable[[int], numpy.ndarray]  # index of a batch -> row indices of the global batch
+    size: int  # rows of a global batch, over all shards
     seed: int
     epoch: int
     sample_maps: tuple[Map, ...]
     batch_maps: tuple[Map, ...]
     collate: Callable[[list], Any] | None
-    num_shards: int
-    shard_index: int
+    num_shards: int  # number of equal parts into which each global batch is split
+    shard_index: int  # the part that is built here
     faults: BadRowPolicy
+    # whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads, which share
+    # them
     seeded: bool
 
     def __call__(self, index: int) -> tuple[Any, list[BadRow]]:
@@ -228,9 +221,8 @@ def _form(value: Any) -> str:
 
 
 def wants_rng(function: Callable) -> bool:
-    """Whether a function has a parameter named ``rng``.
-
-    ConfigurationError if it requires two other arguments, as with tf.data's ``lambda image, label: ...``.
+    """Whether a function has a parameter named ``rng``. ConfigurationError if it requires two other arguments, as with
+    tf.data's ``lambda image, label: ...``.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -134,9 +134,8 @@ def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, t
 def inside_masks(
     top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int
 ) -> torch.Tensor:
-    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros.
-
-    Shape (rows, integers per plane).
+    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros. Shape
+    (rows, integers per plane).
     """
     rows, columns = _axis_masks(padding, height, width, itemsize)
     return rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
@@ -162,9 +161,8 @@ def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally.
-
-    In the widest integers that divide a plane, shape (2 * padding + 1, integers per plane).
+    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally. In the widest
+    integers that divide a plane, shape (2 * padding + 1, integers per plane).
     """
 
     def inside(length: int) -> torch.Tensor:

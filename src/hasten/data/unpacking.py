@@ -30,7 +30,6 @@ MAX_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB an
 
 def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int) -> torch.Tensor:
     """Returns the scale and the shift of every plane of an image, as one integer each: int64, shape (planes,).
-
     ``planes`` is a multiple of the number of means.
     """
     pairs = torch.tensor(terms(means, stds, torch.uint8), dtype=torch.float32).view(torch.int64).view(-1, 1)

@@ -101,9 +101,8 @@ def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
 
 
 def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) -> dict:
-    """Measures the gain of having stored the rows of ``reader`` as ``to`` in ``files``, for ``seconds`` a side.
-
-    The result is that of ``gain_of``, with None for every value if no batches can be built from the rows.
+    """Measures the gain of having stored the rows of ``reader`` as ``to`` in ``files``, for ``seconds`` a side. The
+    result is that of ``gain_of``, with None for every value if no batches can be built from the rows.
     """
     resize = reader.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)

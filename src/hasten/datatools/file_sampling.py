@@ -14,10 +14,8 @@ MAX_QUOTED_BYTES = 1_000_000  # of a quoted string that contains line breaks
 
 
 def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[list[str], int | None]:
-    """Selects the files to measure: all, unless opening them takes long.
-
-    Returns (paths, number of bytes of the original files in them; None for all). The first lines of a large CSV file
-    may be written to a file in ``folder``.
+    """Selects the files to measure: all, unless opening them takes long. Returns (paths, number of bytes of the
+    original files in them; None for all). The first lines of a large CSV file may be written to a file in ``folder``.
     """
     if kind.has_index:
         return files, None

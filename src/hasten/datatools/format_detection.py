@@ -28,24 +28,16 @@ WINDOW = 1024  # default number of tokens of a sample
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """A storage format of samples.
+    """A storage format of samples."""
 
-    Attributes:
-        name: Identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``.
-        title: Name in messages.
-        suffixes: Endings of the file names.
-        is_table: Whether it has named columns and is read in runs of rows (row groups, record batches).
-        has_index: Whether a file states where its rows are; otherwise opening it reads much of it, and a few files are
-            measured instead of all.
-        decodes: Whether rows must be decoded before they are in a batch.
-    """
-
-    name: str
-    title: str
-    suffixes: tuple[str, ...]
-    is_table: bool = False
+    name: str  # identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``
+    title: str  # name in messages
+    suffixes: tuple[str, ...]  # endings of the file names
+    is_table: bool = False  # whether it has named columns and is read in runs of rows (row groups, record batches)
+    # whether a file states where its rows are; otherwise opening it reads much of it, and a few files are measured
+    # instead of all
     has_index: bool = True
-    decodes: bool = True
+    decodes: bool = True  # whether rows must be decoded before they are in a batch
 
 
 FORMATS = {
@@ -73,7 +65,6 @@ def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
     """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last.
-
     ConfigurationError if there is no file, or none whose name has a known suffix.
     """
     files: dict[str, list[str]] = {}

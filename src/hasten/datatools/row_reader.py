@@ -31,26 +31,17 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows of files of one format.
+    """Rows of files of one format."""
 
-    Attributes:
-        kind: Their format.
-        where: The folder, or the files.
-        files: The files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: The side of images in pixels, or (height, width); None keeps their size.
-        max_rows: Read only this many rows from the beginning; None for all.
-        faults: How many unreadable rows may be skipped, and which were.
-    """
-
-    kind: StorageFormat
-    where: str | list[str]
-    files: list[str]
-    target: str | None = None
-    fill: float | None = None
+    kind: StorageFormat  # their format
+    where: str | list[str]  # the folder, or the files
+    files: list[str]  # the files
+    target: str | None = None  # of a table, as in ``parquet``
+    fill: float | None = None  # of a table, as in ``parquet``
+    # the side of images in pixels, or (height, width); None keeps their size
     resize: int | tuple[int, int] | None = None
-    max_rows: int | None = None
+    max_rows: int | None = None  # read only this many rows from the beginning; None for all
+    # how many unreadable rows may be skipped, and which were
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def fingerprint(self) -> dict:
@@ -62,10 +53,8 @@ class RowReader:
         return [signature_or_reason(file, self.faults) for file in self.files]
 
     def open(self) -> Any:
-        """Returns a new source, which has read nothing yet.
-
-        ConfigurationError if a file cannot be opened or is damaged; ``select_openable`` has removed those that may be
-        skipped.
+        """Returns a new source, which has read nothing yet. ConfigurationError if a file cannot be opened or is
+        damaged; ``select_openable`` has removed those that may be skipped.
         """
         source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for reason in getattr(source, "lost", {}).values():
@@ -117,9 +106,8 @@ class RowReader:
                 yield columns
 
     def read(self, source: Source, rows: numpy.ndarray) -> Any:
-        """Returns the columns of some rows, without the skipped ones; None if none can be read.
-
-        BadRow if a row cannot be read and none may be skipped, RunError if more cannot be read than may be skipped.
+        """Returns the columns of some rows, without the skipped ones; None if none can be read. BadRow if a row cannot
+        be read and none may be skipped, RunError if more cannot be read than may be skipped.
         """
         if not self.faults.max_rows:
             return source.read(rows)

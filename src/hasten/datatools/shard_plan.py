@@ -21,18 +21,12 @@ ReportRows = Callable[[int], None]  # called with the number of rows written sin
 
 @dataclass
 class ShardPlan:
-    """Rows that are written into a folder in several parts.
+    """Rows that are written into a folder in several parts."""
 
-    Attributes:
-        reader: Reads the rows.
-        folder: Where they are written.
-        parts: Number of parts.
-        done: (number of rows, content hash) of each part that is written; skipped rows are not counted.
-    """
-
-    reader: RowReader
-    folder: Path
-    parts: int
+    reader: RowReader  # reads the rows
+    folder: Path  # where they are written
+    parts: int  # number of parts
+    # (number of rows, content hash) of each part that is written; skipped rows are not counted
     done: list[tuple[int, str]] = field(default_factory=list)
 
     def range(self, part: int) -> tuple[int, int]:

@@ -25,19 +25,13 @@ from hasten.datatools.shard_plan import PART, ReportRows, ShardPlan, Writer, fsy
 
 @dataclass
 class FilePerPart:
-    """Writer of one file for each part; formats differ in two functions.
+    """Writer of one file for each part; formats differ in two functions."""
 
-    Attributes:
-        plan: What is written, and where.
-        suffix: Ending of the file names.
-        write_file: ``(path, reader, first row, end row, report) -> content hash``.
-        read_file: ``(path) -> content hash``.
-    """
-
-    plan: ShardPlan
-    suffix: str
+    plan: ShardPlan  # what is written, and where
+    suffix: str  # ending of the file names
+    # ``(path, reader, first row, end row, report) -> content hash``
     write_file: Callable[[Path, RowReader, int, int, ReportRows], ContentHash]
-    read_file: Callable[[Path], ContentHash]
+    read_file: Callable[[Path], ContentHash]  # ``(path) -> content hash``
 
     def write(self, part: int, report: ReportRows) -> ContentHash:
         path = self._path(part, PART)

@@ -57,17 +57,13 @@ class IndexShard(list[int]):
 
 @dataclass
 class ShardLog:
-    """What this rank knows of the global batches that its shards belong to.
+    """What this rank knows of the global batches that its shards belong to."""
 
-    Attributes:
-        plans: Epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index.
-        batches: (epoch, batch index) -> a global batch that this rank read completely.
-        batch_sampler: The sampler that computed ``plans``.
-    """
-
+    # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    # (epoch, batch index) -> a global batch that this rank read completely
     batches: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
-    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None
+    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:

@@ -163,9 +163,8 @@ def _to_device_of(reference: Any, value: Any) -> Any:
 
 
 def average_state(state: Any, run: RunContext) -> Any:
-    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks.
-
-    Tensors that not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
+    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks. Tensors that
+    not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
     """
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     local = dict(_named_tensors(state))

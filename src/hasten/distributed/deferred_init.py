@@ -52,7 +52,6 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
     """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
-
     ConfigurationError if building the model depends on values, or an operation cannot be recorded.
     """
     recorder = InitRecorder()

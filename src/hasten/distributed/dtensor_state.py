@@ -61,9 +61,8 @@ def gather_full_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
-    """A nested state with this rank's shards of DTensors and their offsets.
-
-    Other tensors become None with ``keep=False``, or if they are on the meta device: another rank has them.
+    """A nested state with this rank's shards of DTensors and their offsets. Other tensors become None with
+    ``keep=False``, or if they are on the meta device: another rank has them.
     """
     if isinstance(state, DTensor):
         chunks = state.__create_chunk_list__()
@@ -101,10 +100,8 @@ def clip_norm(
     global_norm: Callable[[torch.Tensor], torch.Tensor],
     duplicates: frozenset[torch.nn.Parameter] = frozenset(),
 ) -> None:
-    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together.
-
-    ``global_norm`` is ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that
-    another rank counts.
+    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together. ``global_norm`` is
+    ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that another rank counts.
     """
     params = [param for param in params if param.grad is not None]
     sharded = [param for param in params if hasattr(param, "full_tensor")]

@@ -22,7 +22,6 @@ class HasDegree(Protocol):
 
 def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
     """The number of ranks that hold one model replica, from the method's ``degree``; 0 stands for all ranks.
-
     ConfigurationError if the degree is 1, or does not divide the number of ranks.
     """
     degree, name = method.degree or world_size, method.name
@@ -38,7 +37,6 @@ def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
 
 def assign_mesh_dim(method: HasDegree, run: RunContext, dimension: str) -> None:
     """Assigns a dimension of the mesh ("stages" or "shards") to a method, with the size that its ``degree`` requests.
-
     ConfigurationError if the degrees do not fit the number of ranks, or two methods both request all ranks.
     """
     parallel = run.parallel

@@ -55,9 +55,8 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it.
-
-    A ConfigurationError or RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
+    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it. A ConfigurationError or
+    RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
     """
     result = error = None
     if ranks.is_main_process:
@@ -75,7 +74,6 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
     """Checks that all ranks were started alike: ``values`` is name (as the user knows it) -> value, equal on all ranks.
-
     ConfigurationError names the rank and the value that differs from rank 0.
     """
     first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]

@@ -104,9 +104,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return state
 
     def _decide_on_restart(self, worker_group: WorkerGroup, codes: dict[int, int]) -> None:
-        """After a failure: sets how many restarts are left, and warns of the one that follows.
-
-        RendezvousClosedError if the job has ended on another node.
+        """After a failure: sets how many restarts are left, and warns of the one that follows. RendezvousClosedError if
+        the job has ended on another node.
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
@@ -125,9 +124,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the ranks; unhealthy if another node is missed.
-
-        RendezvousClosedError if the job has ended elsewhere, which ranks notice late if they are in a long step.
+        """The state of the ranks; unhealthy if another node is missed. RendezvousClosedError if the job has ended
+        elsewhere, which ranks notice late if they are in a long step.
         """
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
@@ -153,9 +151,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             self.store.set(RUN_DIR, directory)
 
     def exit_barrier(self) -> None:
-        """Waits until all nodes have finished: another node may still write the model.
-
-        RendezvousClosedError if the job has failed on another node, or a node was lost.
+        """Waits until all nodes have finished: another node may still write the model. RendezvousClosedError if the job
+        has failed on another node, or a node was lost.
         """
         group = self.get_worker_group()
         _store(group).set(f"{DONE}/{group.group_rank}", "")

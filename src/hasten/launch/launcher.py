@@ -160,9 +160,8 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
 
 
 def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
-    """Runs the ranks of this node until the job is over; None if the job did not need this node.
-
-    ``restarts`` are left, and ``hosts`` is whether this node hosts the store.
+    """Runs the ranks of this node until the job is over; None if the job did not need this node. ``restarts`` are left,
+    and ``hosts`` is whether this node hosts the store.
     """
     endpoint = job.rdzv_endpoint or f"{LOOPBACK}:0"
     timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}

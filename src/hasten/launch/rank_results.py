@@ -41,23 +41,14 @@ _error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended.
+    """How one rank ended."""
 
-    Attributes:
-        code: exit code of the command.
-        message: one-line error message; None after a success.
-        is_peer_failure: the rank failed only because another rank did.
-        stopped: the rank was asked to end, and has saved a checkpoint.
-        waited: seconds that it waited in vain for a silent rank; 0 if it did not.
-        timestamp: seconds since the epoch.
-    """
-
-    code: int
-    message: str | None = None
-    is_peer_failure: bool = False
-    stopped: bool = False
-    waited: float = 0.0
-    timestamp: float = 0.0
+    code: int  # exit code of the command
+    message: str | None = None  # one-line error message; None after a success
+    is_peer_failure: bool = False  # the rank failed only because another rank did
+    stopped: bool = False  # the rank was asked to end, and has saved a checkpoint
+    waited: float = 0.0  # seconds that it waited in vain for a silent rank; 0 if it did not
+    timestamp: float = 0.0  # seconds since the epoch
 
 
 def is_managed_rank() -> bool:
@@ -99,7 +90,6 @@ def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
 
 def peer_error() -> str | None:
     """Waits until a rank of this node has failed, and returns its message; None once all other ranks have succeeded.
-
     Also None if some of them have not ended after ``PEER_RESULT_TIMEOUT_S``.
     """
     num_peers, deadline = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + PEER_RESULT_TIMEOUT_S

@@ -39,7 +39,6 @@ def interface_of(address: str) -> str | None:
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
     """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
-
     RunError if it has not answered for ``timeout`` seconds.
     """
     host, port = split_host_port(endpoint)

@@ -36,17 +36,11 @@ _END = object()
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What an autotuner may choose among.
+    """What an autotuner may choose among."""
 
-    Attributes:
-        kinds: The kinds of workers, "threads" or "processes", the one to try first at the front.
-        cores: Maximum number of workers.
-        memory_budget: ``() -> bytes`` that batches in flight may take.
-    """
-
-    kinds: tuple[str, ...]
-    cores: int
-    memory_budget: Callable[[], float]
+    kinds: tuple[str, ...]  # the kinds of workers, "threads" or "processes", the one to try first at the front
+    cores: int  # maximum number of workers
+    memory_budget: Callable[[], float]  # ``() -> bytes`` that batches in flight may take
 
     def neighbors(self, workers: WorkerConfig, stats: LoaderStats) -> list[WorkerConfig]:
         """The configurations to try next, the most promising first; ``stats`` were measured with ``workers``."""
@@ -129,10 +123,8 @@ class LoaderAutotuner:
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """The batches of an epoch, with workers from ``space``.
-
-        ``open_iterator`` is ``(workers, done) -> iterator`` over the batches without the first ``done``, as these
-        workers compute them.
+        """The batches of an epoch, with workers from ``space``. ``open_iterator`` is ``(workers, done) -> iterator``
+        over the batches without the first ``done``, as these workers compute them.
         """
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)

@@ -271,10 +271,8 @@ MAX_TEXT = 400  # characters
 
 
 def read_result(directory: str | Path) -> dict[str, Any]:
-    """Read and validate ``result.json`` of a run directory.
-
-    ConfigurationError if there is no such directory, no result in it, an incomplete or foreign file, or a value of the
-    wrong type.
+    """Read and validate ``result.json`` of a run directory. ConfigurationError if there is no such directory, no result
+    in it, an incomplete or foreign file, or a value of the wrong type.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -289,10 +287,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
 
 
 def validate(result: Any, where: str = "the result") -> dict[str, Any]:
-    """The result of any command, with every key of its schema and no other key.
-
-    ConfigurationError if it is no result or a value has the wrong type; the message begins with ``where`` and names the
-    key.
+    """The result of any command, with every key of its schema and no other key. ConfigurationError if it is no result
+    or a value has the wrong type; the message begins with ``where`` and names the key.
     """
     if not isinstance(result, dict):
         raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
@@ -318,9 +314,7 @@ def read_json(path: Path) -> Any:
 
 def coerce(value: Any, schema: Any, where: str) -> Any:
     """Convert ``value`` to a schema: a TypedDict, ``Sequence[...]``, ``Mapping[str, ...]`` or one of the scalar types
-    above.
-
-    ConfigurationError for a value of the wrong type; the message begins with ``where`` and names the key.
+    above. ConfigurationError for a value of the wrong type; the message begins with ``where`` and names the key.
     """
     if get_origin(schema) in (Union, UnionType):
         schema = get_args(schema)[0]

@@ -126,10 +126,8 @@ def train_answer(result: Json) -> RenderableType:
 
 
 def methods_table(methods: Sequence[Json]) -> RenderableType:
-    """The catalogue, grouped by exactness class.
-
-    A method is ``{"name", "summary", "exactness": value of the class, "gain": (low, high) or None, "not_here": reason
-    or None}``.
+    """The catalogue, grouped by exactness class. A method is ``{"name", "summary", "exactness": value of the class,
+    "gain": (low, high) or None, "not_here": reason or None}``.
     """
     table = grid("", ">claimed", "")
     for exactness, meaning in EXACTNESS_MEANINGS.items():

@@ -9,9 +9,8 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def parse_duration(duration: float | str, name: str = "") -> float:
-    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; a number is in seconds already.
-
-    ConfigurationError, which begins with ``name``, if it is neither or not above 0.
+    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; a number is in seconds already. ConfigurationError, which begins
+    with ``name``, if it is neither or not above 0.
     """
     value = duration
     if isinstance(duration, str):

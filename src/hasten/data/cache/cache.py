@@ -195,10 +195,8 @@ class Cache(Source):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-        """Returns the first rows as tensors, and ``lists``.
-
-        ConfigurationError if all rows like them exceed the limit (without one, half of ``free`` bytes), or have no
-        common shape.
+        """Returns the first rows as tensors, and ``lists``. ConfigurationError if all rows like them exceed the limit
+        (without one, half of ``free`` bytes), or have no common shape.
         """
         first, lists = read_first(self.source, faults)
         needed = bytes_of(first, len(self))

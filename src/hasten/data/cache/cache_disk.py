@@ -154,9 +154,8 @@ def _disk_errors(folder: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def file_lock(lock: Path, waiting_message: str) -> Iterator[None]:
-    """Holds an exclusive lock file and removes it afterwards; warns if another process holds it.
-
-    RunError if the file system does not support locks, or the file cannot be written.
+    """Holds an exclusive lock file and removes it afterwards; warns if another process holds it. RunError if the file
+    system does not support locks, or the file cannot be written.
     """
     warned = False
     while (file := _try_lock(lock)) is None:

@@ -39,7 +39,6 @@ NOT_BEHAVIOR |= {"__firstlineno__", "__static_attributes__"}
 
 def fingerprint(function: Callable) -> str:
     """Returns 32 hexadecimal digits that change when the function does, equal in every process with the same Python.
-
     ConfigurationError if the function depends on what cannot be hashed (an open file, a lock, a generator).
     """
     return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()

@@ -191,9 +191,8 @@ class Gather:
         return planes
 
     def _unpack(self, planes: torch.Tensor) -> torch.Tensor:
-        """Returns the floats, in memory that torch allocates.
-
-        If that memory is fresh, a second pass would be cheaper, so the number of remaining tries decreases.
+        """Returns the floats, in memory that torch allocates. If that memory is fresh, a second pass would be cheaper,
+        so the number of remaining tries decreases.
         """
         before = page_faults()
         floats = unpack_planes(planes)

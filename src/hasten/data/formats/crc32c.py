@@ -34,9 +34,8 @@ def crc32c_of_rows(rows: numpy.ndarray) -> numpy.ndarray:
 
 @cache
 def _tables(length: int) -> tuple[int, list[numpy.ndarray]]:
-    """Returns the checksum of ``length`` zero bytes, and for each position what each byte value changes about it.
-
-    A table of changes is uint32, shape (256,).
+    """Returns the checksum of ``length`` zero bytes, and for each position what each byte value changes about it. A
+    table of changes is uint32, shape (256,).
     """
     value, zeros = _crc32c(), bytes(length)
     of_zeros = value(zeros)

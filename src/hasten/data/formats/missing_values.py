@@ -14,10 +14,8 @@ from hasten.data.formats.table_types import is_number, plain
 
 
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the argument ``fill``: None, a number, or a dict from column to value.
-
-    ``types`` are the Arrow types of the columns that are read, ``columns`` all columns of the files. A column of a
-    struct is named ``struct.column``.
+    """Returns the argument ``fill``: None, a number, or a dict from column to value. ``types`` are the Arrow types of
+    the columns that are read, ``columns`` all columns of the files. A column of a struct is named ``struct.column``.
     """
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
@@ -69,9 +67,8 @@ def check_no_nulls(name: str, array: Any, where: str) -> None:
 
 
 def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
-    """Casts columns with missing values to the common type of all files, which determines how they are filled.
-
-    For tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
+    """Casts columns with missing values to the common type of all files, which determines how they are filled. For
+    tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
     """
     for index, name in enumerate(table.schema.names):
         column, arrow_type = table.column(index), common_types[name]
@@ -93,7 +90,6 @@ def empty_to_null(table: Any, name: str) -> Any:
 
 def _convert(value: Any, arrow_type: Any) -> Any:
     """Returns ``value`` as the Python type for an Arrow type; Arrow itself would truncate a float for an integer.
-
     ValueError if it would become another value; ArithmeticError if it is NaN or infinite, and the type is not a float.
     """
     if not is_number(arrow_type):

@@ -34,35 +34,22 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds.
+    """What one file holds."""
 
-    Attributes:
-        schema: Arrow schema; None for a file that cannot be opened.
-        chunks: Number of rows of each chunk.
-        bytes: Size after decompression.
-        bad: Index of a chunk -> why it cannot be read, as far as known before reading.
-    """
-
-    schema: Any
-    chunks: list[int]
-    bytes: int
+    schema: Any  # Arrow schema; None for a file that cannot be opened
+    chunks: list[int]  # number of rows of each chunk
+    bytes: int  # size after decompression
+    # index of a chunk -> why it cannot be read, as far as known before reading
     bad: dict[int, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
-    """How files of one format are read. Several threads may call ``chunk`` at once.
+    """How files of one format are read. Several threads may call ``chunk`` at once."""
 
-    Attributes:
-        name: Of the format.
-        chunk_name: Of a chunk, if a file can have several.
-        suffixes: Of the files.
-        settings: JSON values on which the rows depend besides the file.
-    """
-
-    name: str
-    chunk_name: str
-    suffixes: tuple[str, ...]
-    settings: dict
+    name: str  # of the format
+    chunk_name: str  # of a chunk, if a file can have several
+    suffixes: tuple[str, ...]  # of the files
+    settings: dict  # JSON values on which the rows depend besides the file
 
     def manifest(self, path: str) -> Manifest: ...
 
@@ -129,9 +116,8 @@ class Feather(_ArrowFormat):
         return self._open_files[path, *columns].get_batch(index)
 
     def _open(self, path: str, *columns: str) -> Any:
-        """Opens a file so that only the given columns are decompressed.
-
-        The file is not memory-mapped, because a process that truncates a mapped file would kill this one.
+        """Opens a file so that only the given columns are decompressed. The file is not memory-mapped, because a
+        process that truncates a mapped file would kill this one.
         """
         from pyarrow.ipc import IpcReadOptions, open_file
 
@@ -284,10 +270,8 @@ def check(chunk: Any, rows: int) -> None:
 
 
 def opened_arrow(path: str, mapped: bool = False) -> Any:
-    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``.
-
-    ConfigurationError if it does not exist or must not be read, RunError if this machine cannot open it, for example
-    because of too many open files.
+    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``. ConfigurationError if it does not exist or
+    must not be read, RunError if this machine cannot open it, for example because of too many open files.
     """
     import pyarrow as pa
 

@@ -20,18 +20,12 @@ from hasten.data.validation import check_name, check_names
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read of a table.
+    """What is read of a table."""
 
-    Attributes:
-        types: Plain Arrow type of every column that is read, including the target.
-        inputs: Names of the columns other than the target.
-        target: Name of the column to predict, or None.
-        warned: Columns about whose rounding in a matrix the user has been warned.
-    """
-
-    types: dict[str, Any]
-    inputs: list[str]
-    target: str | None
+    types: dict[str, Any]  # plain Arrow type of every column that is read, including the target
+    inputs: list[str]  # names of the columns other than the target
+    target: str | None  # name of the column to predict, or None
+    # columns about whose rounding in a matrix the user has been warned
     warned: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod

@@ -291,10 +291,8 @@ class Table(Source):
         return f"{file}, {self._format.chunk_name} {index}" if self._format.chunk_name else file
 
     def _decode(self, chunk: int, columns: list[str]) -> Any:
-        """Returns some columns of a chunk as an Arrow table.
-
-        BadRow if they cannot be decoded, which is recorded in ``_bad``; RunError if the file has changed, or this
-        machine lacks memory or file handles.
+        """Returns some columns of a chunk as an Arrow table. BadRow if they cannot be decoded, which is recorded in
+        ``_bad``; RunError if the file has changed, or this machine lacks memory or file handles.
         """
         file, index = self._chunks[chunk]
         try:
@@ -315,9 +313,8 @@ class Table(Source):
         return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
-        """Returns the error for a chunk that cannot be decoded, and records it.
-
-        A changed file and errors of the operating system, which have an errno unlike Arrow's, are RunErrors.
+        """Returns the error for a chunk that cannot be decoded, and records it. A changed file and errors of the
+        operating system, which have an errno unlike Arrow's, are RunErrors.
         """
         file, _ = self._chunks[chunk]
         check_unchanged(file, self._signatures[file])

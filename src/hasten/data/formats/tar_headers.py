@@ -17,17 +17,14 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": 
 
 
 class DamagedTarError(ValueError):
-    """The bytes are not a tar file, or not a complete one.
-
-    The message continues a sentence that starts with the path of the file.
+    """The bytes are not a tar file, or not a complete one. The message continues a sentence that starts with the path
+    of the file.
     """
 
 
 def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
     """Yields ``(name, begin, end)`` of every regular file in an uncompressed archive, in order; skips links and
-    directories.
-
-    DamagedTarError if the archive is compressed, truncated or damaged, or has a sparse member.
+    directories. DamagedTarError if the archive is compressed, truncated or damaged, or has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
         why = f"is compressed with {compression}, so that no sample can be found by number"

@@ -50,25 +50,18 @@ message_type {
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature to read, and the form of its column.
-
-    Attributes:
-        kind: "bytes", "float" or "int64".
-        shape: Shape of one sample; None if the samples hold different numbers of values.
-        raw: Type of the little-endian numbers in a byte string; None leaves byte strings as they are.
-    """
+    """One feature to read, and the form of its column."""
 
     name: str
-    kind: str
-    shape: tuple[int, ...] | None
+    kind: str  # "bytes", "float" or "int64"
+    shape: tuple[int, ...] | None  # shape of one sample; None if the samples hold different numbers of values
+    # type of the little-endian numbers in a byte string; None leaves byte strings as they are
     raw: torch.dtype | None = None
 
 
 def encode_example(features: Mapping) -> bytes:
-    """Encodes one message; equal features give equal bytes.
-
-    A value is a byte string, text or number, a list of them, an array or a tensor; ConfigurationError for another type,
-    and for a number that does not fit into an int64.
+    """Encodes one message; equal features give equal bytes. A value is a byte string, text or number, a list of them,
+    an array or a tensor; ConfigurationError for another type, and for a number that does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -127,10 +120,8 @@ def infer_features(
 
 @cache
 def example_class() -> Any:
-    """Returns the ``protobuf`` class of Example.
-
-    The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default
-    pool.
+    """Returns the ``protobuf`` class of Example. The types live in a descriptor pool of their own: TensorFlow may
+    register its types of the same names in the default pool.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format

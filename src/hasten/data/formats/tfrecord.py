@@ -218,9 +218,8 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 def _contiguous_runs(
     files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
-
-    A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
+    """Returns the first and last index of each run of adjacent records in a file, to be read by one request. A run does
+    not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
     """
     new, parts = numpy.ones(len(files), bool), starts // LONGEST
     new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])

@@ -116,9 +116,8 @@ class Shards(Source):
         return *columns.values(), target
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
-        """Returns ``positions``. An image extension replaces another one where a sample lacks that.
-
-        It does not if some sample has both, because then they mean different things.
+        """Returns ``positions``. An image extension replaces another one where a sample lacks that. It does not if some
+        sample has both, because then they mean different things.
         """
         extensions = {extension for info, _ in samples for extension in info["endings"]}
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
@@ -197,10 +196,8 @@ class Shards(Source):
 
 
 def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """Finds the files of every complete sample of a shard.
-
-    Returns ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the
-    reason why a damaged shard has no more samples.
+    """Finds the files of every complete sample of a shard. Returns ({"keys" of the samples, "endings": the extensions},
+    [array of (sample, extension, begin, end)]), and the reason why a damaged shard has no more samples.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}

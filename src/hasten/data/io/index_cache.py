@@ -53,9 +53,8 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
 def rows_of_damage(
     files: list[str], offsets: numpy.ndarray, reasons: list[str | None], what: str
 ) -> dict[int, tuple[str, str]]:
-    """Returns {last row of a damaged file, which stands for what could not be indexed: (file, reason)}.
-
-    ``offsets`` are the first row of each file, and the end. ConfigurationError if there are no other rows.
+    """Returns {last row of a damaged file, which stands for what could not be indexed: (file, reason)}. ``offsets`` are
+    the first row of each file, and the end. ConfigurationError if there are no other rows.
     """
     last_rows = (offsets[1:] - 1).tolist()
     bad = {row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None}

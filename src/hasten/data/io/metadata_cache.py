@@ -25,9 +25,8 @@ CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
 def default_folder() -> Path:
-    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory.
-
-    RuntimeError if the user has no home directory.
+    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory. RuntimeError if
+    the user has no home directory.
     """
     if os.environ.get("HASTEN_CACHE"):
         return Path(os.environ["HASTEN_CACHE"])

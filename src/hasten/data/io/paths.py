@@ -56,9 +56,8 @@ def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[s
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading bytes at any position.
-
-    ConfigurationError if it does not exist or access is denied; RunError if its server failed four times.
+    """Opens a file for reading bytes at any position. ConfigurationError if it does not exist or access is denied;
+    RunError if its server failed four times.
     """
     if is_remote(path):
         return io.BufferedReader(remote.RemoteFile(path), 1 << 20)
@@ -107,9 +106,8 @@ def _content_version(signature: list) -> tuple:
 
 
 def is_file_error(path: str, error: ConfigurationError) -> bool:
-    """Whether an error is limited to one file: it is missing, unreadable or damaged.
-
-    An expired login, a missing package or a wrong delimiter is not: every file would fail.
+    """Whether an error is limited to one file: it is missing, unreadable or damaged. An expired login, a missing
+    package or a wrong delimiter is not: every file would fail.
     """
     if is_remote(path):
         return isinstance(error, (FileMissingError, remote.NotFoundError))

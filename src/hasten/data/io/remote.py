@@ -42,10 +42,8 @@ class NotFoundError(ConfigurationError):
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Returns the files that a remote path, folder or pattern selects; none if it does not exist.
-
-    ConfigurationError if the pattern is no valid address or the server refuses the request, RunError if it does not
-    answer.
+    """Returns the files that a remote path, folder or pattern selects; none if it does not exist. ConfigurationError if
+    the pattern is no valid address or the server refuses the request, RunError if it does not answer.
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
@@ -268,7 +266,6 @@ def _warn_no_version(scheme: str, server: str) -> None:
 
 def _with_retries(path: str, request: Callable[[], T]) -> T:
     """Returns ``request()``, repeated after growing delays while the server fails; RunError after the last one.
-
     NotFoundError if the file does not exist, ConfigurationError for another error that a retry does not remove.
     """
     for attempt in range(len(RETRY_DELAYS_S) + 1):

@@ -42,16 +42,11 @@ class ProcessRunner:
 
     A worker that dies is replaced once, at the batch that it was computing. If its replacement dies at the same batch,
     a RunError is raised.
-
-    Attributes:
-        processes: Number of workers.
-        prefetch: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a RunError; None waits forever.
     """
 
-    processes: int
-    prefetch: int = 2
-    timeout: float | None = None
+    processes: int  # number of workers
+    prefetch: int = 2  # finished batches that may wait for the caller
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         buffers, workers = 1 + -(-self.prefetch // self.processes), []  # buffers of each worker
@@ -179,9 +174,8 @@ def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> by
 
 
 def _picklable(error: Exception) -> Exception:
-    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose.
-
-    An exception that cannot be pickled becomes a RunError with its message.
+    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose. An
+    exception that cannot be pickled becomes a RunError with its message.
     """
     try:
         error.raised_at = line_in_users_code(error)  # pyright: ignore[reportAttributeAccessIssue]  # read by the engine

@@ -140,9 +140,8 @@ def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
 
 
 def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Node]]:
-    """The connected components between a fork and a join, in the order of the graph.
-
-    Nodes without parameters at either end join a component only if all their readers, or all that they read, are in it.
+    """The connected components between a fork and a join, in the order of the graph. Nodes without parameters at either
+    end join a component only if all their readers, or all that they read, are in it.
     """
     region: set[Node] = set()
     pending = _sources(join)
@@ -187,9 +186,8 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """A process for each branch of each block, from the cost of each branch.
-
-    The most expensive branch first, each to the process with the least load in this block, then in those before it.
+    """A process for each branch of each block, from the cost of each branch. The most expensive branch first, each to
+    the process with the least load in this block, then in those before it.
     """
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:

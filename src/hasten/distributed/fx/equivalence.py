@@ -20,9 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """A way to partition blocks in place: ``(model, blocks) -> None``.
-
-    ``everywhere``: whether each process gets the gradients of all parameters.
+    """A way to partition blocks in place: ``(model, blocks) -> None``. ``everywhere``: whether each process gets the
+    gradients of all parameters.
     """
 
     partition: Callable[[torch.nn.Module, list[Any]], None]

@@ -32,9 +32,8 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """The ends of the stages and the cost of each, from ``measure()`` on rank 0.
-
-    The other ranks of its stage measure, too, because they compute shards of the same layers. All ranks must call it.
+    """The ends of the stages and the cost of each, from ``measure()`` on rank 0. The other ranks of its stage measure,
+    too, because they compute shards of the same layers. All ranks must call it.
     """
     assert run.parallel is not None
     message = b""

@@ -50,9 +50,8 @@ def _python_state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores the state; whether anything had changed on which control flow may depend.
-
-    A number that became part of the graph decides nothing.
+    """Restores the state; whether anything had changed on which control flow may depend. A number that became part of
+    the graph decides nothing.
     """
     torch_state, python_state, numpy_state, copies = before
     drew = not (
