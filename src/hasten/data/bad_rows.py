@@ -10,16 +10,11 @@ from hasten.data.source import BadRow, Source
 
 
 class BadRowPolicy:
-    """Counts the bad rows of a pipeline, each row once, however often it is read.
-
-    Attributes:
-        max_rows: How many rows may be skipped; 0 makes the first bad row an error.
-        found: Index of a skipped row -> its error.
-    """
+    """Counts the bad rows of a pipeline, each row once, however often it is read."""
 
     def __init__(self, max_rows: int = 0) -> None:
-        self.max_rows = max_rows
-        self.found: dict[int, BadRow] = {}
+        self.max_rows = max_rows  # how many rows may be skipped; 0 makes the first bad row an error
+        self.found: dict[int, BadRow] = {}  # index of a skipped row -> its error
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
         """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).

@@ -57,22 +57,15 @@ NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue
 class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     """Runs the ranks of this node, from the first start to the last end.
 
-    Args:
-        spec, logs_specs: as for torch's agent.
-        job: the job directory, in which the ranks leave their results.
-        store: the store of the rendezvous.
-
-    Attributes:
-        done: nodes all of whose ranks had ended when the store was last read.
-        last_check: ``time.monotonic()`` of the last look at the heartbeats.
-        heartbeats: (node, counter) -> when this value of the counter was first seen.
+    ``job`` is the job directory, in which the ranks leave their results; ``store`` is that of the rendezvous.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, job: str, store: dist.Store):
         super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
         self.job, self.store = job, store
-        self.done: set[int] = set()
-        self.last_check, self.heartbeats = 0.0, {}
+        self.done: set[int] = set()  # nodes all of whose ranks had ended when the store was last read
+        self.last_check = 0.0  # ``time.monotonic()`` of the last look at the heartbeats
+        self.heartbeats = {}  # (node, counter) -> when this value of the counter was first seen
         self._publish_run_directory()
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -70,7 +70,7 @@ class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
     Args:
-        workers: The workers to start with.
+        workers: The workers to start with; as an attribute, the best configuration so far.
         cores: Maximum number of workers.
         memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
         cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
@@ -78,12 +78,6 @@ class LoaderAutotuner:
         epochs: Number of epochs, if known.
         on_converged: Called with the autotuner when it converges, and again when it converges to something else.
         data_type: The type of data that it was made for, stored for its owner.
-
-    Attributes:
-        workers: The best configuration so far.
-        wait_fraction: Fraction of the time that a step waited for its batch at convergence; None until then.
-        initial_wait_fraction: The same for the configuration it started with.
-        seconds_per_batch: Seconds per batch, its step included, at convergence.
     """
 
     def __init__(
@@ -99,9 +93,10 @@ class LoaderAutotuner:
     ) -> None:
         self.workers, self.cores, self.memory_budget = workers or WorkerConfig(), cores, memory_budget
         self.cache, self.epochs, self.on_converged, self.data_type = cache, epochs, on_converged, data_type
+        # fraction of the time that a step waited for its batch at convergence; None until then
         self.wait_fraction: float | None = None
-        self.initial_wait_fraction: float | None = None
-        self.seconds_per_batch: float | None = None
+        self.initial_wait_fraction: float | None = None  # the same for the configuration it started with
+        self.seconds_per_batch: float | None = None  # seconds per batch, its step included, at convergence
         self._uncached: tuple[WorkerConfig, float | None, float] | None = None  # before the cache that is being tried
         self._may_retry = True
         self._reported: dict[str, Any] | None = None

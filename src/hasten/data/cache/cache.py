@@ -111,21 +111,16 @@ class Cache(Source):
     ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
     changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
 
-    Attributes:
-        gigabytes: Limit of the size; a larger cache is an error. None: half of the free memory or disk space.
-        watch: Progress callback while the cache is filled.
-        identity: Identity of the source that the cache was filled from.
-        columns: The columns of all rows; None until the cache is filled.
-        lists: Indices of the columns that are returned as lists of rows.
-        bad: Rows that could not be read: {row: (location, reason)}.
+    ``gigabytes``: limit of the size; a larger cache is an error. None: half of the free memory or disk space.
+    ``watch``: progress callback while the cache is filled.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
-        self.identity: dict | None = None
-        self.columns: Any = None
-        self.lists: list[int] = []
-        self.bad: dict[int, tuple[str, str]] = {}
+        self.identity: dict | None = None  # identity of the source that the cache was filled from
+        self.columns: Any = None  # the columns of all rows; None until the cache is filled
+        self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
+        self.bad: dict[int, tuple[str, str]] = {}  # rows that could not be read: {row: (location, reason)}
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"identity": None, "columns": None}  # a spawned process fills its own cache

@@ -39,10 +39,7 @@ CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 class Table(Source):
     """The rows of files of one format, as columns.
 
-    Attributes:
-        columns: Names of the columns that are read, without the target.
-        target: Name of the target, or None.
-        lost: {file: reason} of the files that cannot be opened; each counts as one bad row.
+    ``columns``: names of the columns that are read, without the target. ``target``: name of the target, or None.
     """
 
     def __init__(
@@ -61,6 +58,7 @@ class Table(Source):
             opened = dict(zip(files, pool.map(self._inspect_file, files), strict=True))
         self._signatures = {file: signature for file, (signature, _) in opened.items()}
         manifests = {file: manifest for file, (_, manifest) in opened.items()}
+        # {file: reason} of the files that cannot be opened; each counts as one bad row
         self.lost = {file: manifest.bad[0] for file, manifest in manifests.items() if manifest.schema is None}
         if len(self.lost) == len(files):
             raise FileMissingError(self.lost[files[0]])

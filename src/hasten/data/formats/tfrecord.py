@@ -142,13 +142,8 @@ class Examples(Source):
 class Records:
     """The records of some files, by index.
 
-    Attributes:
-        signatures: Signatures of the files when they were indexed.
-        chunk_offsets: Index of the first record of each file, and the total; shape (files + 1,).
-        begins: First byte of the data of each record in its file, shape (records,).
-        ends: The byte after them, shape (records,).
-        unverified: Whether the checksum of each record is still to be compared, shape (records,).
-        bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
+    ``signatures``: signatures of the files when they were indexed. ``begins``: first byte of the data of each record in
+    its file, shape (records,). ``ends``: the byte after them, shape (records,).
     """
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
@@ -156,9 +151,12 @@ class Records:
         self.signatures, self.verify = [signature for signature, _, _ in indices], verify
         begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
+        # index of the first record of each file, and the total; shape (files + 1,)
         self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)
+        # {record: (file, reason)} of the damaged files: one record stands for the rest of its file
         self.bad = rows_of_damage(paths, self.chunk_offsets, [reason for _, _, reason in indices], "record")
 
     def __len__(self) -> int:

@@ -64,15 +64,7 @@ def webdataset(
 
 
 class Shards(Source):
-    """Samples in tar files.
-
-    Attributes:
-        signatures: File signature of each shard.
-        keys: The common part of the names of each sample's files.
-        positions: Extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing.
-        bad: {row: (file, why)}: each such row stands for the damaged rest of its file.
-        lost: {file: why} of the damaged files.
-    """
+    """Samples in tar files."""
 
     def __init__(
         self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
@@ -83,14 +75,16 @@ class Shards(Source):
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
-        self.signatures = [signature for signature, _, _ in indices]
+        self.signatures = [signature for signature, _, _ in indices]  # file signature of each shard
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
-        self.keys = [*chain.from_iterable(keys)]
+        self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
         self._offsets = numpy.cumsum([0, *map(len, keys)])
+        # {row: (file, why)}: each such row stands for the damaged rest of its file
         self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
-        self.lost = dict(self.bad.values())
+        self.lost = dict(self.bad.values())  # {file: why} of the damaged files
         samples = [index for _, index, _ in indices]
         self.columns, self.target = _select_columns(samples, columns, target), target
+        # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
         self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
 
