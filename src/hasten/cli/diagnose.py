@@ -6,14 +6,7 @@ With several processes it also measures stragglers and the cost of communication
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from hasten.cli.argument_types import (
-    add_measuring_budget,
-    add_processes,
-    add_recipe_options,
-    add_timeout,
-    preflight_recipe,
-    recipe_from_options,
-)
+from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
@@ -24,10 +17,10 @@ HELP = "measure where the time of a step goes, and the ceiling of each phase"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    add_recipe_options(parser)
-    add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
-    add_timeout(parser)
-    add_measuring_budget(parser)
+    types.add_recipe_options(parser)
+    types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
+    types.add_timeout(parser)
+    types.add_measuring_budget(parser)
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
@@ -36,7 +29,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
 
-        preflight_check(options.task, options.processes, make_methods(preflight_recipe(options)))
+        preflight_check(options.task, options.processes, make_methods(types.preflight_recipe(options)))
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     if in_job():
         from hasten.profiling.rank_profile import diagnose_ranks
@@ -48,7 +41,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         answer = page("terminal", "diagnose_answer")
     result = diagnose(
         options.task,
-        recipe=recipe_from_options(options),
+        recipe=types.recipe_from_options(options),
         budget=options.budget,
         device=options.device,
         seed=options.seed,

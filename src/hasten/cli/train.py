@@ -12,17 +12,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from hasten.cli.argument_types import (
-    add_max_restarts,
-    add_processes,
-    add_recipe_options,
-    add_timeout,
-    directory,
-    duration,
-    positive_int,
-    preflight_recipe,
-    recipe_from_options,
-)
+from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, RunInterrupted
 from hasten.core.progress import ProgressCallback
@@ -34,12 +24,12 @@ HELP = "train a task, with a recipe if one is given"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    add_recipe_options(parser)
-    add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
-    add_max_restarts(parser)
-    add_timeout(parser)
+    types.add_recipe_options(parser)
+    types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
+    types.add_max_restarts(parser)
+    types.add_timeout(parser)
     parser.add_argument(
-        "--out", type=directory, metavar="DIR", help="run directory (default: a new one, runs/train-TASK)"
+        "--out", type=types.directory, metavar="DIR", help="run directory (default: a new one, runs/train-TASK)"
     )
     parser.add_argument(
         "--resume",
@@ -49,14 +39,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=duration,
+        type=types.duration,
         default=30.0,
         metavar="TIME",
         help="interval between checkpoints (default: 30s); longer if saving would take more than 1 %% of the run",
     )
     parser.add_argument(
         "--max-bad-rows",
-        type=positive_int,
+        type=types.positive_int,
         metavar="N",
         help="skip up to N unreadable rows of data that hasten.data reads; DIR/skipped.jsonl lists them",
     )
@@ -69,7 +59,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         from hasten.launch.launcher import launch, preflight_check
 
         # A wrong option is reported before the ranks start, which takes seconds.
-        preflight_check(options.task, options.processes, make_methods(preflight_recipe(options)))
+        preflight_check(options.task, options.processes, make_methods(types.preflight_recipe(options)))
         restarts = options.max_restarts
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes, (1, 1), None, restarts))
     from hasten.engine.train import train
@@ -77,7 +67,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     _choose_directory(options)
     recipe = None  # that of a resumed run
     if options.recipe is not None or options.methods:
-        recipe = recipe_from_options(options)
+        recipe = types.recipe_from_options(options)
     try:
         result = train(
             options.task,

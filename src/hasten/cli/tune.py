@@ -2,15 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from hasten.cli.argument_types import (
-    add_processes,
-    add_trial_timeout,
-    directory,
-    duration,
-    margin,
-    name_list,
-    positive_int,
-)
+from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
@@ -21,21 +13,21 @@ HELP = "search for a faster recipe of equal quality, with evidence"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("task", metavar="TASK")
-    add_processes(parser, "search for a recipe for N processes on this machine, distributed strategies included")
-    add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
+    types.add_processes(parser, "search for a recipe for N processes on this machine, distributed strategies included")
+    types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
     parser.add_argument(
         "--budget",
-        type=duration,
+        type=types.duration,
         metavar="TIME",
         help="time for the search, such as 10m (default: the time of a few runs of the task)",
     )
     parser.add_argument(
         "--margin",
-        type=margin,
+        type=types.margin,
         metavar="M",
         help="how much worse the metric may become, in its own unit (default: 0.5 %% of the metric)",
     )
-    parser.add_argument("--methods", type=name_list, metavar="M1,M2", help="try only these methods")
+    parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",
         dest="extra",
@@ -46,14 +38,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runs",
-        type=positive_int,
+        type=types.positive_int,
         default=10,
         metavar="N",
         help="number of runs you expect to do; a trial that they cannot pay back is not made (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
-        type=directory,
+        type=types.directory,
         metavar="DIR",
         help="run directory of the search (default: runs/tune-TASK); an interrupted search continues there",
     )

@@ -35,16 +35,7 @@ from hasten.core.method import Method
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
-from hasten.launch.elastic import (
-    ENDED,
-    JOINED,
-    ElasticAgent,
-    check_same_launch_options,
-    describe_lost_rank,
-    exit_codes,
-    is_mutual_timeout,
-    leave_rendezvous,
-)
+from hasten.launch import elastic
 from hasten.launch.rank_results import PARENT, RESUME_DIR, job_directory, read_results
 from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 
@@ -111,8 +102,8 @@ def launch(
         if result is None:
             warnings.warn("the job is over; it had enough nodes without this one", HastenWarning, stacklevel=2)
             return 0
-        if result.state in ENDED:
-            raise _job_error(directory, exit_codes(result), is_single_node=nnodes[1] == 1)
+        if result.state in elastic.ENDED:
+            raise _job_error(directory, elastic.exit_codes(result), is_single_node=nnodes[1] == 1)
         return max((result.code for result in read_results(directory).values()), default=0)
 
 
@@ -167,7 +158,7 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
     parameters = RendezvousParameters("c10d", endpoint, "hasten", *job.nnodes, job.address, is_host=hosts, **timeouts)
     backend, store = _create_backend(parameters)
-    check_same_launch_options(store, job.shared_options)
+    elastic.check_same_launch_options(store, job.shared_options)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten",
@@ -179,8 +170,9 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
         monitor_interval=0.1,
     )
     redirects = dict.fromkeys(range(1, job.nproc_per_node), Std.ALL)  # rank 0 keeps the terminal
-    agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=job.directory, redirects=redirects), job.directory, store)
-    store.add(JOINED, 1)
+    logs = DefaultLogsSpecs(log_dir=job.directory, redirects=redirects)
+    agent = elastic.ElasticAgent(spec, logs, job.directory, store)
+    store.add(elastic.JOINED, 1)
     ends_job = has_store = True
     try:
         return cast("RunResult | None", agent.run())
@@ -201,7 +193,7 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
         if has_store:
             if ends_job:
                 handler.shutdown()
-            leave_rendezvous(store, waits=hosts and ends_job)
+            elastic.leave_rendezvous(store, waits=hosts and ends_job)
 
 
 def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
@@ -239,9 +231,9 @@ def _job_error(
     results = read_results(directory)
     failed = [(rank, result, result.message) for rank, result in results.items() if result.message]
     has_root_cause = any(not result.is_peer_failure for _, result, _ in failed)
-    if not has_root_cause and (lost := describe_lost_rank(results, codes)):
+    if not has_root_cause and (lost := elastic.describe_lost_rank(results, codes)):
         return RunError(f"{lost}; the other ranks were ended")
-    if not has_root_cause and is_single_node and is_mutual_timeout(results, codes):
+    if not has_root_cause and is_single_node and elastic.is_mutual_timeout(results, codes):
         waited = max(result.waited for result in results.values())
         return RunError(f"the ranks have waited {waited:g} s for each other: {MISMATCH}")
     if not failed:

@@ -24,13 +24,7 @@ from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import (
-    check_unchanged,
-    is_file_error,
-    is_remote,
-    mapped_bytes,
-    resolve_paths,
-)
+from hasten.data.io.paths import check_unchanged, is_file_error, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
