@@ -107,8 +107,9 @@ def clip_norm(
     sharded = [param for param in params if hasattr(param, "full_tensor")]
     plain = [param for param in params if not hasattr(param, "full_tensor")]
     kinds = [kind for kind in (plain, sharded) if kind] or [[]]
-    gradients = [[param.grad for param in kind if param not in duplicates] for kind in kinds]
-    norms: list[Any] = [torch.nn.utils.get_total_norm(of_kind) for of_kind in gradients]
+    counted = [[param for param in kind if param not in duplicates] for kind in kinds]
+    gradients: list[Any] = [[param.grad for param in of_kind] for of_kind in counted]
+    norms: list[Any] = list(map(torch.nn.utils.get_total_norm, gradients))
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = global_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
     for kind in kinds:

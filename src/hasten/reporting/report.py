@@ -207,9 +207,9 @@ def _breakable(name: str) -> Markup:
 
 @cache
 def _templates() -> Environment:
-    layout = {"trim_blocks": True, "lstrip_blocks": True}
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **layout)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
     for function in (charts.phase_class, charts.ratio_mark, view_model.is_success, formatting.between):
