@@ -26,42 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "LAZILY_IMPORTED_MODULES",
-    "MODULE_STATE_ATTRIBUTES",
-    "BatchNorm",
-    "Convolution",
-    "Dropout",
-    "TorchDispatchMode",
-    "autograd_error_kind",
-    "chained_schedulers",
-    "contains_worker_traceback",
-    "cpu_attention_ops",
-    "ddp_bucket_sizes",
-    "default_process_group_timeout",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_sub",
-    "foreach_zero_",
-    "has_forward_hooks",
-    "host_read_op",
-    "in_place_version",
-    "inside_backward",
-    "is_out_of_memory",
-    "is_view",
-    "patch_trunc_normal",
-    "peer_failure",
-    "sample_being_fetched",
-    "schema_arguments",
-    "storage_id",
-    "tree_flatten",
-    "tree_map_only",
-    "without_modes",
-    "worker_error_text",
-    "workers_started",
-]
+__all__ = ["BatchNorm", "Convolution", "Dropout", "TorchDispatchMode"]  # imported for other modules; defines the rest
 
 # ── modules and tensors ──────────────────────────────────────────────────────────────────────────
 
