@@ -107,7 +107,12 @@ def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.P
 
 def _heard(job: subprocess.Popen, told: Told) -> subprocess.Popen:
     """A job whose words are noted as they come."""
-    threading.Thread(target=lambda: told.said.extend(job.stderr), daemon=True).start()
+
+    def collect() -> None:
+        with job.stderr:
+            told.said.extend(job.stderr)
+
+    threading.Thread(target=collect, daemon=True).start()
     return job
 
 

@@ -18,10 +18,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
+from helpers import rank_tasks
 from helpers.chaos import chaos, compared, train_words
 from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
-from helpers.ranks import free_port, write_rank_result
+from helpers.ranks import free_port, run_ranks, training_of, write_rank_result
 
 WHY_NOT = missing()
 machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -31,7 +32,7 @@ def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = 
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
     told = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
-    chaos(tmp_path / "undisturbed", 0, task, False, random.Random())
+    run_ranks(2, training_of, getattr(rank_tasks, task), None, tmp_path / "undisturbed/run")
     assert all(compared(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
     return told
 
@@ -272,6 +273,6 @@ def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
 def undisturbed(folder: Path, bits: bool = True) -> None:
     """The run is as if nothing had happened; where others shared its batches, all but for rounding."""
     (folder / "alone").mkdir()
-    chaos(folder / "alone", 0, "counting_for_long", False, random.Random())
+    run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "alone/run")
     found = compared(folder / "run", folder / "alone/run", 60)
     assert all(found.values()) if bits else found["every sample counted once a pass"], found

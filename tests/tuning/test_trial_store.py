@@ -1,11 +1,13 @@
 """Trials are written at once, found again, and never confused."""
 
+import gc
 import json
 
+import psutil
 import pytest
 
 from hasten.core.errors import ConfigurationError
-from hasten.tuning.trial_store import FILE, TrialStore
+from hasten.tuning.trial_store import FILE, LOCK, TrialStore
 
 
 def counted(calls: list, value: float = 1.5):
@@ -90,3 +92,18 @@ def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigurationError, match="cannot use"):
         TrialStore(tmp_path / "taken", {})
+
+
+def test_trial_store_dropped_in_a_reference_cycle_closes_its_lock(tmp_path):
+    """Otherwise the garbage collector would raise a ResourceWarning later."""
+    store = TrialStore(tmp_path, {})
+    store.cycle = store
+    lock = str((tmp_path / LOCK).resolve())
+    assert lock in open_files()
+    del store
+    gc.collect()
+    assert lock not in open_files()
+
+
+def open_files() -> list[str]:
+    return [file.path for file in psutil.Process().open_files()]

@@ -104,15 +104,8 @@ def _block(begin: int, size: int, *key: Any) -> numpy.ndarray:
 def _compute(
     positions: numpy.ndarray, key: int, drawn: int, count: int, convert: Callable, *limits: int
 ) -> numpy.ndarray:
-    """Returns ``count`` numbers for each position after ``drawn`` others, shape (positions, count).
-
-    Args:
-        positions: int64, shape (positions,).
-        key: Seed of the generator.
-        drawn: Count of numbers that each position has drawn before.
-        count: Numbers to return for each position.
-        convert: ``(64 random bits, *limits) -> number``.
-        limits: Passed to ``convert``.
+    """Returns ``convert(64 random bits, *limits)``, ``count`` for each position after ``drawn`` others. ``positions``
+    is int64, shape (positions,); the result has the shape (positions, count).
     """
     bases = _mix(positions.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
     steps = numpy.arange(drawn + 1, drawn + 1 + count, dtype=numpy.uint64)

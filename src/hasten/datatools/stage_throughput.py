@@ -4,8 +4,6 @@ Decoding and copying are measured in processor time of all threads together, whi
 else the machine runs. Each is measured several times for a shorter time, which shows how far the measurements differ.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -55,21 +53,11 @@ def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[fl
 
 
 def stage_rates(reader: RowReader, seconds: float, fraction: float = 1.0) -> dict[str, Any]:
-    """Measures rows/s on one core.
+    """Measures rows/s on one core in about ``seconds``; ``fraction`` of a full measurement suffices.
 
-    Args:
-        reader: Reads the rows.
-        seconds: Seconds to spend, about.
-        fraction: Fraction (0 to 1) of a full measurement that suffices.
-
-    Returns:
-        "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches" (both);
-        None for a stage that the format does not have.
-
-    Raises:
-        BadRow: A row cannot be read, and none may be skipped.
-        ConfigurationError: A file cannot be read.
-        RunError: More rows cannot be read than may be skipped.
+    Returns "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches"
+    (both); None for a stage that the format does not have. BadRow if a row cannot be read and none may be skipped,
+    RunError if more cannot be read than may be skipped.
     """
     with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
         return _stage_rates(reader, seconds, fraction)

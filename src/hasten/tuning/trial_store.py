@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ class TrialStore:
         self.reused = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / LOCK).open("a")  # released when the process ends, however it ends
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = (folder / LOCK).open("a")
+            weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
             message = f"another search is running in {folder}; wait for it or choose another --out"
