@@ -5,8 +5,6 @@ backward, update, reading the losses), including evaluations. While one arm runs
 suspended. The order is A B, B A, A B, ..., so that a drift of the machine affects both alike.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable
@@ -185,20 +183,9 @@ def run_interleaved(
 ) -> Comparison:
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
-    Args:
-        task: what to train.
-        a: a recipe.
-        b: another recipe.
-        budget: maximum seconds for blocks.
-        device: "cpu" or "cuda".
-        processes: ranks of each arm.
-        seed: of both runs.
-        looks: numbers of pairs after which the comparison may stop if it is sure.
-        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
-            process has no limit, because it waits for no other process.
-        longest: maximum seconds for MIN_PAIRS blocks of a strategy that communicates seldom; SYNC_PERIOD_BUDGETS
-            budgets by default.
-        watch: receives the progress.
+    ``looks`` are the numbers of pairs after which the comparison may stop if it is sure. MIN_PAIRS blocks of a strategy
+    that communicates seldom may take ``longest`` seconds, by default SYNC_PERIOD_BUDGETS budgets. The timeout does not
+    limit the building of an arm of one process, which waits for no other process.
     """
     for recipe in (a, b):  # before processes are started
         check_conflicts(sort_methods(make_methods(recipe)))
@@ -271,15 +258,9 @@ def check_blocks_are_fair(
 ) -> None:
     """Checks that blocks represent a whole run: each must contain whole synchronization periods.
 
-    Args:
-        recipe: of the arm.
-        plan: of the arm, as ``Arm.build`` returns it.
-        steps: of a block.
-        longest: seconds that ``min_blocks`` blocks may take.
-        min_blocks: that are needed.
-
     Raises:
-        RunError: the blocks take longer, or the first steps of the recipe differ from the others.
+        RunError: ``min_blocks`` blocks of ``steps`` steps take longer than ``longest`` seconds, or the first steps of
+            the recipe differ from the others.
     """
     seconds = min_blocks * steps * plan["step"]
     if plan["warmup_steps"]:

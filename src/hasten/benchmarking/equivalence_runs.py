@@ -3,8 +3,6 @@
 With several ranks, all of them run both arms, and all stop as soon as one of them is out of time.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -41,20 +39,7 @@ EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.pla
 
 @dataclass
 class EquivalenceCase:
-    """The two recipes to compare, and how.
-
-    Attributes:
-        task: what to train.
-        base: the recipe whose result is correct by definition.
-        candidate: the recipe to check.
-        exactness: the class that the check is for.
-        device: "cpu" or "cuda".
-        seed: of both runs.
-        steps: maximum optimizer steps of each arm.
-        seconds: maximum for both arms together.
-        ranks: the process group.
-        added: methods that only ``candidate`` has, or with other options.
-    """
+    """The arguments of ``check_exactness``; ``added``: methods that only ``candidate`` has, or with other options."""
 
     task: Task
     base: Recipe
@@ -243,12 +228,10 @@ def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
 def first_gradients(
     case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
 ) -> tuple[list[dict[str, torch.Tensor] | None], int]:
-    """Computes the gradients of the first ``batches`` batches, always at the initial weights.
+    """(gradients of the first ``batches`` batches, number of batches with gradients), always at the initial weights.
 
-    Returns:
-        A dict of float64 tensors by parameter name for each batch, or None for a batch whose gradients overflowed and
-        were not used (loss scaling); and the number of batches with gradients. Ends early when that is
-        GRADIENT_BATCHES.
+    Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
+    scaling). Ends early after GRADIENT_BATCHES batches with gradients.
     """
     program = case.program(recipe, conditions)
     model, used_batches = program.run.model, 0

@@ -14,8 +14,6 @@ method may change anything. Float64 runs compare the formula, so both arms disab
 rightly draw other random numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

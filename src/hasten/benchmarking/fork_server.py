@@ -96,11 +96,7 @@ class Worker:
     ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
-        Args:
-            method: name of the method.
-            timeout: seconds without a message after which the worker is killed; None waits for ever.
-            watch: receives the progress.
-            **arguments: of the method.
+        After ``timeout`` seconds without a message the worker is killed; None waits for ever.
 
         Raises:
             ConfigurationError, RunError: raised by the method.

@@ -6,8 +6,6 @@ step, never for the disk. State on a GPU is copied before the training continues
 update it unnoticed.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor

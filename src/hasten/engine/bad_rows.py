@@ -3,8 +3,6 @@
 Of a pipeline of hasten.data this module uses ``skip_bad_rows(limit)`` and ``faults``, which lists the skipped rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ A single process compares the time after every step. Several ranks must pause at
 decides at which step the next one is; the higher the latency of the network, the later.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
@@ -30,15 +28,11 @@ class PauseActions:
 
 
 class PauseSchedule:
-    """When one run pauses.
-
-    Args:
-        run: The run.
-        stop_signals: Grows when this process is asked to stop.
-        checkpoint_seconds: Seconds between two checkpoints, at least; 0: at every step.
-        saves: Whether rank 0 writes checkpoints.
+    """When one run pauses; ``saves``: rank 0 writes checkpoints.
 
     Attributes:
+        stop_signals: Grows when this process is asked to stop.
+        checkpoint_seconds: Seconds between two checkpoints, at least; 0: at every step.
         logged_at: Time of the latest log point.
         saved_at: Time of the latest checkpoint.
         save_seconds: Seconds that it took.

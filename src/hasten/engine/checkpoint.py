@@ -5,8 +5,6 @@ that it began with, drop the batches already seen, and continue with the random 
 renamed into place, verified by their checksums, and loaded without executing code.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -130,9 +128,7 @@ def load_checkpoint(path: Path) -> State:
 def get_state(program: Program, in_shards: bool = False) -> State:
     """The state as if a single process had trained, and the local state of each rank. A collective.
 
-    Args:
-        program: The program.
-        in_shards: Every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
+    With ``in_shards`` every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
@@ -278,10 +274,7 @@ def resume_epoch(
 ) -> Callable[[int, int], Iterator[Batch]]:
     """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
 
-    Args:
-        batches: The source.
-        start_of_epoch: The random state at the start of the epoch, if the source is not seekable.
-        now: The random state after the last batch that was trained on.
+    ``start_of_epoch`` is the random state at the start of the epoch, needed if the source is not seekable.
     """
 
     def epoch(index: int, start: int) -> Iterator[Batch]:

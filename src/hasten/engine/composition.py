@@ -1,7 +1,5 @@
 """Which methods act in a run, in which order, and which cannot be combined. Computed from their cards."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from itertools import combinations

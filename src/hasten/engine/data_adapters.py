@@ -6,8 +6,6 @@ DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, 
 ``batches(batch_size, seed, training)``, returns its own BatchSource.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -60,15 +58,9 @@ def training(
     log: ShardLog | None = None,
     stages: int = 1,
 ) -> BatchSource:
-    """The training batches; with several ranks, this rank's shard of each.
+    """The training batches of a task with loaded data; with several ``ranks``, this rank's shard of each global batch.
 
-    Args:
-        task: The task, with loaded data.
-        batch_size: Samples of a global batch.
-        seed: Seed of the order and of the samples' random numbers.
-        ranks: The ranks that read different samples.
-        log: Records the shards; needed with several ranks.
-        stages: Pipeline stages of each replica.
+    ``log`` records the shards and is needed with several ranks; ``stages`` are the pipeline stages of each replica.
 
     Raises:
         ConfigurationError: With several ranks: the data skip bad rows, or a sampler shards them already.

@@ -1,7 +1,5 @@
 """Turns an exception inside a run into one line: what failed, where, and what to do about it."""
 
-from __future__ import annotations
-
 import errno
 import traceback
 from collections.abc import Generator
@@ -25,12 +23,9 @@ HINTS = {
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """The error to raise instead of ``error``.
+    """The error to raise instead of ``error``, which is returned as it is if it is one of hasten's errors.
 
-    Args:
-        error: What was raised; returned as it is if it is one of hasten's errors.
-        where: The position, such as "step 12 (epoch 1, batch 12)".
-        batch_size: Samples of a batch.
+    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch.
     """
     if isinstance(error, (RunError, ConfigurationError)):
         return error

@@ -1,7 +1,5 @@
 """How a model and its loss are called, for every shape of a batch and for models that return their own loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -72,11 +70,7 @@ def accumulate_gradients(
 ) -> ForwardFn:
     """Forward and backward on the microbatches of a batch, each weighted by its fraction of the samples.
 
-    Args:
-        forward_backward: Forward and backward of one microbatch.
-        microbatches: Microbatches of a batch; fewer, on all ranks, if the smallest shard has fewer samples.
-        progress: Gets the fraction of each microbatch.
-        num_shards: Ranks that read different samples.
+    There are fewer microbatches, on all ranks, if the smallest of ``num_shards`` shards has fewer samples.
     """
 
     def accumulated(batch: Batch) -> Any:

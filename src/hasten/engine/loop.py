@@ -4,8 +4,6 @@
 steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -55,9 +53,7 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
     last_step = plan.steps if plan.steps is not None else float("inf")
     for batch in program.train.epoch(progress.epoch, progress.batch):
         batch = to_device(batch)
-        loss = (
-            None  # frees the graph of the previous step now; freed before that step's update, it costs 10 microseconds
-        )
+        loss = None  # frees the previous step's graph now; freed before that step's update, it costs 10 microseconds
         loss = forward_backward(batch)
         grad_transform()
         optimizer_step()

@@ -1,7 +1,5 @@
 """Metrics by name, torchmetrics metrics and plain functions, behind one accumulator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

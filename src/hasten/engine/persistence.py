@@ -1,7 +1,5 @@
 """Saves a run to its directory and resumes it: checkpoints, the exported model, the skipped rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

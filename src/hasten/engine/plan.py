@@ -3,8 +3,6 @@
 No method object is consulted after ``build``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -97,10 +95,11 @@ def build(
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
+    on_gpu = run.device.type == "cuda"
 
     for method in methods:
         method.setup(run)
-    process_context = fold("process_context", _device_context(run.device))
+    process_context = fold("process_context", partial(torch.cuda.device, run.device) if on_gpu else nullcontext)
     with process_context():
         set_seeds(seed)
         task = data_adapters.load_data(task)
@@ -110,8 +109,7 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        to_device = _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
-        to_device = fold("batch_transform", to_device)
+        to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
         forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -128,7 +126,7 @@ def build(
             to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
-            grad_transform=fold("grad_transform", _do_nothing),
+            grad_transform=fold("grad_transform", lambda: None),
             optimizer_step=fold("optimizer_step", run.optimizer.step),
             zero_grad=fold("zero_grad", run.optimizer.zero_grad),
             schedule=schedule,
@@ -142,10 +140,6 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
         if hook in hooks_of(method):
             thing = getattr(method, hook)(thing, run)
     return thing
-
-
-def _device_context(device: torch.device) -> ContextFactory:
-    return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 
 def _build_data(
@@ -266,7 +260,3 @@ def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
 
 def _identity(batch: Batch) -> Batch:
     return batch
-
-
-def _do_nothing() -> None:
-    pass

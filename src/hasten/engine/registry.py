@@ -4,8 +4,6 @@ A method's name is the name of its file in ``hasten/methods`` or ``hasten/method
 installed entry point. A class elsewhere is named by its location: ``./mine.py:Faster`` or ``package.module:Faster``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib
@@ -13,7 +11,7 @@ import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -225,9 +223,6 @@ def _check_option(option: str, value: Any, kind: Any) -> Any:
         if isinstance(value, int) and not accepted and float in kinds:
             return float(value)
     if not accepted:
-        raise ConfigurationError(f"{option} must be {_type_names(kinds)}, not {value!r}")
+        names = " or ".join(OPTION_TYPES[kind] for kind in kinds)
+        raise ConfigurationError(f"{option} must be {names}, not {value!r}")
     return value
-
-
-def _type_names(kinds: Iterable[type]) -> str:
-    return " or ".join(OPTION_TYPES[kind] for kind in kinds)

@@ -12,8 +12,6 @@
     result.json         written last: a directory with a result is a finished run
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

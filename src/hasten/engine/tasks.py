@@ -28,9 +28,7 @@ from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
-FILE_MODULE_PREFIX = (
-    "hasten_file_"  # of the modules that import_file creates; other processes cannot import them by name
-)
+FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
 
 def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:

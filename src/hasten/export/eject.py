@@ -5,8 +5,6 @@ are left out, options are literals. ``inline_imports`` then copies in the source
 the task, the methods and the parts of the engine that the run uses, such as the training loop.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

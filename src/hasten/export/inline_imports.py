@@ -4,8 +4,6 @@ Only reachable definitions are copied, with their comments. If two definitions h
 its module as a prefix. Modules for which ``inline`` returns False stay imports.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib
@@ -39,10 +37,8 @@ class InlinedScript:
 def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[Symbol, str]) -> InlinedScript:
     """Copies the source of everything that the module text ``main`` names into one file.
 
-    Args:
-        main: The text of the program.
-        inline: ``(module name) -> bool``, whether a module is copied in.
-        replacements: Source to use instead of that of some top-level definitions.
+    ``inline`` decides by name whether a module is copied in; ``replacements`` holds source to use instead of that of
+    some top-level definitions.
 
     Raises:
         ConfigurationError: The source of a definition cannot be found.
@@ -66,9 +62,8 @@ class _Collector:
     imported: dict[Symbol, str] = field(default_factory=dict)  # names that stay imports -> their local name
     submodules: set[str] = field(default_factory=set)  # `a.b` of `import a.b`, where `a` is used
     annotations: list[tuple[ModuleSource, ast.AST, Symbol]] = field(default_factory=list)  # in hasten's modules
-    local_names: dict[Symbol, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # in scope at the symbol's uses
+    # in scope at the uses of each symbol
+    local_names: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, name: str, text: str) -> ModuleSource:
         """Adds a module: all of main, of a user's file its side effects, of hasten's modules nothing yet."""

@@ -1,7 +1,5 @@
 """Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

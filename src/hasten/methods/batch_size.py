@@ -15,12 +15,7 @@ from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
 
-
-def _constant(factor: float) -> float:
-    return 1.0
-
-
-RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": _constant}
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,7 @@ class Float16(Method):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = LossScale(
-            self.scale, run.device
-        )  # without it, the hooks below change nothing
+        run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below do nothing
         device = run.device.type
 
         def forward_in_float16(batch: Batch) -> torch.Tensor:

@@ -4,8 +4,6 @@ Input and optimizer step can be switched off and on between two blocks of steps,
 with the phase and without it, seconds apart. None of these methods trains anything useful.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
@@ -46,9 +44,8 @@ class ReplayedBatch(Method):
         def epoch(index: int, start: int) -> Iterator[Batch]:
             replayed, counts = None, (0, 1.0)
             for batch in batches.epoch(index, start):
-                if replayed is None or batch_size(batch) > batch_size(
-                    replayed
-                ):  # the last batch of an epoch may be short
+                # the last batch of an epoch may be short
+                if replayed is None or batch_size(batch) > batch_size(replayed):
                     replayed, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
                 while "input" in disabled:

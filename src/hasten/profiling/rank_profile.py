@@ -94,9 +94,8 @@ def diagnose_ranks(
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
         ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
-            cause,
-        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with
-        all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
+        cause, or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process
+        with all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
 
     Raises:
         ConfigurationError: a wrong request, or there is only one rank.
@@ -198,9 +197,8 @@ class RankProbe(Arm):
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """The kinds of blocks that this run allows, and what is disabled in each."""
-        return {
-            kind: phases for kind, phases in BLOCK_KINDS.items() if self.ddp_model is not None or EXCHANGE not in phases
-        }
+        exchanges = self.ddp_model is not None
+        return {kind: phases for kind, phases in BLOCK_KINDS.items() if exchanges or EXCHANGE not in phases}
 
     def block(self, count: int, phases: Sequence[str]) -> dict:
         """Trains ``count`` steps with some phases disabled.
@@ -210,10 +208,8 @@ class RankProbe(Arm):
             (seconds by phase) and the list wait_seconds.
         """
         run = self.program.run
-        model = run.unwrapped_model
-        assert model is not None
         timer, disabled = run.checkpoint_state["phase_timer"], disabled_phases(run)
-        weights = list(model.parameters()) if EXCHANGE in phases else []
+        weights = list(run.unwrapped_model.parameters()) if EXCHANGE in phases else []
         before = [weight.detach().clone() for weight in weights]
         run.ranks.any(False)  # a barrier
         self.wait_seconds, self.waited = [], 0.0

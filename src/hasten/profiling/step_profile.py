@@ -1,7 +1,5 @@
 """The step profile of a run: blocks of its real steps, timed phase by phase, with page faults and flops."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -97,19 +95,11 @@ def profile_steps(
     timeout: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> StepProfile:
-    """Profiles a task under a recipe with its real steps.
+    """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
-    Args:
-        task: what is trained.
-        recipe: with what methods.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        budget: seconds, approximately.
-        input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
-        ceilings: also measure the ceilings of phases; takes the larger part of the budget.
-        processes: number of ranks; the phases are those of rank 0.
-        timeout: seconds without progress after which several processes count as hanging.
-        watch: called with the progress.
+    With ``ceilings`` the larger part of the budget goes to the ceilings of phases. ``input_budget`` is for the
+    throughput of the input pipeline, beside ``budget``; 0: it is not measured. With several processes the phases are
+    those of rank 0, and ``timeout`` seconds without progress count as hanging.
 
     Raises:
         RunError: the run could not be built or trained.
@@ -132,9 +122,8 @@ def profile_steps(
             shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]}
             shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
             left = budget * (1 - TIMING_SHARE)
-            measured = measure_ceilings(
-                probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch
-            )
+            times = {"count": count, "step": plan["step"], "extra": extra}
+            measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
         facts = probe.call("facts")
         operations = _call_if_possible(probe, "operations", count=COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
@@ -171,11 +160,9 @@ def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple
 
 
 def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
-    """Shares of the wall clock of a run. "logging" is what no phase accounts for: the loop, its log, reading losses.
+    """Shares of the wall clock of a run, from timed blocks and the seconds of evaluation per training sample.
 
-    Args:
-        blocks: of steps whose phases were timed.
-        evaluation: seconds of evaluation per training sample.
+    "logging" is what no phase accounts for: the loop, its log, reading losses.
     """
     samples = _sum(blocks, "samples")
     total = _sum(blocks, "seconds") + samples * evaluation

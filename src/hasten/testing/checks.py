@@ -1,7 +1,5 @@
 """The checks of the contract. Each takes a Subject and raises AssertionError, or SkipTest if it does not apply here."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

@@ -83,9 +83,7 @@ def _refuse_warmup(recipe: Recipe) -> None:
 def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> Candidates:
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
-    Args:
-        diagnosis: as ``diagnose`` returns it; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
-        selection: what the user asked for.
+    The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
     """
     found, only = Candidates(), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
@@ -93,8 +91,7 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
         name = advice["method"]
         if only is not None and name not in only.methods:
             continue
-        why = method_class(name).card.not_searched
-        if why:
+        if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
             chosen.append(candidate(name, advice["bound"], None if only is None else only.methods[name]))
@@ -132,20 +129,15 @@ def _order(item: Candidate) -> tuple:
     card = item.card
     classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
     exactness = 0 if card.exactness in EXACT else classes.index(card.exactness)
-    saves_memory = (
-        "full_weights" in card.invalidates
-    )  # more communication: pays only if the model does not fit otherwise
-    is_strategy = "parallelize" in card.replaces
-    gain = card.gain[1] if card.gain else 1.0
     return (
         not item.offered,
         exactness,
-        saves_memory,
-        not is_strategy,
+        "full_weights" in card.invalidates,  # more communication: pays only if the model does not fit otherwise
+        "parallelize" not in card.replaces,
         card.high_setup_cost,
         not card.strong_baseline,
         -card.trial_priority,
         -(item.bound or 1.0),
-        -gain,
+        -(card.gain[1] if card.gain else 1.0),
         item.name,
     )

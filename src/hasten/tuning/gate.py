@@ -5,8 +5,6 @@ stay inside the margin. An arm that is cheap may be run on further seeds: its ow
 fails closed: a missing, constant or non-finite metric has not passed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,11 +76,7 @@ class SearchState:
 def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
     """Everything as plain data. Speed-up and quality come from the confirmation alone.
 
-    Args:
-        study: its measurements and notes.
-        state: what it found.
-        metric: its name.
-        offered: methods that the user offered.
+    ``metric`` is the name of the task's metric, and ``offered`` holds the methods that the user offered.
     """
     confirmation, baseline = state.confirmation, state.baseline
     assert baseline is not None

@@ -101,14 +101,8 @@ def search_systems(
 ) -> None:
     """Tries methods that only change the speed of the same steps.
 
-    A method is accepted if it is surely faster, earns back the time of its start, and passes its exactness check.
-
-    Args:
-        study: the measurements.
-        incumbents: gets the accepted recipes.
-        candidates: in the order in which to try them.
-        samples: that a run trains until its target; the start of a method is spread over them.
-        seconds: budget of each comparison.
+    A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run trains
+    until its target, and passes its exactness check. ``seconds`` is the budget of each comparison.
     """
     for item in candidates:
         base, best, losses = incumbents.best, None, 0
@@ -175,12 +169,9 @@ def _failure_verdict(message: str) -> str:
 
 
 def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
-    """Speed-up of a whole run by b over a, the start of both included.
+    """Speed-up of a whole run of ``samples`` by b over a, the start of both included.
 
-    Args:
-        outcome: of ``Study.compare_speed``.
-        samples: that b trains.
-        samples_of_a: that a trains, if different.
+    ``outcome`` is that of ``Study.compare_speed``; ``samples_of_a`` is the number that a trains, if different.
     """
     start, seconds_of_a = outcome["start_seconds"], outcome["seconds_per_1000_samples"]["a"]
     a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * seconds_of_a
@@ -320,14 +311,8 @@ def search_training(study: Study, incumbents: Incumbents, candidates: list[Candi
 def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
-    Args:
-        study: the measurements.
-        recipe: what is run.
-        best: what it is compared with.
-        baseline: of the search.
-        seen: evaluations of the other presets on the first seed; those of this one are added. A preset that changes
-            nothing in a run of this length is no gain, because only the noise of the measured seconds could make it
-            faster.
+    ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
+    changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
     """
     runs, best_seconds = [], best.to_target("seconds", 1)
     time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)

@@ -3,8 +3,6 @@
 A Study knows what has been tried and what it cost. It makes no decisions; ``search`` and ``confirm`` do.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,18 +131,11 @@ class Study:
         salt: str = "",
         single_process: bool = False,
     ) -> dict:
-        """Which of two recipes trains the same samples faster.
+        """Which of two recipes trains the same samples faster: ``run_interleaved`` as plain data, or ``failed``.
 
-        Args:
-            a: a recipe.
-            b: a recipe; a ratio above 1 means that it is faster.
-            looks: pairs of blocks after which the comparison may stop.
-            seconds: budget.
-            salt: makes a new trial of a comparison that is in the store.
-            single_process: ``b`` trains in one process.
-
-        Returns:
-            The result of ``run_interleaved`` as plain data, or ``failed``.
+        A ratio above 1 means that ``b`` is faster; with ``single_process`` it trains in one process. The comparison
+        stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``. Another ``salt`` makes a new
+        trial of a comparison that is in the store.
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
@@ -194,22 +185,15 @@ class Study:
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
         """Seconds and samples when the target was reached for good, and the samples when it was first reached."""
-        target, metrics = self.target, [evaluation["metric"] for evaluation in evaluations]
-        index = first_sustained_target(metrics, target, self.higher_is_better)
-        reached = evaluations[index] if index is not None else {}
+        target, known = self.target, [row for row in evaluations if row["metric"] is not None]
+        index = first_sustained_target([row["metric"] for row in evaluations], target, self.higher_is_better)
+        held = evaluations[index] if index is not None else {}
         sign = 1 if self.higher_is_better else -1
-        first = next(
-            (
-                evaluation["samples"]
-                for evaluation, metric in zip(evaluations, metrics, strict=True)
-                if metric is not None and target is not None and sign * metric >= sign * target
-            ),
-            None,
-        )
+        reached = (row["samples"] for row in known if target is not None and sign * row["metric"] >= sign * target)
         return {
-            "seconds_to_target": reached.get("seconds"),
-            "samples_to_target": reached.get("samples"),
-            "first_samples": first,
+            "seconds_to_target": held.get("seconds"),
+            "samples_to_target": held.get("samples"),
+            "first_samples": next(reached, None),
         }
 
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:

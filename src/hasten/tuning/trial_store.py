@@ -4,8 +4,6 @@ One JSON line per trial, with a key made of everything that its outcome depends 
 started again makes the same decisions, and finds the outcomes here.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -66,12 +64,8 @@ class TrialStore:
     ) -> tuple[str, dict]:
         """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
-        Args:
-            kind: of the trial.
-            what: the rest of the key, as plain data.
-            measure: returns the outcome, with ``failed`` if the trial failed.
-            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
-                fix.
+        The key is made of ``kind`` and ``what``. The outcome has ``failed`` if the trial failed; it is written to the
+        file unless ``failure_lasts`` is False, as for the task's own failures, which the user may fix.
 
         Raises:
             RunError: the file cannot be written.

@@ -6,8 +6,6 @@ The margin and the target are fixed before the first candidate is tried. Everyth
 that was killed continues where it stopped.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,11 +45,8 @@ MIN_BUDGET_S = 160.0  # below this the worker processes themselves are the cost
 SYSTEMS_SHARE, TRAINING_SHARE = 0.4, 0.75  # of the budget left when each begins
 MIN_COMPARISON_S, SCREENING_S = 5.0, 8.0  # budget of a comparison of the search
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
-MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = (
-    30.0,
-    1 / 8,
-    2.0,
-)  # seconds, of the budget, runs of the task: the largest
+# the timeout is the largest of: seconds, share of the budget, runs of the task
+MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
 RESERVED_RUNS = 5.0  # runs of the task reserved for the confirmation: three seeds of both arms, and further ones
 
 

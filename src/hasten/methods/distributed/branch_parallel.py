@@ -163,11 +163,9 @@ def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment
 
 
 def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[dict[str, float], set[str]]:
-    """Profiles the nodes of the graphs on a batch, on rank 0.
+    """(seconds of each node, the shortest of several runs; nodes that draw random numbers), measured on rank 0.
 
-    Returns:
-        Seconds of each node, the shortest of several runs, and the nodes that draw random numbers. Nodes that were not
-        computed, because the model does not call them or the traced graph fails, are missing.
+    Nodes that were not computed, because the model does not call them or the traced graph fails, are missing.
     """
     message = b""
     if run.ranks.is_main_process:

@@ -18,8 +18,6 @@ All ranks do the same number of steps, so the gain is the waiting for ranks that
 always is. All traffic passes rank 0.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import defaultdict
@@ -37,12 +35,8 @@ from hasten.core.errors import PeerFailure
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory, StepFn
-from hasten.distributed.collectives import (
-    GradientBucket,
-    broadcast_module,
-    check_no_sparse_gradients,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
+from hasten.distributed.collectives import GradientBucket
 
 
 @dataclass(frozen=True)
@@ -79,9 +73,9 @@ class ParameterServer(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         assert run.parallel is not None
-        check_no_sparse_gradients(model, self.name)
-        warn_local_batch_norm(model)
-        broadcast_module(model)
+        collectives.check_no_sparse_gradients(model, self.name)
+        collectives.warn_local_batch_norm(model)
+        collectives.broadcast_module(model)
         run.parallel.merge_rank_states = run.checkpoint_state[self.name].after_pending_updates
         return model
 
@@ -123,12 +117,10 @@ class Server:
     def exchange(
         self, worker: int, gradients: torch.Tensor, settings: list[dict[str, Any]] | None = None
     ) -> torch.Tensor:
-        """Adds a worker's gradients of its next step, and returns the weights for the step after it.
+        """Adds the gradients of a worker (a rank) of its next step, and returns the weights for the step after it.
 
-        Args:
-            worker: rank of the worker.
-            gradients: those of all weights, flattened and concatenated, then for each weight 1 if it has one, else 0.
-            settings: of the optimizer's parameter groups in this step; one of the workers passes them.
+        The gradients of all weights are flattened and concatenated, then for each weight 1 if it has one, else 0. One
+        of the workers passes the settings of the optimizer's parameter groups in this step.
         """
         with self.changed:
             step = self.pushed[worker]
