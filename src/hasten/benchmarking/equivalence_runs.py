@@ -100,25 +100,15 @@ class RunConditions(Method):
 
 @dataclass(frozen=True)
 class EquivalenceRun:
-    """The result of one arm.
+    """The result of one arm."""
 
-    Attributes:
-        steps: optimizer steps done.
-        start: exported weights before the first step, on the CPU.
-        weights: exported weights after the last step, on the CPU.
-        plan: settings of the run's plan, by description.
-        validation: (rows, SHA-256) of each field of the validation data.
-        dropout: probabilities of the dropout layers, without RunConditions.
-        in_time: whether all steps were done before the deadline.
-    """
-
-    steps: int
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    plan: dict[str, object]
-    validation: list[tuple[int, str]] | None
-    dropout: list[float]
-    in_time: bool
+    steps: int  # optimizer steps done
+    start: dict[str, torch.Tensor]  # exported weights before the first step, on the CPU
+    weights: dict[str, torch.Tensor]  # exported weights after the last step, on the CPU
+    plan: dict[str, object]  # settings of the run's plan, by description
+    validation: list[tuple[int, str]] | None  # (rows, SHA-256) of each field of the validation data
+    dropout: list[float]  # probabilities of the dropout layers, without RunConditions
+    in_time: bool  # whether all steps were done before the deadline
 
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:

@@ -24,11 +24,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # other classes may store thei
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one after the other; of two that overlap, the later waits.
-
-    Attributes:
-        seconds: CPU seconds of the thread for the latest checkpoint.
-    """
+    """Writes checkpoints one after the other; of two that overlap, the later waits."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -37,17 +33,14 @@ class AsyncCheckpointer:
         self.copied.set()
         self.staging: dict[Key, torch.Tensor] = {}  # buffers that the next checkpoint reuses
         self.copy_synchronously = False  # the weights changed outside the optimizer step
-        self.seconds = 0.0
+        self.seconds = 0.0  # CPU seconds of the thread for the latest checkpoint
 
     def begin(
         self, state: dict[str, Any], update_only: Iterable[torch.Tensor], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Begins to copy and write a state.
+        """Begins to copy a state (nested dicts and lists of tensors and plain data) and to ``write`` it in the thread.
 
-        Args:
-            state: Nested dicts and lists of tensors and plain data.
-            update_only: Tensors of the state that change only after a call of ``before_update``.
-            write: Writes the copied state; called in the thread.
+        The tensors in ``update_only`` change only after a call of ``before_update``.
 
         Raises:
             RunError: The previous checkpoint could not be written.

@@ -28,15 +28,10 @@ class PauseActions:
 
 
 class PauseSchedule:
-    """When one run pauses; ``saves``: rank 0 writes checkpoints.
+    """When one run pauses.
 
-    Attributes:
-        stop_signals: Grows when this process is asked to stop.
-        checkpoint_seconds: Seconds between two checkpoints, at least; 0: at every step.
-        logged_at: Time of the latest log point.
-        saved_at: Time of the latest checkpoint.
-        save_seconds: Seconds that it took.
-        comm_latency_s: Seconds of the fastest exchange between the ranks.
+    ``stop_signals`` grows when this process is asked to stop. Rank 0 writes checkpoints if ``saves`` is set, at least
+    ``checkpoint_seconds`` apart; 0: at every step.
     """
 
     def __init__(self, run: RunContext, stop_signals: list[int], checkpoint_seconds: float, saves: bool) -> None:
@@ -45,7 +40,8 @@ class PauseSchedule:
         self.distributed, self.parent = not run.ranks.is_single_process, os.getppid()
         self.logged_at = self.saved_at = self.latest = self.next = perf_counter()
         self.latest_step = self.next_step = run.progress.step
-        self.save_seconds = self.comm_latency_s = 0.0
+        self.save_seconds = 0.0  # of the latest checkpoint
+        self.comm_latency_s = 0.0  # seconds of the fastest exchange between the ranks
 
     def is_due(self, unread: int) -> bool:
         """Whether to pause now, while ``unread`` losses are still on the device."""

@@ -1,7 +1,7 @@
 """Which methods act in a run, in which order, and which cannot be combined. Computed from their cards."""
 
-import heapq
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 
 from hasten.core.errors import ConfigurationError
@@ -30,21 +30,19 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
     """Sorts by (order, after, name): a stable topological order that ignores the order given."""
     by_name = {method.name: method for method in methods}
-    waiting = {name: {other for other in method.card.after if other in by_name} for name, method in by_name.items()}
-    ready = [(by_name[name].card.order, name) for name, before in waiting.items() if not before]
-    heapq.heapify(ready)
+    graph = {name: [other for other in method.card.after if other in by_name] for name, method in by_name.items()}
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " and ".join(sorted(set(error.args[1])))
+        raise ConfigurationError(f"{cycle} each must come after the other; leave one of them out") from None
     ordered: list[Method] = []
-    while ready:
-        _, done = heapq.heappop(ready)
-        ordered.append(by_name[done])
-        for name, before in waiting.items():
-            if done in before:
-                before.remove(done)
-                if not before:
-                    heapq.heappush(ready, (by_name[name].card.order, name))
-    if len(ordered) < len(by_name):
-        cycle = sorted(name for name, before in waiting.items() if before)
-        raise ConfigurationError(f"{' and '.join(cycle)} each must come after the other; leave one of them out")
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda name: (by_name[name].card.order, name))
+        ordered.append(by_name[ready.pop(0)])
+        sorter.done(ordered[-1].name)
     return ordered
 
 

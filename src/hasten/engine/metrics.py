@@ -22,17 +22,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A metric that is a mean over the samples, followed by a function of that mean.
-
-    Attributes:
-        higher_is_better: The direction.
-        per_batch: ``(output, target, loss) -> mean over the batch``.
-        finish: ``(mean) -> metric``.
-    """
+    """A metric that is a mean over the samples, followed by a function of that mean."""
 
     higher_is_better: bool
-    per_batch: Callable[[Any, Any, Any], Any]
-    finish: Callable[[float], float] = float
+    per_batch: Callable[[Any, Any, Any], Any]  # (output, target, loss) -> mean over the batch
+    finish: Callable[[float], float] = float  # mean -> metric
 
 
 def _logits(output: Any) -> Any:

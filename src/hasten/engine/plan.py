@@ -33,41 +33,23 @@ Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every
 
 @dataclass(frozen=True)
 class Program:
-    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions.
+    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions."""
 
-    Attributes:
-        task: The user's task with loaded data, which defines the metric even if a method changed ``run.task``.
-        run: The context that the methods were built with.
-        plan: How long the run trains.
-        process_context: Global state of the process, such as thread counts.
-        train: The training batches of this rank.
-        source: The same, without the communication between ranks before each step.
-        validation: The validation batches; None without validation data.
-        to_device: ``(batch) -> batch``: copies a batch to the device and transforms it.
-        forward: ``(batch) -> loss``.
-        forward_backward: ``(batch) -> loss``: forward and backward over all microbatches.
-        grad_transform: ``() -> None``: between backward and optimizer step.
-        optimizer_step: ``() -> None``.
-        zero_grad: ``() -> None``.
-        schedule: The learning-rate schedule, stepped once per training step; or None.
-        export: ``() -> module``: the model that is evaluated and saved.
-    """
-
-    task: Task
-    run: RunContext
-    plan: TrainPlan
-    process_context: ContextFactory
-    train: BatchSource
-    source: BatchSource
+    task: Task  # the user's, with loaded data; defines the metric even if a method changed ``run.task``
+    run: RunContext  # the context that the methods were built with
+    plan: TrainPlan  # how long the run trains
+    process_context: ContextFactory  # global state of the process, such as thread counts
+    train: BatchSource  # the training batches of this rank
+    source: BatchSource  # the same, without the communication between ranks before each step
     validation: BatchSource | None
-    to_device: BatchFn
+    to_device: BatchFn  # copies a batch to the device and transforms it
     forward: ForwardFn
-    forward_backward: ForwardFn
-    grad_transform: StepFn
+    forward_backward: ForwardFn  # over all microbatches
+    grad_transform: StepFn  # between backward and optimizer step
     optimizer_step: StepFn
     zero_grad: StepFn
-    schedule: Any
-    export: Callable[[], torch.nn.Module]
+    schedule: Any  # the learning-rate schedule, stepped once per training step; or None
+    export: Callable[[], torch.nn.Module]  # the model that is evaluated and saved
 
 
 def build(

@@ -45,17 +45,11 @@ def workload_names() -> list[str]:
 
 @dataclass(frozen=True)
 class TaskRef:
-    """Where a task comes from. ``str(ref)`` is its name.
+    """Where a task comes from. ``str(ref)`` is its name."""
 
-    Attributes:
-        name: ``digits``, ``mine.py:task``, or the name of a function or a Task.
-        file: The absolute path of the user's file, if the task is given as file and function.
-        obj: The Task, or the function that returns one, if the task is given as an object.
-    """
-
-    name: str
-    file: str | None = None
-    obj: Any = None
+    name: str  # ``digits``, ``mine.py:task``, or the name of a function or a Task
+    file: str | None = None  # absolute path of the user's file, if the task is given as file and function
+    obj: Any = None  # the Task, or the function that returns one, if the task is given as an object
 
     @staticmethod
     def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:

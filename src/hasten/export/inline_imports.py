@@ -21,17 +21,11 @@ ANY = "typing", "Any"
 
 @dataclass(frozen=True)
 class InlinedScript:
-    """A program with its modules copied in.
+    """A program with its modules copied in."""
 
-    Attributes:
-        imports: The remaining import lines.
-        modules: (module, source) of each module that was copied in, in an order in which they can be executed.
-        main: The source of the program itself.
-    """
-
-    imports: list[str]
-    modules: list[tuple[str, str]]
-    main: str
+    imports: list[str]  # the remaining import lines
+    modules: list[tuple[str, str]]  # (module, source) of each that was copied in, in an order of execution
+    main: str  # the source of the program itself
 
 
 def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[Symbol, str]) -> InlinedScript:

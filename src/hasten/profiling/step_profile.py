@@ -34,39 +34,22 @@ MANY_FAULTS = 100  # page faults a step; fewer are the background of the machine
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What was measured of a run. Times in seconds, shares between 0 and 1.
+    """What was measured of a run. Times in seconds, shares between 0 and 1; None for what could not be measured."""
 
-    Attributes:
-        plan: as ``Arm.build`` returned it, with ``build_seconds``.
-        phases: share of the run's wall clock of each phase; they sum to 1.
-        ceilings: those that can be measured in this one process.
-        step: seconds of a step, without evaluations.
-        sample: seconds per training sample, without evaluations.
-        evaluation: seconds of an evaluation; None if the task has no validation data.
-        timing_cost: relative increase of a step's time because its phases are timed.
-        faults_per_step: minor page faults.
-        system_share: share of the CPU time that is spent in the operating system.
-        host_reads_per_step: values that the host reads from the device; None if they could not be counted.
-        input: throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed.
-        flops: operations per second, the machine's peak and their quotient; None if they could not be counted.
-        facts: keys of ``FACTS`` that hold.
-        system_noise: how disturbed the machine was.
-    """
-
-    plan: dict
-    phases: dict[str, float]
-    ceilings: Ceilings
-    step: float
-    sample: float
-    evaluation: float | None
-    timing_cost: float
-    faults_per_step: float
-    system_share: float
-    host_reads_per_step: float | None
-    input: Any
-    flops: Flops | None
-    facts: frozenset[str]
-    system_noise: dict
+    plan: dict  # as ``Arm.build`` returned it, with ``build_seconds``
+    phases: dict[str, float]  # share of the run's wall clock of each phase; they sum to 1
+    ceilings: Ceilings  # those that can be measured in this one process
+    step: float  # seconds of a step, without evaluations
+    sample: float  # seconds per training sample, without evaluations
+    evaluation: float | None  # seconds of an evaluation; None if the task has no validation data
+    timing_cost: float  # relative increase of a step's time because its phases are timed
+    faults_per_step: float  # minor page faults
+    system_share: float  # of the CPU time, spent in the operating system
+    host_reads_per_step: float | None  # values that the host reads from the device
+    input: Any  # throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed
+    flops: Flops | None  # operations per second, the machine's peak and their quotient
+    facts: frozenset[str]  # keys of ``FACTS`` that hold
+    system_noise: dict  # how disturbed the machine was
 
     @property
     def has_many_faults(self) -> bool:

@@ -22,33 +22,24 @@ MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 @dataclass
 class Candidates:
-    """What to try.
+    """What to try: methods that change the speed of the same steps, and methods that change the training.
 
-    Attributes:
-        systems: methods that are judged by the speed of the same steps.
-        training: methods that change the training, and are judged by the time to the target.
-        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
-            first.
-        not_tried: (method, reason).
+    The first are judged by their speed, the others by the time to the target. Methods that reduce communication so much
+    that every later trial gets shorter are tried first.
     """
 
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
-    not_tried: list[tuple[str, str]] = field(default_factory=list)
+    not_tried: list[tuple[str, str]] = field(default_factory=list)  # (method, reason)
     communication: list[Candidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """The methods that the user asked for.
+    """The methods that the user asked for."""
 
-    Attributes:
-        only: the only methods to try; None: all.
-        offered: methods from files, to try besides.
-    """
-
-    only: Recipe | None
-    offered: Recipe
+    only: Recipe | None  # the only methods to try; None: all
+    offered: Recipe  # methods from files, to try besides
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:

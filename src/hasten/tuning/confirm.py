@@ -37,36 +37,22 @@ ERROR = 0.05
 
 @dataclass
 class Confirmation:
-    """The results of a recipe on fresh seeds.
-
-    Attributes:
-        speedup: in the time to the target; one of the next two.
-        block_speedup: seconds per sample from the interleaved comparison, samples from the paired runs.
-        measured_speedup: seconds of the paired runs.
-        uses_measured: ``measured_speedup`` counts, because it is clearly lower.
-        over_strong_baseline: the speed-up over the strong baseline.
-        baseline_runs, tuned_runs: by seed; the recipe may have further seeds.
-        comparison: of speed with the original, see ``Study.compare_speed``.
-        samples: to the target, one tuple a seed; see ``time_to_target``.
-        seconds: to the target: baseline, strong_baseline, tuned.
-        looks: how many times the seeds were judged.
-        over: more seeds would not change the result.
-    """
+    """The results of a recipe on fresh seeds."""
 
     recipe: Recipe
     gate: NonInferiorityResult
-    speedup: Ratio | None = None
-    block_speedup: Ratio | None = None
-    measured_speedup: Ratio | None = None
-    uses_measured: bool = False
+    speedup: Ratio | None = None  # in the time to the target; one of the next two
+    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the paired runs
+    measured_speedup: Ratio | None = None  # seconds of the paired runs
+    uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower
     over_strong_baseline: Ratio | None = None
-    baseline_runs: dict[int, dict] = field(default_factory=dict)
-    tuned_runs: dict[int, dict] = field(default_factory=dict)
-    comparison: dict = field(default_factory=dict)
-    samples: list[tuple[int, ...]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    looks: int = 0
-    over: bool = False
+    baseline_runs: dict[int, dict] = field(default_factory=dict)  # by seed
+    tuned_runs: dict[int, dict] = field(default_factory=dict)  # by seed; there may be further seeds
+    comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
+    samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, by seed, see ``time_to_target``
+    seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
+    looks: int = 0  # how many times the seeds were judged
+    over: bool = False  # more seeds would not change the result
     why: str = ""
 
     @property

@@ -20,26 +20,16 @@ MIN_SEEDS = LOOKS[0]
 
 @dataclass(frozen=True)
 class NonInferiorityResult:
-    """The result of the gate after some seeds.
+    """The result of the gate after some seeds."""
 
-    Attributes:
-        baseline, tuned: mean of the final metrics of each arm.
-        margin: in the metric's unit.
-        difference: ``mean``, ``low`` and ``high``; positive is better, whatever the metric's direction.
-        seeds: those that both arms were run on.
-        passed: the recipe is not worse by more than the margin.
-        settled: more seeds would not change the result.
-        why: the reason, in words.
-    """
-
-    baseline: float | None
-    tuned: float | None
-    margin: float
-    difference: dict[str, float] | None
-    seeds: list[int]
-    passed: bool
-    settled: bool
-    why: str
+    baseline: float | None  # mean of the final metrics
+    tuned: float | None  # the same, with the recipe
+    margin: float  # in the metric's unit
+    difference: dict[str, float] | None  # mean, low and high; positive is better, whatever the metric's direction
+    seeds: list[int]  # those that both arms were run on
+    passed: bool  # the recipe is not worse by more than the margin
+    settled: bool  # more seeds would not change the result
+    why: str  # the reason, in words
 
     def to_json(self) -> dict:
         """All attributes as plain data."""

@@ -22,29 +22,19 @@ from hasten.tuning.study import Study, exactness_of
 
 @dataclass
 class SearchState:
-    """What a search has found so far.
+    """What a search has found so far."""
 
-    Attributes:
-        diagnosis: as ``diagnose`` returned it.
-        one_process: speed-up of the task's own training in one process over the job of several.
-        winner_in_one_process: speed-up of the winner, without its distributed methods, in one process over the job.
-        comparison_seconds: budget of a comparison of the confirmation.
-        strong_baseline: what an experienced user sets by hand.
-        ablated: the recipe that ``contributions`` belong to: the best of the search, or the winner.
-        step_profiles: seconds of each phase per 1000 samples, of "baseline" and "tuned".
-    """
-
-    diagnosis: dict = field(default_factory=dict)
+    diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
-    one_process: Ratio | None = None
-    winner_in_one_process: Ratio | None = None
-    comparison_seconds: float = 0.0
-    strong_baseline: Recipe = field(default_factory=Recipe)
+    one_process: Ratio | None = None  # speed-up of the task's own training in one process over the job of several
+    winner_in_one_process: Ratio | None = None  # the same of the winner, without its distributed methods
+    comparison_seconds: float = 0.0  # budget of a comparison of the confirmation
+    strong_baseline: Recipe = field(default_factory=Recipe)  # what an experienced user sets by hand
     incumbents: Incumbents = field(default_factory=Incumbents)
-    ablated: Recipe = field(default_factory=Recipe)
+    ablated: Recipe = field(default_factory=Recipe)  # the recipe that the contributions belong to
     contributions: list[Any] = field(default_factory=list)
-    step_profiles: dict[str, dict] = field(default_factory=dict)
+    step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     confirmation: Confirmation | None = None
 
     @property

@@ -32,19 +32,13 @@ NO_EFFECT = "has nothing to act on"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to try.
-
-    Attributes:
-        presets: options to try, mildest first.
-        bound: the highest speed-up that it could give; None: unknown.
-        offered: it comes from a file of the user. Its card is unverified, so its exactness is checked first.
-    """
+    """A method to try."""
 
     name: str
     card: Card
-    presets: tuple[dict, ...]
-    bound: float | None = None
-    offered: bool = False
+    presets: tuple[dict, ...]  # options to try, mildest first
+    bound: float | None = None  # the highest speed-up that it could give; None: unknown
+    offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
 
 
 def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
@@ -199,19 +193,12 @@ def conflict_reason(recipe: Recipe) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a recipe on the search's seeds.
+    """The result of a recipe on the search's seeds."""
 
-    Attributes:
-        verdict: "kept", "no gain", "refused", "failed" or "no effect".
-        why: the reason.
-        runs: results of ``Study.run``, in the order of the search's seeds.
-        fastest: an earlier incumbent that reached the target sooner and ended worse.
-    """
-
-    verdict: str
+    verdict: str  # "kept", "no gain", "refused", "failed" or "no effect"
     why: str
-    runs: tuple[dict, ...]
-    fastest: Outcome | None = None
+    runs: tuple[dict, ...]  # results of ``Study.run``, in the order of the search's seeds
+    fastest: Outcome | None = None  # an earlier incumbent that reached the target sooner and ended worse
 
     @property
     def seconds(self) -> float:

@@ -34,19 +34,12 @@ class OutOfBudgetError(Exception):
 
 @dataclass
 class Budget:
-    """The seconds of a search.
-
-    Attributes:
-        total: may be spent.
-        spent: a trial from the store counts the seconds that it took when it was measured.
-        reserved: not to be spent now, because the confirmation needs them.
-        exhausted: a part of the search ended before all its candidates were tried.
-    """
+    """The seconds of a search."""
 
     total: float
-    spent: float = 0.0
-    reserved: float = 0.0
-    exhausted: bool = False
+    spent: float = 0.0  # a trial from the store counts the seconds that it took when it was measured
+    reserved: float = 0.0  # not to be spent now, because the confirmation needs them
+    exhausted: bool = False  # a part of the search ended before all its candidates were tried
 
     def left(self) -> float:
         """Seconds that may be spent now."""
@@ -76,17 +69,7 @@ class Budget:
 
 @dataclass
 class Study:
-    """The measurements of one task.
-
-    Attributes:
-        processes: number of ranks that train together.
-        timeout: seconds without progress after which a job counts as hanging.
-        target: of the metric; None until the baseline has been run.
-        source_hashes: hash of the file of each method from a file.
-        charged: keys of the trials that are paid for.
-        complete: whole runs by (recipe, seed), whatever time limit they were started with.
-        trials: notes for the report about every trial, losers too.
-    """
+    """The measurements of one task."""
 
     task: TaskRef
     device: str
@@ -94,14 +77,14 @@ class Study:
     budget: Budget
     watch: ProgressCallback
     seed: int = 0
-    processes: int = 1
-    timeout: float = TIMEOUT_S
+    processes: int = 1  # number of ranks that train together
+    timeout: float = TIMEOUT_S  # seconds without progress after which a job counts as hanging
     higher_is_better: bool = True
-    target: float | None = None
-    source_hashes: dict[str, str] = field(default_factory=dict)
-    charged: set[str] = field(default_factory=set)
-    complete: dict[tuple[str, int], dict] = field(default_factory=dict)
-    trials: list[Any] = field(default_factory=list)
+    target: float | None = None  # of the metric; None until the baseline has been run
+    source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
+    charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
+    complete: dict[tuple[str, int], dict] = field(default_factory=dict)  # whole runs by (recipe, seed)
+    trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
         """A whole run: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""

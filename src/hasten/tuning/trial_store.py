@@ -29,18 +29,12 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
 
 
 class TrialStore:
-    """The trials of one search.
-
-    Attributes:
-        settings: what all trials share (task, device, versions, machine); part of every key.
-        outcomes: by key.
-        reused: number of trials that were answered from the file of an earlier search.
-    """
+    """The trials of one search. ``settings``, part of every key: what all share (task, device, versions, machine)."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
-        self.outcomes: dict[str, dict] = {}
-        self.reused = 0
+        self.outcomes: dict[str, dict] = {}  # by key
+        self.reused = 0  # number of trials that were answered from the file of an earlier search
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / LOCK).open("a")  # released when the process ends, however it ends

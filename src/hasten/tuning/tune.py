@@ -6,6 +6,7 @@ The margin and the target are fixed before the first candidate is tried. Everyth
 that was killed continues where it stopped.
 """
 
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,7 +105,7 @@ def tune(
             "tune needs a task with validation_data and a metric, to check that the quality does not suffer"
         )
     higher, selection = higher_is_better(loaded), MethodSelection.of(methods, extra)  # checked before anything runs
-    folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(task))}"
+    folder = Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(task)))
     settings = {
         "task": task.fingerprint(),
         "target": loaded.target,
@@ -308,10 +309,6 @@ def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
                 best = recipe
             break
     return best
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
 def _format_duration(seconds: float) -> str:

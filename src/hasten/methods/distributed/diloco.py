@@ -73,18 +73,12 @@ class DiLoCo(Method):
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum on the mean change of the weights.
-
-    Attributes:
-        weights: the parameters of the model.
-        anchor: the weights at the last synchronization, the same on all ranks.
-        velocity: the momentum buffers.
-    """
+    """SGD with Nesterov momentum on the mean change of the weights."""
 
     def __init__(self, weights: list[torch.Tensor], lr: float, momentum: float):
         self.weights, self.lr, self.momentum = weights, lr, momentum
-        self.anchor: list[torch.Tensor] = []
-        self.velocity: list[torch.Tensor] = []
+        self.anchor: list[torch.Tensor] = []  # the weights at the last synchronization, the same on all ranks
+        self.velocity: list[torch.Tensor] = []  # the momentum buffers
 
     def begin(self) -> None:
         """Copies the weights before the first step, or before the first one after a run in a single process."""

@@ -93,25 +93,17 @@ class ParameterServer(Method):
 
 
 class Server:
-    """The master copy of the weights. One thread per worker calls it.
-
-    Attributes:
-        pushed: steps whose gradients have arrived, by worker.
-        version: updates made.
-        newest: the weights after them, flattened and concatenated; replaced by an update, never changed in place.
-        sums: step -> sum of the gradients that have arrived.
-        settings: step -> settings of the optimizer's parameter groups.
-        lost: workers whose connection is closed.
-        failure: error of an update.
-    """
+    """The master copy of the weights. One thread per worker calls it."""
 
     def __init__(self, weights: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, world: int, staleness: int):
         self.weights, self.optimizer, self.staleness = weights, optimizer, staleness
-        self.pushed, self.version, self.newest = [0] * world, 0, flatten(weights)
-        self.sums: dict[int, torch.Tensor] = {}
-        self.settings: dict[int, list[dict[str, Any]]] = {}
-        self.lost: set[int] = set()
-        self.failure: Exception | None = None
+        self.pushed = [0] * world  # steps whose gradients have arrived, by worker
+        self.version = 0  # updates made
+        self.newest = flatten(weights)  # the weights after them; replaced by an update, never changed in place
+        self.sums: dict[int, torch.Tensor] = {}  # step -> sum of the gradients that have arrived
+        self.settings: dict[int, list[dict[str, Any]]] = {}  # step -> settings of the optimizer's parameter groups
+        self.lost: set[int] = set()  # workers whose connection is closed
+        self.failure: Exception | None = None  # of an update
         self.changed = threading.Condition()
 
     def exchange(

@@ -60,19 +60,12 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers that are sharded together.
+    """Linear layers that are sharded together, by their names."""
 
-    Attributes:
-        first: names of the layers that are sharded by columns.
-        last: name of the layer that is sharded by rows.
-        elementwise: whether only element-wise functions lie between them, not an attention.
-        dropouts: names of the dropout layers between them; a rank draws the full mask and uses its shard.
-    """
-
-    first: tuple[str, ...]
-    last: str
-    elementwise: bool
-    dropouts: tuple[str, ...] = ()
+    first: tuple[str, ...]  # the layers that are sharded by columns
+    last: str  # the layer that is sharded by rows
+    elementwise: bool  # whether only element-wise functions lie between them, not an attention
+    dropouts: tuple[str, ...] = ()  # dropout layers between them; a rank draws the full mask and uses its shard
 
     @property
     def layers(self) -> tuple[str, ...]:
