@@ -100,7 +100,9 @@ class Arm:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)
-            self.evaluated_batches = self._batches_to_evaluate(evaluation)
+            self.evaluated_batches = None  # all
+            if self.validation_batches and evaluation > EVALUATION_SECONDS:
+                self.evaluated_batches = max(1, round(self.validation_batches * EVALUATION_SECONDS / evaluation))
         plan, parallel = program.plan, program.run.parallel
         return {
             "start": start,
@@ -166,17 +168,8 @@ class Arm:
         # the same on all ranks, because it decides what they do next
         return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
 
-    def _batches_to_evaluate(self, seconds: float) -> int | None:
-        if not self.validation_batches or seconds <= EVALUATION_SECONDS:
-            return None
-        return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
-
     def _read_losses(self) -> list[float]:
-        """Reads the losses since the last call.
-
-        Raises:
-            RunError: a loss is not finite.
-        """
+        """Reads the losses since the last call; RunError if one is not finite."""
         unread, self.unread = self.unread, []
         if not unread:
             return []

@@ -235,11 +235,7 @@ def _order(done: int) -> tuple[int, int]:
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late.
-
-    Raises:
-        RunError: the clocks differ every time: something in the arm changes the clock, or the count of samples.
-    """
+    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late."""
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
         began = time.monotonic()

@@ -121,7 +121,7 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 
 
 def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
-    dropout = _dropout(case.program(recipe))
+    dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up
     done, in_time = 0, True
@@ -170,11 +170,6 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
                 values = tensor.detach().cpu().float().contiguous().numpy()
                 hashes.setdefault(index, sha256()).update(values.tobytes())
     return [(rows[index], hashes[index].hexdigest()) for index in sorted(rows)]
-
-
-def _dropout(program: Program) -> list[float]:
-    modules = program.run.model.modules()
-    return [module.p for module in modules if isinstance(module, Dropout)]
 
 
 def _plan(plan: TrainPlan) -> dict[str, object]:
@@ -236,7 +231,9 @@ def first_gradients(
             program.grad_transform()
             gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
-            gradients = {_parameter_name(name): gradient for name, gradient in gradients.items()}
+            # without the prefixes of DDP and torch.compile
+            names = {name: name.removeprefix("module.").replace("_orig_mod.", "") for name in gradients}
+            gradients = {names[name]: gradient for name, gradient in gradients.items()}
             full_gradients = _to_cpu(gather_weights(gradients, program.run), torch.float64)
             program.optimizer_step()
             changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
@@ -252,8 +249,3 @@ def first_gradients(
     if not used_batches:
         raise RunError(f"no batch of the first {len(found)} gave finite gradients")
     return found, used_batches
-
-
-def _parameter_name(name: str) -> str:
-    """Without the prefixes of DDP and torch.compile."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")

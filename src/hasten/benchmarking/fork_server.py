@@ -247,11 +247,7 @@ def mark_warnings_shown() -> Iterator[None]:
 
 
 def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
-    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error.
-
-    Raises:
-        ConfigurationError, RunError: the message is an error.
-    """
+    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error."""
     if kind == "watch":
         watch(*content)
     elif kind == "warning":

@@ -65,11 +65,7 @@ class AsyncCheckpointer:
             self.copied.wait()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that was begun is on the disk.
-
-        Raises:
-            RunError: It could not be written.
-        """
+        """Waits until the checkpoint that was begun is on the disk; raises RunError if it could not be written."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()

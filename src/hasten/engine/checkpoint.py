@@ -56,11 +56,7 @@ class Checkpoints:
             self._remove_all_except({known.stem for known in self.good})
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
-        """The newest complete checkpoint that ``matches``; warns about each unusable one; None without any.
-
-        Raises:
-            RunError: There are checkpoints, but none can be used.
-        """
+        """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
         paths = sorted(self.folder.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
         for path in paths:
             try:
@@ -200,11 +196,7 @@ def gather_weights(state: State, run: RunContext) -> State:
 
 
 def restore(program: Program, state: State) -> None:
-    """Restores everything that ``get_state`` returned, except the random state.
-
-    Raises:
-        RunError: The state does not fit the model, the optimizer or the methods.
-    """
+    """Restores what ``get_state`` returned, except the random state. RunError: it does not fit the task or methods."""
     run, rank_states = program.run, state["rank_state"]
     same_world_size = len(rank_states) == run.ranks.world_size
     try:
@@ -325,11 +317,7 @@ def deserialize(content: bytes) -> Any:
 
 
 def read_again(batches: BatchSource, start_of_epoch: State | None, epoch: int, start: int) -> Iterator[Batch]:
-    """The batches of an epoch again, from batch index ``start`` on.
-
-    Raises:
-        LookupError: The source is not seekable, and another epoch has begun since.
-    """
+    """The batches of an epoch again. LookupError: the source is not seekable, and another epoch has begun since."""
     if batches.seekable:
         return batches.epoch(epoch, start)
     if start_of_epoch is None or epoch != start_of_epoch["epoch"]:

@@ -14,8 +14,7 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
     """The methods that act in this run, innermost first; without several processes, those that need them are reported.
 
-    Raises:
-        ConfigurationError: Methods conflict, applicable or not.
+    All of them, applicable or not, are checked for conflicts.
     """
     methods = sort_methods(methods)
     check_conflicts(methods)
@@ -47,17 +46,12 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:
-    """Computes conflicts from the cards; no pair of methods is listed anywhere.
-
-    Raises:
-        ConfigurationError: Two methods conflict.
-    """
+    """Raises ConfigurationError if two methods conflict: computed from the cards, no pair is listed anywhere."""
     for a, b in combinations(methods, 2):
         continues = a.name in b.card.after or b.name in a.card.after  # one builds on the result of the other
         if not continues and (both := a.card.replaces & b.card.replaces):
-            raise ConfigurationError(
-                f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them"
-            )
+            replaced = ", ".join(sorted(both))
+            raise ConfigurationError(f"{a.name} and {b.name} both replace {replaced}; choose one of them")
         for one, other in ((a, b), (b, a)):
             if lost := required_traits(one) & other.card.invalidates:
                 raise ConfigurationError(

@@ -32,11 +32,7 @@ ONE_PROCESS_ONLY = (
 
 
 def load_data(task: Task) -> Task:
-    """The task with its data; a function in ``train_data`` or ``validation_data`` is called once.
-
-    Raises:
-        ConfigurationError: The data are empty, or of a type that holds no samples.
-    """
+    """The task with its data, which must hold samples; a function in one of its data fields is called once."""
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 
@@ -85,13 +81,10 @@ def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
 
 
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Checks a number of processes against a task, before any is started.
+    """Raises ConfigurationError, before any process is started, if a batch has fewer samples than there are processes.
 
     A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check
     it themselves.
-
-    Raises:
-        ConfigurationError: A batch has fewer samples than there are processes.
     """
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):

@@ -66,12 +66,7 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def writable(path: Path) -> Generator[None]:
-    """Translates errors from writing to the path of --out.
-
-    Raises:
-        ConfigurationError: The path cannot be written to.
-        RunError: The disk is full.
-    """
+    """Turns an error from writing to the path of --out into a RunError (the disk is full) or a ConfigurationError."""
     try:
         yield
     except OSError as error:

@@ -79,8 +79,7 @@ def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
 def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
-    Raises:
-        ConfigurationError: A method changed the batch size, but the DataLoader has a batch sampler of its own.
+    Methods may change the batch size, except of a DataLoader with a batch sampler of its own.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -130,11 +129,7 @@ def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, 
 
 
 def length_of(data: Any) -> int | None:
-    """``len(data)``, or None where it has none.
-
-    Raises:
-        ConfigurationError: ``__len__`` returns a negative or too large number.
-    """
+    """``len(data)``, None where it has none; ConfigurationError if ``__len__`` returns no valid number."""
     try:
         return len(data)
     except TypeError:

@@ -87,11 +87,7 @@ def name_of(task: Task) -> str:
 
 
 def higher_is_better(task: Task) -> bool:
-    """The direction of the task's metric.
-
-    Raises:
-        ConfigurationError: The metric is unknown, or neither it nor the task states the direction.
-    """
+    """The direction of the task's metric; ConfigurationError if neither the metric nor the task states it."""
     MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
@@ -104,11 +100,7 @@ def higher_is_better(task: Task) -> bool:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over the batches of an evaluation.
-
-    Raises:
-        ConfigurationError: Task(metric=) is neither a known name nor a metric.
-    """
+    """Accumulates the task's metric and loss over the batches of an evaluation."""
 
     def __init__(self, task: Task) -> None:
         metric: Any = task.metric
@@ -147,12 +139,7 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self) -> EvaluationResult:
-        """The metric and the loss over all batches.
-
-        Raises:
-            RunError: There was no batch.
-            ConfigurationError: The metric is not a single number.
-        """
+        """The metric and the loss over all batches; RunError if there was none."""
         if not self.samples:
             raise RunError("the validation data gave no batch, so there is no metric")
         value = float(self._as_number(self.torchmetric.compute() if self.named is None else self.sum / self.samples))

@@ -36,11 +36,7 @@ def method_names() -> list[str]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method.
-
-    Raises:
-        ConfigurationError: There is no such method, or the name is that of something else.
-    """
+    """The class of a method; ConfigurationError if there is none of that name."""
     if ":" in name:
         return _class_at(name)
     if point := _installed().get(name):
@@ -87,11 +83,7 @@ def remedies(problem: str) -> str:
 
 
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
-    """Creates a method with checked options.
-
-    Raises:
-        ConfigurationError: The method or an option is unknown, or an option has a wrong type or value.
-    """
+    """Creates a method; ConfigurationError if it is unknown, or an option is unknown or has a wrong type or value."""
     cls = method_class(name)
     fields = options_of(cls)
     types: dict[str, Any] = _import(name, lambda: typing.get_type_hints(cls)) if fields else {}
@@ -128,11 +120,7 @@ def options_of(cls: type[Method]) -> dict[str, object]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module.
-
-    Raises:
-        ConfigurationError: There is no such file, or it raises when it is imported.
-    """
+    """Imports a user's Python file as a module; ConfigurationError if there is no such file, or it raises."""
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")

@@ -209,11 +209,7 @@ def to_json_lines(records: list[dict[str, Any]]) -> str:
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new.
-
-    Raises:
-        RunError: The disk is full, or the directory cannot be written to.
-    """
+    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new."""
     temporary = path.with_name(path.name + TEMPORARY)
     with translate_disk_errors(path, FREE_THE_DISK):
         try:

@@ -70,12 +70,7 @@ class TaskRef:
         raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
 
     def load(self) -> Task:
-        """The task, under the name of the reference.
-
-        Raises:
-            ConfigurationError: The file does not import, has no such function, or the function raises or returns no
-                Task.
-        """
+        """The task, under the name of the reference; ConfigurationError if the user's code gives none."""
         if isinstance(self.obj, Task):
             return self.obj
         function = self.function()
@@ -83,22 +78,14 @@ class TaskRef:
             return _call(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
-        """The function that returns the task.
-
-        Raises:
-            ConfigurationError: The reference is to a Task object, or the file does not import or has no such function.
-        """
+        """The function that returns the task; ConfigurationError for a Task object, or if there is no such function."""
         if isinstance(self.obj, Task):
             raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
         with _with_same_rng():
             return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
     def to_json(self) -> str:
-        """One line of text for another process of this command; contains a pickle if the task is an object.
-
-        Raises:
-            ConfigurationError: The object cannot be pickled.
-        """
+        """One line of text for another process of this command; contains a pickle if the task is an object."""
         if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
         return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": sys.path})

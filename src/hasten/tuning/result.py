@@ -116,11 +116,7 @@ def _interval(ratio: Ratio | None) -> Any:
 
 
 def write(folder: Path, result: Any) -> None:
-    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
+    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result."""
     result["recipe_file"] = str(folder / "recipe.toml")
     texts = {
         "recipe.toml": Recipe(result["recipe"]).to_toml(),

@@ -58,11 +58,7 @@ class Budget:
             self.reserved -= withheld
 
     def check(self) -> None:
-        """Called before each trial. A trial that has begun is finished.
-
-        Raises:
-            OutOfBudgetError: nothing is left.
-        """
+        """Raises OutOfBudgetError if nothing is left. Called before each trial; one that has begun is finished."""
         if self.left() <= 0:
             raise OutOfBudgetError
 
@@ -125,9 +121,8 @@ class Study:
 
         def measure(watch: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            return run_interleaved(
-                self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where
-            ).to_json()
+            limits = {"budget": seconds, "looks": looks, "longest": longest}
+            return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
@@ -188,11 +183,7 @@ class Study:
     def _charge(
         self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
     ) -> dict:
-        """The outcome of a trial, from the store or measured now; its seconds are charged once.
-
-        Raises:
-            OutOfBudgetError: the trial is not in the store and nothing is left.
-        """
+        """The outcome of a trial, from the store or, if the budget allows, measured now; its seconds count once."""
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what
         if (kind, what) not in self.store:

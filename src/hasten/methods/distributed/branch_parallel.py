@@ -102,8 +102,12 @@ class BranchParallel(Method):
         def compute_all(model: nn.Module, blocks: list[BranchBlock]) -> None:
             _replace_blocks(model, graphs, blocks, _compute_all)
 
+        def divide(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment) -> None:
+            make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
+            _replace_blocks(model, graphs, blocks, make)
+
         def exchange(model: nn.Module, blocks: list[BranchBlock]) -> None:
-            _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run))
+            divide(model, blocks, assign_branches([[1.0] * len(block.branches) for block in blocks], size))
 
         plans = [PartitionPlan(compute_all), PartitionPlan(exchange, everywhere=False)]
         blocks, more = verify_partition(model, candidates, plans, self.name, run)
@@ -118,17 +122,12 @@ class BranchParallel(Method):
         run.tuned_settings[self.name] = {"assignment": "-".join(str(rank) for ranks in assignment for rank in ranks)}
         if run.ranks.is_main_process:
             _report(model, blocks, assignment, rejected, size)
-        make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
-        _replace_blocks(model, graphs, blocks, make)
+        divide(model, blocks, assignment)
         _keep_local_branches(model, blocks, assignment, run)
         return model
 
     def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:
-        """The option ``assignment``.
-
-        Raises:
-            ConfigurationError: it has another number of branches, unknown ranks, or only one rank for some block.
-        """
+        """The option ``assignment``, if it has all branches, known ranks and several ranks for each block."""
         words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
         ranks = iter([int(word) if word.isdecimal() else size for word in words])
         assignment = [list(islice(ranks, len(block.branches))) for block in blocks]
@@ -229,10 +228,9 @@ def _report(
 ) -> None:
     lines: list[str] = []
     for block, ranks in zip(blocks, assignment, strict=True):
-        branches = [
-            f"{block.describe(branch)} on rank {rank}" for branch, rank in zip(block.branches, ranks, strict=True)
-        ]
-        lines.append(f"{', '.join(branches)}; they join in {block.outer(block.join.name)}")
+        places = zip(block.branches, ranks, strict=True)
+        branches = ", ".join(f"{block.describe(branch)} on rank {rank}" for branch, rank in places)
+        lines.append(f"{branches}; they join in {block.outer(block.join.name)}")
     divided = {
         id(tensor): tensor.numel()
         for block in blocks
@@ -291,13 +289,6 @@ def _check_not_recomputing() -> None:
         raise RunError(
             "branch_parallel cannot recompute branches in the backward pass; leave out activation checkpointing"
         )
-
-
-def _exchange_balanced(blocks: list[BranchBlock], run: RunContext) -> MakeBlockFn:
-    """``_exchange_outputs`` with the same number of branches on each rank."""
-    assert run.parallel is not None
-    assignment = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
-    return partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
 
 
 def _exchange_outputs(
