@@ -44,12 +44,8 @@ def require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
 class Arm:
     """An endless run, in blocks. Times are in seconds.
 
-    Args:
-        task: what to train, as a TaskRef or its JSON.
-        methods: method -> options: the recipe.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        ranks: the process group; by default that of the environment, joined when the arm is built.
+    The task is a TaskRef or its JSON; ``methods`` (method -> options) is the recipe. Without ``ranks`` the arm joins
+    the process group of the environment when it is built.
     """
 
     def __init__(

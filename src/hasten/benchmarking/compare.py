@@ -68,16 +68,6 @@ class ArmSamples:
         """The median over the blocks, plus evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
 
-    def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
-        """Times one more block, then suspends the arm."""
-        self.blocks.append(_time_block(arm, steps, timeout))
-        arm.suspend()
-
-    def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
-        """Times one more evaluation, then suspends the arm."""
-        self.evaluations.append(arm.call("evaluate", timeout=timeout))
-        arm.suspend()
-
 
 @dataclass
 class Comparison:
@@ -208,10 +198,12 @@ def run_interleaved(
         while True:
             while _evaluation_is_due(samples, budget):
                 for turn in _order(len(samples[0].evaluations)):
-                    samples[turn].time_evaluation(arms[turn], timeout)
+                    samples[turn].evaluations.append(arms[turn].call("evaluate", timeout=timeout))
+                    arms[turn].suspend()
             for turn in _order(len(samples[0].blocks)):
                 expected = 2 * steps[turn] * samples[turn].plan["step"]
-                samples[turn].time_block(arms[turn], steps[turn], timeout + max(budget, expected))
+                samples[turn].blocks.append(_time_block(arms[turn], steps[turn], timeout + max(budget, expected)))
+                arms[turn].suspend()
             pairs = len(samples[0].blocks)
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
@@ -291,10 +283,8 @@ def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
-    errors = [
-        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations))
-        for arm in (a, b)
-    ]
+    spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in (a, b)]
+    errors = [each / math.sqrt(len(a.evaluations)) for each in spreads]
     return with_evaluations(steps, (a.evaluation_ratio(), b.evaluation_ratio()), errors, len(a.blocks), error)
 
 

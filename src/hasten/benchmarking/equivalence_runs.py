@@ -136,9 +136,8 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
                 break
         weights = _exported_weights(program)
     if done < min(steps, MIN_STEPS) and not in_time:
-        raise RunError(
-            f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}; give it more time"
-        )
+        problem = f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}"
+        raise RunError(f"{problem}; give it more time")
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
         case.check_has_effect(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:

@@ -39,11 +39,9 @@ def load_data(task: Task) -> Task:
 
 def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
-    data = task.train_data
+    data, batch_size = task.train_data, _batch_size_of(task) or 1
     samples = length_of(data.dataset if is_prebatched(data) else data)
-    return TrainPlan(
-        batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every
-    )
+    return TrainPlan(batch_size, task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
 def training(
@@ -128,9 +126,7 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
         is_generator = iter(outer) is outer  # lives for one epoch only
         return islice(iter(method.data(inner, run) if is_generator else outer), start, None)
 
-    return BatchSource(
-        epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators
-    )
+    return BatchSource(epoch, inner.length, training=inner.training, seekable=False, generators=inner.generators)
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:

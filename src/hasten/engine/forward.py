@@ -52,9 +52,8 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
 
 def loss_type_error(loss: Any) -> RunError:
     """The error for a Task(loss=) that returned no tensor."""
-    return RunError(
-        f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}; leave out float() and .item()"
-    )
+    problem = f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}"
+    return RunError(f"{problem}; leave out float() and .item()")
 
 
 def _describe(loss: Any) -> str:

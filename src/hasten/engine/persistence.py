@@ -41,7 +41,6 @@ class RunRecord:
         return {"history": history, "seconds": self.seconds(), "split": dict(self.split)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict()``."""
         self.evaluations = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
         self.earlier_seconds, self.split = state["seconds"], state["split"]

@@ -60,14 +60,7 @@ def build(
     seed: int = 0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
-    """Builds the program of a task under a set of methods, in the order of their cards.
-
-    Args:
-        task: The task.
-        methods: The methods, in any order.
-        device: The device of this process.
-        seed: Seed of the run.
-        ranks: The process group.
+    """Builds the program of a task under a set of methods, in the order of their cards, for a device of this process.
 
     Raises:
         ConfigurationError: Methods conflict, or the parts of the task do not fit together.

@@ -204,13 +204,9 @@ def _check_option(option: str, value: Any, kind: Any) -> Any:
         return value
     if not OPTION_TYPES.keys() >= set(kinds):
         raise ConfigurationError(f"{option} is a {kind}; options are numbers, texts, true or false")
-    if isinstance(value, bool):
-        accepted = bool in kinds
-    else:
-        accepted = isinstance(value, kinds)
-        if isinstance(value, int) and not accepted and float in kinds:
-            return float(value)
-    if not accepted:
+    if type(value) is int and int not in kinds and float in kinds:
+        return float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join(OPTION_TYPES[kind] for kind in kinds)
         raise ConfigurationError(f"{option} must be {names}, not {value!r}")
     return value

@@ -38,12 +38,6 @@ class RunDirectory:
         resume: Whether to resume the run in the directory.
         resume_key: ``(recipe) -> recipe``: the part of a recipe that must not change when a run is resumed.
 
-    Attributes:
-        begun: Whether the directory holds a run that is resumed.
-        recipe: The recipe to train with.
-        written: The recipe in recipe.toml.
-        environment: environment.json of the run that is resumed.
-
     Raises:
         ConfigurationError: The directory holds something else, or a run that cannot be resumed as requested.
         RunError: The files of the run cannot be read.
@@ -60,11 +54,11 @@ class RunDirectory:
         """Reads the directory; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
-        self.written = self.recipe
-        self.environment: dict[str, Any] = {}
+        self.written = self.recipe  # in recipe.toml
+        self.environment: dict[str, Any] = {}  # environment.json of the run that is resumed
         try:
             names = set(os.listdir(self.path)) if self.path.exists() else set[str]()
-            self.begun = "environment.json" in names
+            self.begun = "environment.json" in names  # by a run that is to be resumed
             foreign = not self.begun and any(map(self._is_foreign, names))
         except OSError as error:
             problem = f"cannot use {self.path} as a run directory: {error.strerror}"
@@ -130,17 +124,14 @@ class RunDirectory:
             os.ftruncate(self._log.fileno(), length)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file atomically."""
         atomic_write(self.path / name, lambda file: file.write(text.encode()))
 
     def remove(self, name: str) -> None:
-        """Removes a file if it exists."""
         with translate_disk_errors(self.path / name, FREE_THE_DISK):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the log and releases the lock."""
-        self._log.close()
+        self._log.close()  # releases the lock
         self._times.close()
 
     def _append(self, file: BinaryIO, records: list[dict[str, Any]]) -> None:

@@ -69,9 +69,8 @@ class _ScriptWriter:
         body = [*self._plan(), *self._data(), *self._model(), *self._step(), *self._program(), *self._training()]
         if process_context:
             body = ["with process_context():", *_indented(body)]
-        classes = [
-            f"from {type(m).__module__} import {type(m).__name__} as METHOD_{i}" for i, m in enumerate(self.methods)
-        ]
+        types = [type(method) for method in self.methods]
+        classes = [f"from {cls.__module__} import {cls.__name__} as METHOD_{i}" for i, cls in enumerate(types)]
         default = repr(device) if device else '"cuda" if torch.cuda.is_available() else "cpu"'
         task_import = f"from {self.function.__module__} import {self.function.__name__} as THE_TASK"
         main = ["def main():", *_indented([*self._opening(), *process_context, *body])]

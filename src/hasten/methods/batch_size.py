@@ -43,7 +43,6 @@ class BatchSize(Method):
 
     @property
     def lr_scale(self) -> float:
-        """The factor of the learning rate."""
         return RULES[self.rule](self.factor)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
@@ -70,9 +69,8 @@ class BatchSize(Method):
         if not self.warmup or self.lr_scale == 1:
             return optimizer_step
         if run.plan.steps is None:
-            raise ConfigurationError(
-                "batch_size:warmup is a fraction of the steps, but the training data has no length; pass warmup=0"
-            )
+            problem = "batch_size:warmup is a fraction of the steps, but the training data has no length"
+            raise ConfigurationError(f"{problem}; pass warmup=0")
         warmup_steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
         def step_with_warmup() -> None:

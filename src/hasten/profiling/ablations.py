@@ -36,7 +36,6 @@ class ReplayedBatch(Method):
     card = _card("replays one batch: input costs nothing")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        """Wraps the training batches; validation batches stay as they are."""
         if not batches.training:
             return batches
         disabled, progress = disabled_phases(run), run.progress
@@ -61,7 +60,6 @@ class NoUpdate(Method):
     card = _card("skips the optimizer step: the update costs nothing")
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Wraps the optimizer step."""
         disabled = disabled_phases(run)
         return lambda: None if "optimizer_step" in disabled else optimizer_step()
 
@@ -72,7 +70,6 @@ class LargerBatch(Method):
     card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Changes the batch size alone."""
         return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)
 
 

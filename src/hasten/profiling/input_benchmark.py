@@ -185,9 +185,8 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
     if isinstance(data, Pipeline):
         return _pipeline_stages(data, program.plan.batch_size, seconds, not_measured)
     if samples is None:
-        not_measured["stages"] = (
-            "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
-        )
+        why = "the batches are not read sample by sample from a map-style dataset"
+        not_measured["stages"] = f"{why}; end_to_end measures them"
         return {}
     not_measured["decode"] = "read includes it, and the dataset's own transforms"
     return _dataset_stages(samples, seconds)

@@ -143,8 +143,8 @@ def _timer(run: RunContext) -> PhaseTimer:
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
     """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
-    forward, backward = (
-        (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
-    )
+    forward, backward = seconds["forward"], seconds["backward"]
+    if not forward:
+        forward, backward = 1.0, BACKWARD_OVER_FORWARD
     scale = both / (forward + backward)
     return {name: seconds[name] for name in PHASES} | {"forward": forward * scale, "backward": backward * scale}

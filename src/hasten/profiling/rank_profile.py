@@ -143,6 +143,9 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
     advice, not_advised = _advise(probe, ceilings, slowest_rank_shares(rows, step), cost, step)
     not_measured = {} if EXCHANGE in ceilings else {EXCHANGE: DDP_ONLY, "straggler": DDP_ONLY}
     switches = sum(block["switches"] for block in rank_blocks[0]["plain"])
+    on_cpu = probe.program.run.device.type == "cpu"
+    # devices (on the CPU: threads) of the job / those of a single process
+    resource_factor = ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
     return {
         "verdict": verdict_of(straggler, ceilings, cost, rows, step),
         "processes": ranks.world_size,
@@ -158,7 +161,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
         "threads": {"per_rank": torch.get_num_threads(), "single_process": single_process_threads()},
-        "efficiency": speedup and speedup.median / _resource_factor(probe, ranks),
+        "efficiency": speedup and speedup.median / resource_factor,
         "not_measured": not_measured | no_speedup,
         "advice": advice,
         "not_advised": not_advised,
@@ -339,12 +342,6 @@ def _single_process_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _resource_factor(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
-    """Devices (on the CPU: threads) of the job / those of a single process."""
-    on_cpu = probe.program.run.device.type == "cpu"
-    return ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
 
 
 def _slowest(rank_blocks: list[dict], kind: str, key: str) -> list[float]:

@@ -66,7 +66,6 @@ class Confirmation:
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
-        """Ends the attempt."""
         self.over, self.why = True, why
 
 

@@ -32,7 +32,6 @@ class NonInferiorityResult:
     why: str  # the reason, in words
 
     def to_json(self) -> dict:
-        """All attributes as plain data."""
         return asdict(self)
 
 
@@ -90,9 +89,8 @@ def quality_gate(
         return NonInferiorityResult(*means, margin, None, seeds, False, False, why)
     error, freedom = _standard_error(known, after, len(before))
     if not error:
-        return not_passed(
-            "no seed changes the metric of either arm: it measures nothing", margin, seeds, settled=enough
-        )
+        why = "no seed changes the metric of either arm: it measures nothing"
+        return not_passed(why, margin, seeds, settled=enough)
     mean = (means[1] - means[0]) * (1 if higher_is_better else -1)
     half_width = float(stdtrit(freedom, confidence)) * error
     low, high = mean - half_width, mean + half_width

@@ -118,12 +118,9 @@ def _interval(ratio: Ratio | None) -> Any:
 def write(folder: Path, result: Any) -> None:
     """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result."""
     result["recipe_file"] = str(folder / "recipe.toml")
-    texts = {
-        "recipe.toml": Recipe(result["recipe"]).to_toml(),
-        "result.json": json.dumps(result, indent=1, allow_nan=False),
-    }
-    for name, text in texts.items():
-        atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
+    toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
+    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))
+    atomic_write(folder / "result.json", lambda file: file.write(text.encode()))
 
 
 def machine_and_versions(device: str) -> dict:
@@ -171,15 +168,16 @@ def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
         key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}
         for key in ("samples_to_target", "seconds_to_target")
     }
-    curves = {
-        arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
-    }
-    return to_target | {"curves": curves}
+    return to_target | {"curves": {arm: _curves(runs) for arm, runs in arms.items()}}
 
 
-def _curve(seed: int, run: dict) -> Curve:
-    points = [Point(**{key: row[key] for key in ("seconds", "samples", "metric")}) for row in run["evaluations"]]
-    return {"seed": seed, "points": points}
+def _curves(runs: dict[int, dict]) -> list[Curve]:
+    keys, curves = ("seconds", "samples", "metric"), []
+    for seed, run in runs.items():
+        if "evaluations" in run:
+            points = [Point(**{key: row[key] for key in keys}) for row in run["evaluations"]]
+            curves.append(Curve(seed=seed, points=points))
+    return curves
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:

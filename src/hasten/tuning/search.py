@@ -82,11 +82,9 @@ class Incumbents:
 
     @property
     def best(self) -> Recipe:
-        """The recipe to beat."""
         return self.recipes[-1]
 
     def push(self, recipe: Recipe) -> None:
-        """Adds a better recipe."""
         self.recipes.append(recipe)
 
 

@@ -157,7 +157,6 @@ class Study:
         return outcome.get("phases", {})
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
-        """Adds a trial to ``trials``."""
         trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
         self.trials.append(trial | {"seconds": round(seconds, 2)})
 

@@ -38,9 +38,8 @@ class Trial:
         recipe = self.recipe.with_method(f"{__name__}:RequireEffect")
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
-        result = train(
-            self.task.load(), recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch
-        )
+        where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S}
+        result = train(self.task.load(), recipe, watch=self.watch, **where)
         require_effect(result["no_effect"])  # methods may report it during the run
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
@@ -75,7 +74,6 @@ class RequireEffect(Method):
     card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Checks the methods; the step stays as it is."""
         require_effect(run.no_effect)
         return optimizer_step
 
@@ -90,7 +88,6 @@ class TimeLimitPruner(Method):
     card = Card(summary="ends a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Adds the time limit to the conditions that stop the run."""
         inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
 
         def stop(history: list[Evaluation]) -> bool:

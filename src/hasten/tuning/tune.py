@@ -153,9 +153,8 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
     )["seconds"]
     total = study.budget.total = budget if budget is not None else max(MIN_BUDGET_S, BUDGET_RUNS * seconds)
     study.timeout = timeout or max(MIN_TIMEOUT_S, total * TIMEOUT_FRACTION, TIMEOUT_RUNS * seconds)
-    message = (
-        f"one run of the task takes about {_format_duration(seconds)}; the search may take {_format_duration(total)}"
-    )
+    run_time, search_time = _format_duration(seconds), _format_duration(total)
+    message = f"one run of the task takes about {run_time}; the search may take {search_time}"
     warnings.warn(message, ProgressWarning, stacklevel=3)
     if total / seconds < MIN_BUDGET_RUNS:
         message = (

@@ -286,9 +286,8 @@ def _versions(inputs: tuple[Any, ...]) -> list[int]:
 def _check_not_recomputing() -> None:
     """Refuses activation checkpointing: in the backward pass the ranks would reach the branches at different times."""
     if inside_backward():
-        raise RunError(
-            "branch_parallel cannot recompute branches in the backward pass; leave out activation checkpointing"
-        )
+        advice = "leave out activation checkpointing"
+        raise RunError(f"branch_parallel cannot recompute branches in the backward pass; {advice}")
 
 
 def _exchange_outputs(
@@ -321,9 +320,8 @@ def _exchange_outputs(
         for output, header, source in zip(computed, headers[key], sources, strict=True):
             tensor = empty_from_meta(header, run.device) if output is None else output.detach()
             if output is not None and (output.shape, output.dtype) != decode_meta(header):
-                raise RunError(
-                    f"branch_parallel: outputs of {block} vary in shape for inputs of one shape; use another strategy"
-                )
+                problem = f"outputs of {block} vary in shape for inputs of one shape"
+                raise RunError(f"branch_parallel: {problem}; use another strategy")
             pending.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs.append(cast(Any, ReceiveOutput).apply(token, [tensor]) if output is None else output)
         for work in pending:

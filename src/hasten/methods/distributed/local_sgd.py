@@ -61,10 +61,9 @@ class LocalSGD(Method):
         return model
 
     def _check_periods(self, run: RunContext) -> None:
-        if self.group_size and run.ranks.world_size % self.group_size:
-            raise ConfigurationError(
-                f"local_sgd:group_size={self.group_size} must divide the {run.ranks.world_size} processes"
-            )
+        world = run.ranks.world_size
+        if self.group_size and world % self.group_size:
+            raise ConfigurationError(f"local_sgd:group_size={self.group_size} must divide the {world} processes")
         if self.group_period > 1 and not self.group_size:
             raise ConfigurationError(
                 f"local_sgd:group_period={self.group_period} has no effect without groups; set group_size as well"

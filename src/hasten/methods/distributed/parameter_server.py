@@ -238,10 +238,7 @@ class Connection:
         """
         original = self.run.optimizer
         weights, members = trained(self.run.unwrapped_model), [p for g in original.param_groups for p in g["params"]]
-        copies = {
-            id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
-            for weight in (*weights, *members)
-        }
+        copies = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in (*weights, *members)}
         # Not by copy(): Optimizer.__getstate__ drops what a subclass has added. ``step`` may be wrapped by a schedule.
         optimizer = object.__new__(type(original))
         attributes = {name: value for name, value in vars(original).items() if name not in ("state", "step")}

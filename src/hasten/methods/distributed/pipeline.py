@@ -98,9 +98,8 @@ class Pipeline(Method):
         if "shards" not in run.parallel.mesh_dim_owner:
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
-            raise ConfigurationError(
-                "pipeline:balance=memory cannot be combined with tensor_parallel, which needs the full model"
-            )
+            problem = "cannot be combined with tensor_parallel, which needs the full model"
+            raise ConfigurationError(f"pipeline:balance=memory {problem}")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         parallel = run.parallel
@@ -167,13 +166,11 @@ class Pipeline(Method):
     def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
         setting = f"pipeline:microbatches={microbatches}"
         if run.task.loss is None:
-            raise ConfigurationError(
-                "pipeline computes the loss apart from the model, on the last stage; pass Task(loss=)"
-            )
+            problem = "pipeline computes the loss apart from the model, on the last stage"
+            raise ConfigurationError(f"{problem}; pass Task(loss=)")
         if self.schedule != "gpipe" and microbatches < pp_size:
-            raise ConfigurationError(
-                f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}; take {pp_size}"
-            )
+            problem = f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}"
+            raise ConfigurationError(f"{problem}; take {pp_size}")
         if SCHEDULES[self.schedule][1] > 1 and microbatches % max(1, microbatches // pp_size):
             multiple = -(-microbatches // pp_size) * pp_size
             raise ConfigurationError(f"{setting} does not fill the rounds of schedule={self.schedule}; take {multiple}")
@@ -225,7 +222,6 @@ class PipelinedModel(nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage."""
         return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -152,9 +152,8 @@ class Zero(Method):
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if self.stage > 1 or run.plan.microbatches == 1:
             return forward_backward  # stages 2 and 3 reduce after every microbatch: they never hold full gradients
-        return collectives.sync_on_last_microbatch(
-            forward_backward, run.progress, cast(DistributedDataParallel, run.model).no_sync
-        )
+        no_sync = cast(DistributedDataParallel, run.model).no_sync
+        return collectives.sync_on_last_microbatch(forward_backward, run.progress, no_sync)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
