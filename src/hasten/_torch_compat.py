@@ -83,7 +83,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dictionary of a module's own buffers."""
+    """Name -> buffer of a module, without those of submodules; the module's own dictionary, to be written to."""
     return module._buffers
 
 
@@ -158,13 +158,13 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Disables torch-function overrides and dispatch modes inside."""
+    """Context manager: disables torch-function overrides and dispatch modes."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Disables torch-function overrides (subclasses and modes) inside."""
+    """Context manager: disables torch-function overrides (subclasses and modes)."""
     return torch._C.DisableTorchFunction()
 
 

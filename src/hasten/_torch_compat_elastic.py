@@ -17,11 +17,11 @@ class ElasticAgent(LocalElasticAgent):
     """
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this node; {local rank: process number}."""
+        """Starts the ranks of this node; returns {local rank: process ID}."""
         return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the ranks of this node are."""
+        """Returns the state of this node's ranks: healthy, succeeded, failed or unhealthy."""
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -38,7 +38,7 @@ class ElasticAgent(LocalElasticAgent):
 
     @property
     def remaining_restarts(self) -> int:
-        """How often the ranks may be started again after a failure; torch takes one away for each restart."""
+        """Number of restarts left after failures; torch subtracts one for each restart."""
         return self._remaining_restarts
 
     @remaining_restarts.setter

@@ -101,8 +101,8 @@ def test_paths(name, paths, told, tmp_path, monkeypatch):
 TABLES = [
     ({"columns": "a"}, r"columns=\['a'\]"),
     ({"columns": 3}, "columns= must be a list of names, not 3"),
-    ({"columns": [["a"]]}, r"columns= must be a list of names; \['a'\] is none"),
-    ({"columns": [1]}, "; 1 is none"),
+    ({"columns": [["a"]]}, r"columns= must be a list of names; \['a'\] is not a name"),
+    ({"columns": [1]}, "; 1 is not a name"),
     ({"columns": []}, "columns= is empty"),
     ({"columns": ["a", "a"]}, "columns= contains 'a' twice"),
     ({"columns": {"a"}}, "must be a list of names, not {"),
@@ -119,7 +119,7 @@ RECORDS = [
     ({"features": 3}, "not 3"),
     ({"features": []}, "features= is empty"),
     ({"features": {}}, "features= is empty"),
-    ({"features": {3: ()}}, "; 3 is none"),
+    ({"features": {3: ()}}, "; 3 is not a name"),
     ({"features": {"a": 2}}, r"features={'a': \.\.\.} must be a shape, as in \(28, 28\), not 2"),
     ({"features": {"a": "x"}}, "must be a shape"),
     ({"features": {"a": (-1,)}}, r"not \(-1,\)"),
@@ -136,7 +136,7 @@ RECORDS = [
 ]
 TARS = [
     ({"columns": "cls"}, r"columns=\['cls'\]"),
-    ({"columns": [5]}, "; 5 is none"),
+    ({"columns": [5]}, "; 5 is not a name"),
     ({"columns": []}, "columns= is empty"),
     ({"target": ["cls"]}, "target= must be one name"),
     ({"target": "clz"}, r"ends in \.clz \(did you mean cls"),

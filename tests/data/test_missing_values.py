@@ -254,7 +254,7 @@ def test_an_empty_text_in_parquet_was_written_on_purpose(tmp_path):
         ([], "classes= is empty"),
         ({"a", "b"}, "classes= must be a list of names, not {"),
         ({"b": 1, "a": 0}, "classes= must be a list of names, not {'b': 1"),
-        ([1, 2], "classes= must be a list of names; 1 is none"),
+        ([1, 2], "classes= must be a list of names; 1 is not a name"),
         (3, "classes= must be a list of names, not 3"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_row_may_be_longer_than_a_block(tmp_path):
         (b"a,a\n1,2\n", {}, "two columns named 'a'"),
         (b"a,b\n1,2\n", {"header": "pq"}, r"must be a list of names, as in csv\(header=\)\['pq'\]"),
         (b"a,b\n1,2\n", {"header": []}, "is empty"),
-        (b"a,b\n1,2\n", {"header": [1, 2]}, "; 1 is none"),
+        (b"a,b\n1,2\n", {"header": [1, 2]}, "; 1 is not a name"),
         (b"a,b\n1,2\n", {"header": 2}, "not 2"),
         *(
             (b"a,b\n1,2\n", {"delimiter": each}, r"csv\(delimiter=\) must be one character")

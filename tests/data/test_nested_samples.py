@@ -128,7 +128,7 @@ def test_what_a_map_makes_is_stacked(tmp_path):
         (lambda sample: {"a": 1} if sample["number"] < 2 else {"b": 1}, "sample is dict of a and dict of b"),
         (
             lambda sample: {"a": 1} if sample["number"] < 2 else {"a": 1, "b": 1},
-            "sample is dict of a and dict of a, b .*their names differ",
+            "sample is dict of a and dict of a, b .*the names in the samples differ",
         ),
         (lambda sample: (1, 2) if sample["number"] < 2 else "text", "sample is tuple of 2 and str"),
     ],

@@ -29,7 +29,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("to", "resize"), [("webdataset", 16), ("webdataset", None), ("rows", None)])
 @pytest.mark.parametrize(
-    ("damage", "why"), [("no picture", "it is not a JPEG or PNG image"), ("cut off", "it cannot be decoded")]
+    ("damage", "why"),
+    [("no picture", "the file is not a JPEG or PNG image"), ("cut off", "the image cannot be decoded")],
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
     """Also where its bytes could be stored as they are: what was converted can be read."""

@@ -109,5 +109,5 @@ def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
 
 
 def test_a_name_that_is_gone_with_its_machine_is_waited_for():
-    with pytest.raises(RunError, match=r"no answer from gone\.invalid:29500"):
+    with pytest.raises(RunError, match=r"no answer from the rendezvous at gone\.invalid:29500"):
         hosts_rendezvous("gone.invalid:29500", timeout=0.3)

@@ -138,7 +138,8 @@ def test_parts_of_different_saves_are_not_put_together(tmp_path):
     part = tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt"
     torch.save(load_checkpoint(part) | {"save": "another"}, part)
     with pytest.warns(
-        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: its parts are of different saves"
+        HastenWarning,
+        match=r"step-0000000029.pt is passed over: ValueError: the shards of its ranks were written by different saves",
     ):
         resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
 

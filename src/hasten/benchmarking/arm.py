@@ -42,7 +42,7 @@ def require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
 
 
 class Arm:
-    """An endless run, in blocks. Times are in seconds.
+    """A run without end that is trained in blocks of steps. All times are in seconds.
 
     The task is a TaskRef or its JSON; ``methods`` (method -> options) is the recipe. Without ``ranks`` the arm joins
     the process group of the environment when it is built.
@@ -121,7 +121,7 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, and the sums over all ranks of cpu and system (seconds), faults (minor page faults) and
+            seconds, samples, and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and
             switches (involuntary context switches).
 
         Raises:
@@ -182,7 +182,7 @@ class Arm:
         return losses
 
     def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch. As in a run, losses are read between two epochs.
+        """The training batches of an epoch; reads the losses at its start, as a run does.
 
         Stores the random state for ``read_again`` if the source can only read an epoch from its start.
         """
@@ -197,7 +197,7 @@ class Arm:
         self._meet()
 
     def _meet(self) -> None:
-        """Waits for all ranks."""
+        """Waits for all ranks (a barrier)."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
 

@@ -51,7 +51,7 @@ class ArmSamples:
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_per_sample(self) -> list[float]:
-        """One value per block, without evaluations."""
+        """Seconds per training sample of each block, without evaluations."""
         return [block["seconds"] / block["samples"] for block in self.blocks]
 
     def cpu_seconds_per_sample(self) -> list[float]:
@@ -61,11 +61,11 @@ class ArmSamples:
         return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
 
     def evaluation_ratio(self) -> float:
-        """Seconds of evaluation per second of training steps."""
+        """Seconds of evaluation per second of training steps, for this arm in a whole run."""
         return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
-        """The median over the blocks, plus evaluations."""
+        """Seconds per 1000 training samples: median over the blocks, plus the share of evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
 
 
@@ -125,7 +125,7 @@ def compare(
         processes: ranks of each arm.
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: of both runs.
+        seed: seed of both runs.
         watch: receives the progress.
 
     Returns:
@@ -222,7 +222,7 @@ def run_interleaved(
 
 
 def _order(done: int) -> tuple[int, int]:
-    """Which arm goes first: a, b, b, a, a, b, ..."""
+    """(first arm, second arm), 0 for a, 1 for b, of the pair after ``done`` pairs: ab, ba, ab, ..."""
     return (0, 1) if done % 2 == 0 else (1, 0)
 
 
@@ -279,7 +279,7 @@ def evaluation_seconds_per_sample(plan: dict[str, Any], evaluation: float | None
 
 
 def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
-    """The ratio of whole runs, from the pairs of blocks and from the evaluations, of which there are fewer."""
+    """Ratio of the times of whole runs (a / b), from paired blocks and evaluations; ``error`` as in ``ratio_of``."""
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
@@ -289,7 +289,7 @@ def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
 
 
 def _evaluation_is_due(samples: list[ArmSamples], budget: float) -> bool:
-    """Evaluations come as often as in a run. The first two come before the blocks, within an eighth of the budget."""
+    """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
     if samples[0].plan["evaluation"] is None:
         return False
     evaluated = sum(sum(arm.evaluations) for arm in samples)

@@ -67,11 +67,11 @@ class EquivalenceCase:
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def is_over(self, deadline: float) -> bool:
-        """Whether the deadline has passed on any rank: all ranks have to stop together."""
+        """Whether ``deadline`` (``perf_counter()``) has passed on any rank. All ranks must call it."""
         return self.ranks.any(time.monotonic() >= deadline)
 
     def check_has_effect(self, program: Program) -> None:
-        """Raises RunError if an added method found nothing to act on."""
+        """Raises RunError if a method in ``added`` reported "no effect" in the built program."""
         for name, why in program.run.no_effect:
             if name in self.added:
                 raise RunError(f"{name} has nothing to act on: {why}")
@@ -79,7 +79,7 @@ class EquivalenceCase:
 
 @dataclass(frozen=True)
 class RunConditions(Method):
-    """Disables dropout and, if ``double``, runs the model in float64."""
+    """A method that disables dropout and, if ``double``, runs the model in float64."""
 
     card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
@@ -112,7 +112,7 @@ class EquivalenceRun:
 
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
-    """Runs base and candidate for the same number of steps: as many as the slower one can do in time."""
+    """Runs base and candidate for as many steps as the slower one can do in time: (base, candidate)."""
     a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
     b = _run(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
@@ -146,12 +146,12 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
 
 
 def _exported_weights(program: Program) -> dict[str, torch.Tensor]:
-    """All weights on rank 0, which decides; on other ranks only those that they hold."""
+    """Exported weights on the CPU: all of them on rank 0, on other ranks those that they hold. A collective."""
     return _to_cpu(gather_weights(program.export().state_dict(), program.run))
 
 
 def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the tensors that this rank holds: DDP overwrites gradients in the next step."""
+    """CPU copies, in ``dtype`` if given, of the tensors that this rank holds (not None)."""
     held = {name: value.detach() for name, value in state.items() if value is not None and not value.is_meta}
     return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in held.items()}
 
@@ -182,12 +182,12 @@ def _plan(plan: TrainPlan) -> dict[str, object]:
 
 
 def plan_differences(plan: dict[str, object], base: dict[str, object]) -> str:
-    """The entries that differ, as "NAME: VALUE instead of VALUE"."""
+    """The entries of ``plan`` that differ from ``base``, as "NAME: VALUE instead of VALUE"; empty if none."""
     return ", ".join(f"{name}: {plan[name]} instead of {base[name]}" for name in plan if plan[name] != base[name])
 
 
 def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why two runs do not train the same thing; None if they do."""
+    """Why the plans of two runs (steps, batch size, ...) differ, as text; None if they are equal."""
     if a.plan != b.plan:
         return f"the plan differs: {plan_differences(b.plan, a.plan)}"
     if a.weights.keys() != b.weights.keys():

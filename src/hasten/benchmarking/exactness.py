@@ -78,18 +78,18 @@ def check_exactness(
     """Compares ``candidate`` with ``base`` as the exactness class requires.
 
     Args:
-        task: what to train.
+        task: the task to train.
         base: the recipe whose result is correct by definition.
         candidate: the recipe to check.
         exactness: the class that the candidate claims.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: of both runs.
+        seed: seed of both runs.
         steps: maximum optimizer steps of each arm.
         seconds: after about this time the arms are compared where they are.
         ranks: the process group of both arms. All ranks must call this; the result of rank 0 counts.
 
     Raises:
-        RunError: with several ranks: the check could not be run on this one. The others must not wait for it.
+        RunError: with several ranks only: the check failed to run on this rank, so the job must end.
     """
     case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
     try:

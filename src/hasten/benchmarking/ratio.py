@@ -31,7 +31,7 @@ class Ratio:
 
 
 def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) -> Ratio:
-    """The ratio of paired blocks: trimmed mean of log(a / b) with its t interval (Yuen 1974).
+    """The ratio a / b of paired block times: trimmed mean of the logarithms with a t interval (Yuen 1974).
 
     Args:
         a: seconds of the blocks of the first arm, for equal work.
@@ -66,12 +66,12 @@ def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[flo
 
 
 def _interval(center: float, half_width: float) -> Ratio:
-    """From the logarithm of a ratio."""
+    """The Ratio exp(center), with the interval exp(center - half_width) to exp(center + half_width)."""
     return Ratio(math.exp(center), math.exp(center - half_width), math.exp(center + half_width))
 
 
 def verdict_of(ratio: Ratio) -> str:
-    """FASTER or SLOWER, for the second arm; SAME: known to within 2 %; UNSURE: the interval is too wide."""
+    """FASTER or SLOWER: the second arm surely is; SAME: equal within 2 %; UNSURE: the interval is too wide."""
     if ratio.low > 1.01:
         return FASTER
     if ratio.high < 0.99:
@@ -82,5 +82,5 @@ def verdict_of(ratio: Ratio) -> str:
 
 
 def spread(seconds: list[float]) -> float:
-    """Standard deviation of the logarithms of the times: the noise as a fraction."""
+    """Standard deviation of the logarithms of the times: noise as a fraction (0.05: about 5 %)."""
     return stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0

@@ -16,13 +16,13 @@ HELP = "measure latency and bandwidth of each collective"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten bench-comm`` to its parser."""
     argument_types.add_processes(parser, "number of processes on this machine", default=2)
     argument_types.add_timeout(parser)
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
-    """Measure in this rank of a job, or start the job first."""
+    """Measure if this process is a rank of a job; else start a job of ``--processes`` ranks that do."""
     if not in_job():
         from hasten.launch.launcher import launch
 

@@ -14,7 +14,7 @@ HELP = "measure two recipes against each other"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten compare`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as for --with')
     parser.add_argument(

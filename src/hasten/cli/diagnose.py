@@ -16,7 +16,7 @@ HELP = "measure where the time of a step goes, and the ceiling of each phase"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten diagnose`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_recipe_options(parser)
     argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")

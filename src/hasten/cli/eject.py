@@ -16,7 +16,7 @@ HELP = "write a run as one flat PyTorch script"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten eject`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_recipe_options(parser)
     parser.add_argument("--out", metavar="FILE", help="file of the script (default: standard output)")

@@ -23,7 +23,7 @@ LAUNCH_OPTIONS = ("--processes", "--nproc-per-node", "--nnodes", "--max-restarts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command, named as in torchrun."""
+    """Add the options of ``hasten launch``, named as in torchrun, to its parser."""
     parser.add_argument(
         "--nproc-per-node",
         type=argument_types.process_count,
@@ -109,7 +109,7 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
-    """Check that each share, and the product of all degrees, divides every number of processes of ``--nnodes``."""
+    """Check that the methods' options (``degree``, ...) divide every number of processes that --nnodes allows."""
     if min_nodes == max_nodes:
         return  # the ranks check a fixed number themselves
     shares = {

@@ -151,7 +151,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, with a subparser for each command."""
+    """The argparse parser of the whole command line, with a subparser for each command."""
     common = argument_types.common_options()
     parser = _Parser(
         prog="hasten",
@@ -242,9 +242,9 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit without Python's finalization.
+    """End the process at once, without Python's finalization.
 
-    There, threads of libraries can crash the process, and the launcher would count a rank that has finished as lost.
+    During finalization, library threads can crash the process, and a finished rank would count as lost.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -252,7 +252,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _print_answer(answer: CommandResult, as_json: bool) -> None:
-    """Print the answer. A reader that closes the pipe early (``hasten methods | head``) is no error."""
+    """Print the answer as text or JSON. A reader that closes the pipe early (``| head``) is no error."""
     try:
         if as_json:
             print(strict_json(answer.result))
@@ -269,7 +269,7 @@ def _print_answer(answer: CommandResult, as_json: bool) -> None:
 
 
 def _prepare_streams() -> None:
-    """Replace closed output streams, as a daemon may leave them, and characters that their encoding lacks."""
+    """Reopen closed output streams (daemons) on /dev/null; print a replacement for unencodable characters."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             _redirect_to_devnull(descriptor)

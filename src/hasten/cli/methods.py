@@ -25,7 +25,7 @@ HELP = "list the methods, or show one method's card, options and records"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten methods`` to its parser."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method, installed or ./file.py:Class")
 
 
@@ -66,7 +66,7 @@ def _catalogue(device: str | None) -> list[dict]:
 
 
 def _description(name: str, device: str | None) -> dict:
-    """Everything about one method as plain data."""
+    """Card, options, order, conflicts and records of one method, as plain data for ``method_page``."""
     from hasten.core.method import hooks_of
     from hasten.engine.registry import method_class
 

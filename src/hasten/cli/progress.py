@@ -84,7 +84,7 @@ def _lines() -> ProgressCallback:
 
 
 def _rate_limit(interval_s: float) -> Callable[[], bool]:
-    """``is_due()`` is true once per interval, for the first time INITIAL_DELAY_S after the first call."""
+    """A function that returns True once per ``interval_s``, first INITIAL_DELAY_S after its first call."""
     due = None
 
     def is_due() -> bool:

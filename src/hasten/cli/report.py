@@ -10,7 +10,7 @@ HELP = "write the HTML report about a search or a run"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten report`` to its parser."""
     parser.add_argument(
         "directory",
         type=argument_types.directory,

@@ -23,7 +23,7 @@ HELP = "train a task, with a recipe if one is given"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten train`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_recipe_options(parser)
     argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
@@ -99,7 +99,7 @@ def _page(result: dict) -> Any:
 
 
 def _choose_directory(options: Namespace) -> None:
-    """Set ``options.out``, and ``options.resume`` in a rank that the launcher has restarted."""
+    """Set ``options.out`` if it is not given; in a rank that was restarted, set ``options.resume``, too."""
     resumed = resume_directory()
     if resumed:
         options.out, options.resume = resumed, True
@@ -133,7 +133,7 @@ def _new_directory(task: str) -> str:
 
 
 def _missing_directory(out: Path) -> str:
-    """A mistyped ``--out`` must not start a new training in place of the one to resume."""
+    """The error message for ``--resume`` of a directory that does not exist, which may be a typing error."""
     runs = [path.parent.name for path in out.parent.glob("*/environment.json")]
     similar = [str(out.parent / name) for name in get_close_matches(out.name, runs)]
     hint = f" (did you mean {', '.join(similar)}?)" if similar else ""

@@ -12,7 +12,7 @@ HELP = "search for a faster recipe of equal quality, with evidence"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten tune`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     argument_types.add_processes(
         parser, "search for a recipe for N processes on this machine, distributed strategies included"

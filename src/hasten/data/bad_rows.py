@@ -24,7 +24,7 @@ class BadRowPolicy:
         self.found: dict[int, BadRow] = {}
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
-        """Reads those of the rows that can be read.
+        """Reads ``rows`` of a source, skipping and counting those that cannot be read.
 
         Returns:
             (columns of the good rows, None if there are none; indices of the good rows; errors of the bad rows).
@@ -48,7 +48,7 @@ class BadRowPolicy:
         return None, rows, bad
 
     def record(self, fault: BadRow) -> None:
-        """Counts a skipped row.
+        """Counts a skipped row, unless the same row was counted before.
 
         Raises:
             RunError: More than ``max_rows`` rows have been skipped.
@@ -66,7 +66,7 @@ class BadRowPolicy:
         self.found = {row["row"]: BadRow(**row) for row in rows}
 
     def failure(self, fault: BadRow) -> RunError:
-        """Returns the error for a bad row that exceeds ``max_rows``."""
+        """Returns the error for the bad row with which the limit ``max_rows`` is exceeded."""
         if not self.max_rows:
             how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
             return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")

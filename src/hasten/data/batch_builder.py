@@ -84,14 +84,14 @@ class BatchBuilder:
             return batch, bad
 
     def draws(self, index: int) -> bool:
-        """Whether building this batch draws from the global generators; their states are restored afterwards."""
+        """Builds batch ``index`` and returns whether that drew from the global generators, which it restores."""
         with preserve_rng_state():
             before = get_rng_state()
             self(index)
             return not bitwise_equal(get_rng_state(), before)
 
     def _shard(self, index: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Returns the row indices of this shard of a batch, and their positions in the epoch."""
+        """Returns (row indices in the source, positions in the epoch) of this shard of batch ``index``."""
         rows = self.rows(index)
         first, last = (len(rows) * shard // self.num_shards for shard in (self.shard_index, self.shard_index + 1))
         return rows[first:last], numpy.arange(index * self.size + first, index * self.size + last)
@@ -117,7 +117,7 @@ class BatchBuilder:
 
     @cached_property
     def _passthrough(self) -> frozenset[Path]:
-        """``passthrough_paths``, computed inside a batch, whose random numbers must not change by it."""
+        """Paths in a sample at which maps return rows of list columns unchanged; found without drawing numbers."""
         with preserve_rng_state() if self.seeded else nullcontext(), self._seeded_generators(0):
             return passthrough_paths(self.source, self._map_samples)
 
@@ -132,13 +132,13 @@ class BatchBuilder:
 
     @cached_property
     def _may_draw(self) -> bool:
-        """Whether a function of the user may draw from the global generators, which are seeded here."""
+        """Whether a user's function may draw from the global generators, so that they must be seeded for a batch."""
         functions = (stage.function for stage in (*self.sample_maps, *self.batch_maps))
         return self.seeded and not all(map(is_builtin, (self.source, self.collate, *functions)))
 
 
 class CollateError(ValueError):
-    """Samples cannot be stacked; the message names the part that differs."""
+    """Samples cannot be stacked into a batch; the message names the part of the samples that differs."""
 
 
 def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[Path]:
@@ -191,7 +191,7 @@ def collate_nested(
     try:
         if isinstance(first, Mapping):
             if any(sample.keys() != first.keys() for sample in samples if isinstance(sample, Mapping)):
-                raise ValueError("their names differ")
+                raise ValueError("the names in the samples differ")
             parts = {name: [sample[name] for sample in samples] for name in first}
             return {name: collate_nested(part, lists, passthrough, (*path, name)) for name, part in parts.items()}
         if isinstance(first, (tuple, list)):
@@ -208,17 +208,17 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are rows of one of ``lists``.
+    """Whether all samples are, unchanged, objects of one of the list columns ``lists``.
 
     Raises:
-        CollateError: Some are, or all are although that is not ``expected``.
+        CollateError: Only some are, or all are although the first sample of the source was not (``expected``).
     """
     if isinstance(samples[0], Number) and not expected:
         return False
     unchanged = max((sum(map(is_, samples, column)) for column in lists), default=0)
     if unchanged != (len(samples) if expected else 0):
-        what = f"the map returns {_format_path(path)} unchanged for some rows and a new value for others"
-        raise CollateError(f"{what}; copy the unchanged ones, as with .clone()")
+        others = "a new value for others; copy the unchanged ones, as with .clone()"
+        raise CollateError(f"the map returns {_format_path(path)} unchanged for some rows and {others}")
     return expected
 
 
@@ -227,12 +227,12 @@ def _format_path(path: Path) -> str:
 
 
 def lists_of(columns: Any) -> list[list]:
-    """Returns the columns that are lists instead of tensors."""
+    """Returns those of nested columns that are lists (rows that fit into no tensor), not tensors."""
     return [column for column in column_leaves(columns) if isinstance(column, list)]
 
 
 def _form(value: Any) -> str:
-    """Returns ``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
+    """Describes a value for errors: ``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
     if isinstance(value, (torch.Tensor, numpy.ndarray)):
         return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
     if isinstance(value, Mapping):

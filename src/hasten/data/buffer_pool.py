@@ -76,7 +76,7 @@ def _free_bytes() -> int:
 
 
 def _evict() -> None:
-    """Frees one block of the least recently returned size."""
+    """Frees one pooled block, of the size to which no block was returned for the longest time."""
     for size in list(_free)[:1]:
         try:
             _free[size].popleft()
@@ -85,6 +85,6 @@ def _evict() -> None:
 
 
 def _rounded(size: int) -> int:
-    """Rounds up to an eighth of a power of two, so that a shorter last batch fits into the block of a full one."""
+    """Rounds bytes up to 1/8 of a power of two, so that a shorter last batch fits into the block of a full one."""
     step = 1 << max(12, size.bit_length() - 3)
     return -(-size // step) * step

@@ -12,12 +12,12 @@ PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 
 
 def with_rate(what: str, rows: float, seconds: float) -> str:
-    """Returns a progress message with the rate in rows per second."""
+    """Returns the progress message ``what`` with the rate: ``rows`` / ``seconds`` in rows/s."""
     return f"{what}, {rows / max(seconds, 1e-9):,.0f} rows/s"
 
 
 def progress_warner() -> ProgressCallback:
-    """Returns a progress callback that warns every 30 s, first after 3 s."""
+    """Returns a progress callback that reports by a ProgressWarning every 30 s, first after 3 s."""
     last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:

@@ -39,7 +39,7 @@ class SampleRng:
         self._positions, self._key, self._drawn = positions, _derive_seed(*key), 0
 
     def __iter__(self) -> Iterator[SampleRng]:
-        """Yields a generator for each position: the same numbers, in tensors without the first dimension."""
+        """Yields a SampleRng per position: it draws the same numbers, in tensors without the first dimension."""
         for position in self._positions:
             rng = object.__new__(SampleRng)
             rng._positions, rng._key, rng._drawn = position, self._key, self._drawn
@@ -86,7 +86,7 @@ _derive_seed = lru_cache(maxsize=64)(derive_seed)
 
 
 def _from_blocks(positions: numpy.ndarray, *key: Any) -> numpy.ndarray:
-    """Returns the same as ``_compute``, from cached blocks unless the positions fill half a block or more."""
+    """``_compute`` for few positions: computes and caches the whole blocks of positions that contain them."""
     size = BLOCK // max(1, key[2])
     if 2 * len(positions) > size:
         return _compute(positions, *key)

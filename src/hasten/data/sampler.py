@@ -59,8 +59,8 @@ class DeterministicBatchSampler:
         """
         index, rest = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (rest and position < self.rows):
-            why = f"no batch of {self.batch_size} rows begins at row {position} of an epoch"
-            raise ConfigurationError(f"{why}; continue with the batch size with which this position was saved")
+            hint = "continue with the batch size with which this position was saved"
+            raise ConfigurationError(f"no batch of {self.batch_size} rows begins at row {position} of an epoch; {hint}")
         return index + bool(rest)
 
     def _rows(self, epoch: int) -> Callable[[int, int], numpy.ndarray]:
@@ -72,14 +72,14 @@ class DeterministicBatchSampler:
             assert self.chunk_offsets is not None
             return _shuffle_in_windows(seed, self.chunk_offsets, self.window)
         if self.rows > MAX_PERMUTED_ROWS:
-            why = f"{self.rows} rows are too many to be shuffled all at once, at most {MAX_PERMUTED_ROWS}"
-            raise ConfigurationError(f"{why}; mix some chunks at a time: .shuffle(window=64)")
+            limit = f"at most {MAX_PERMUTED_ROWS}; mix some chunks at a time: .shuffle(window=64)"
+            raise ConfigurationError(f"{self.rows} rows are too many to be shuffled all at once, {limit}")
         permutation = _permutation(seed, self.rows)
         return lambda first, last: permutation[first:last].astype(numpy.int64)
 
 
 def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Callable[[int, int], numpy.ndarray]:
-    """Same as ``_rows`` with a window; only the windows in use are in memory."""
+    """``(first, last) -> row indices`` with chunks mixed ``window`` at a time; holds only the windows in use."""
     chunks = _permutation(seed, len(offsets) - 1)
     ends = numpy.cumsum(numpy.diff(offsets)[chunks])[window - 1 :: window]  # of all full windows
     begins = numpy.concatenate([[0], ends[: -(-len(chunks) // window) - 1]])

@@ -31,7 +31,7 @@ MAX_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB an
 
 
 def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int) -> torch.Tensor:
-    """Returns the scale and the shift of every plane of an image, as one integer each: int64, shape (planes,).
+    """Returns the float32 (scale, shift) of every plane of an image, packed into int64 of shape (planes,).
 
     ``planes`` is a multiple of the number of means.
     """
@@ -40,7 +40,7 @@ def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int
 
 
 def unpack_planes(planes: torch.Tensor) -> torch.Tensor:
-    """Returns ``value * scale + shift`` of planes with their footers.
+    """Returns ``value * scale + shift`` of planes that end in a footer (float32 scale and shift).
 
     Args:
         planes: uint8, shape (n, values + FOOTER_BYTES).
@@ -59,7 +59,7 @@ def can_unpack(means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
 
 
 def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -> bool:
-    """Compares both ways for planes of ``values`` values, among which every uint8 value occurs."""
+    """Whether ``unpack_planes`` equals ``scaled`` on planes of ``values`` values that contain every uint8 value."""
     images = torch.arange(values).to(torch.uint8).repeat(1, len(means), 1, 1)
     footers = plane_footers(means, stds, len(means)).view(torch.uint8).view(-1, FOOTER_BYTES)
     try:
@@ -70,7 +70,7 @@ def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -
 
 
 def retain_freed_memory() -> None:
-    """Makes glibc keep the memory of freed batches in the process, for the batches after them.
+    """Makes glibc keep freed memory in the process, so that later batches cause no page faults.
 
     glibc raises its threshold for mapped blocks to the size of the largest block that was freed. The second block is
     below that threshold and is written to, so that the first batches already find memory that needs no page faults.

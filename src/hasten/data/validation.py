@@ -40,7 +40,7 @@ def check_int(name: str, value: Any) -> int:
     """Returns ``value`` as a Python integer; NumPy integers and integer tensors with one element are accepted.
 
     Raises:
-        ConfigurationError: It is no integer, a bool, or larger than 2**62.
+        ConfigurationError: ``value`` is no integer, a bool, or larger than 2**62.
     """
     try:
         integer = index(value)

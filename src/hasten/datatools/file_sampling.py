@@ -41,7 +41,7 @@ def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[l
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(path of a file with the first lines, number of bytes that they take in the original).
+    """Copies the first lines of a CSV file into ``folder``: (path, bytes that they take in the original).
 
     Raises:
         ConfigurationError: The file cannot be decompressed.
@@ -58,7 +58,7 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
 
 
 def _complete_lines(lines: bytes) -> bytes:
-    """The complete lines, up to the last line break outside quotes; beyond MAX_QUOTED_BYTES, quotes are plain text."""
+    """Cuts CSV text behind its last line break outside quotes (quotes count for MAX_QUOTED_BYTES at most)."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < MAX_QUOTED_BYTES:

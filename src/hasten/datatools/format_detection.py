@@ -72,13 +72,13 @@ def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
     """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files.
 
     Raises:
-        ConfigurationError: There is no file, or none whose name has a known suffix.
+        ConfigurationError: There is no file at the path, or none whose name has a known suffix.
     """
     return formats_at(path)[0]
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
-    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last."""
+    """Returns (format, files) per format at a path, most files first; files of no known format are last (UNKNOWN)."""
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
         name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -116,7 +116,7 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
 
 
 def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, int]:
-    """Returns {title: number of files} of each format."""
+    """Returns {title of the format: number of files} of what ``formats_at`` returned."""
     return {kind.title: len(files) for kind, files in formats}
 
 
@@ -137,11 +137,11 @@ def open_pipeline(
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
     Args:
-        kind: Their format.
+        kind: Format of the files.
         where: A folder, a file, a pattern or a list of files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: Of images, as in ``images``.
+        target: Column to predict, for a table.
+        fill: Replacement of missing numbers, for a table.
+        resize: Side of a square or (height, width) in pixels, for images; None keeps their size.
 
     Raises:
         ConfigurationError: The files cannot be opened, or ``target`` is given for a format without columns.
@@ -180,7 +180,7 @@ def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None
 
 
 def _open_images(where: Any, resize: Any) -> Pipeline:
-    """Images with their folders as labels, if every image is in one."""
+    """Opens images, with the names of their folders as labels if every image is in a folder."""
     try:
         return images(where, resize)
     except ConfigurationError as error:
@@ -201,7 +201,7 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
 
 
 def _open_arrays(where: Any) -> Pipeline:
-    """The columns as ``convert`` arranged them, or a dict by file name."""
+    """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name."""
     files = resolve_paths(where, FORMATS["rows"].suffixes)
     manifest, by_name = _load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):

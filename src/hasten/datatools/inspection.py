@@ -130,7 +130,7 @@ def inspect(
 def _add_advice(
     result: dict, reader: RowReader, rates: list[float], left: float, budget: float, watch: ProgressCallback
 ) -> None:
-    """Adds the slowest stage, and the formats that would be faster; ``left``: seconds of the budget."""
+    """Adds "limit" (slowest stage) and "storages" (faster formats) to ``result``; ``left``: seconds to spend."""
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
     is_local = speed["network"] is None
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
@@ -144,7 +144,7 @@ def _add_advice(
 
 
 def _slowest_stage(speed: dict[str, float], row_bytes: float, bandwidths: dict[str, float | None]) -> str:
-    """The slowest stage; ``bandwidths``: bytes/s of the disk or network, None if it is not read in every epoch."""
+    """Name of the slowest stage; ``bandwidths``: bytes/s of disk and network, None if not read every epoch."""
     seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
     seconds |= {name: row_bytes / bandwidth for name, bandwidth in bandwidths.items() if bandwidth}
     return max(seconds, key=lambda name: seconds[name])
@@ -156,7 +156,7 @@ def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
 
 
 def _with_common_size(reader: RowReader) -> RowReader:
-    """Images of one size, as batches require: their own if it is common to all and small, else a square."""
+    """The reader with images of one size, as batches require: their own if all share it, else a square."""
     if reader.kind.name not in ("images", "webdataset") or not reader.rows:
         return reader
     rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
@@ -168,7 +168,7 @@ def _with_common_size(reader: RowReader) -> RowReader:
 
 
 def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
-    """The images of some rows; empty if there are none, or if a row cannot be read, which is reported later."""
+    """The images in some rows; empty if there are none, or if a row cannot be read (measuring reports that)."""
     try:
         columns = reader.read(reader.source, rows)
     except BadRow:
@@ -180,7 +180,7 @@ def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
 
 
 def _type_name(column: Any) -> str:
-    """``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
+    """Describes a column's type: ``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
     if isinstance(column, torch.Tensor):
         dtype = str(column.dtype).removeprefix("torch.")
         return f"{dtype} {tuple(column.shape[1:])}" if column.ndim > 1 else dtype

@@ -37,11 +37,11 @@ class RowReader:
     """Rows of files of one format.
 
     Attributes:
-        kind: Their format.
-        where: The folder, or the files.
-        files: The files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
+        kind: Format of the files.
+        where: The folder, pattern or list of files to open.
+        files: Paths of all files.
+        target: Column to predict, for a table; None: no target.
+        fill: Replacement of missing numbers, for a table; None: missing values are an error.
         resize: The side of images in pixels, or (height, width); None keeps their size.
         max_rows: Read only this many rows from the beginning; None for all.
         faults: How many unreadable rows may be skipped, and which were.
@@ -57,11 +57,11 @@ class RowReader:
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def fingerprint(self) -> dict:
-        """What the rows depend on, JSON-serializable."""
+        """What identifies the rows: signatures of the files, and the options; JSON-serializable."""
         return {"files": self.signatures(), "target": self.target, "fill": self.fill, "resize": self.resize}
 
     def signatures(self) -> list[list]:
-        """The signature of each file; of a missing file that may be skipped, the reason."""
+        """[path, size, version] of each file; [path, 0, reason] for a missing file that may be skipped."""
         return [signature_or_reason(file, self.faults) for file in self.files]
 
     def open(self) -> Any:
@@ -78,7 +78,7 @@ class RowReader:
 
     @cached_property
     def source(self) -> Any:
-        """The source; its class, and so its attributes, depend on the format."""
+        """The opened source of the rows, cached; its class depends on the format."""
         return self.open()
 
     @cached_property
@@ -104,12 +104,12 @@ class RowReader:
 
     @cached_property
     def like(self) -> dict:
-        """The columns of the first readable rows, by name."""
+        """{name: column} of the first readable rows, which show types and shapes."""
         return self._named(self.first)
 
     @cached_property
     def chunk(self) -> int:
-        """Number of rows read at a time."""
+        """Number of rows read at a time, from the size of the first ones."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
     def probe(self, first: int, last: int) -> dict:
@@ -139,7 +139,7 @@ class RowReader:
         return columns
 
     def _skip(self, bad_row: BadRow) -> None:
-        """Records a row that is skipped; raises it if none may be skipped."""
+        """Counts a skipped row; raises ``bad_row`` if none may be skipped, RunError if too many were."""
         if not self.faults.max_rows:
             raise bad_row
         self.faults.record(bad_row)
@@ -171,7 +171,7 @@ class RowReader:
                 run_begin += num_rows
 
     def _readable_run(self, file: str, index: int, first: int, rows: range) -> Any:
-        """Some rows of a run that begins at row ``first``; None if it cannot be read and may be skipped."""
+        """``rows`` as an Arrow table, from run ``index`` that begins at row ``first``; None if skipped as bad."""
         try:
             return self._run(file, index, first).slice(rows.start - first, len(rows))
         except BadRow as bad_row:
@@ -181,11 +181,11 @@ class RowReader:
 
     @cached_property
     def _run(self) -> Callable:
-        """``_decode``, which caches the last run: a part may end in the middle of one."""
+        """``_decode`` with a cache of one run, since two parts may share a run (row group, record batch)."""
         return lru_cache(maxsize=1)(self._decode)
 
     def _decode(self, file: str, index: int, first: int) -> Any:
-        """Decodes a run, which begins at row ``first``, to an Arrow table."""
+        """Decodes run ``index`` of a file to an Arrow table; ``first`` is the index of its first row."""
         import pyarrow as pa
 
         bad = self._manifests[file].bad
@@ -232,13 +232,13 @@ class RowReader:
 
     @cached_property
     def _sample_chunk(self) -> int:
-        """Number of samples read at a time; of images that are not resized, only the files' bytes are in memory."""
+        """Number of samples read at a time; larger if images are copied as files instead of being decoded."""
         if self.resize is not None:
             return self.chunk
         return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.signatures())))
 
     def _read_images(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
-        """(key, location, {ending: bytes}) of each row; None of a row that cannot be read and may be skipped."""
+        """Yields (key, location, {file ending: bytes}) of each row; None for a row that is skipped as bad."""
         for row in rows.tolist():
             path = self.source.files.path(row)
             try:
@@ -266,7 +266,7 @@ class RowReader:
             )
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
-        """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
+        """(key, {file ending: bytes}) with images resized if requested; None if the sample is skipped as bad."""
         encoded = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
@@ -289,7 +289,7 @@ def _check_decodable(row: int, where: str, content: bytes) -> None:
     """Checks that an image that is stored unchanged can be decoded.
 
     Raises:
-        BadRow: It cannot.
+        BadRow: The image cannot be decoded.
     """
     try:
         decode_image(content, PIXELS, MIN_SIZE)
@@ -298,7 +298,7 @@ def _check_decodable(row: int, where: str, content: bytes) -> None:
 
 
 def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
-    """Returns the signature of a file; of a missing file that may be skipped, ``[path, 0, reason]``."""
+    """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
     try:
         return file_signature(file)
     except ConfigurationError as error:
@@ -316,7 +316,7 @@ def _stack_images(column: Any) -> Any:
 
 
 def _num_bytes(value: Any) -> int:
-    """The bytes of a column or of a value in it, about."""
+    """Approximate bytes in memory of a column, or of a value in it."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, (bytes, str)):

@@ -55,7 +55,7 @@ class Writer(Protocol):
         ...
 
     def read_back(self, part: int) -> ContentHash:
-        """Reads the part that was written last; returns its hash."""
+        """Reads back ``part``, which was written last; returns the hash of its content."""
         ...
 
     def finish(self) -> dict:
@@ -71,7 +71,7 @@ def fsync(file: IO) -> None:
 
 @contextmanager
 def translate_write_errors(folder: Path, advice: str) -> Iterator[None]:
-    """Translates errors of the file system while writing to ``folder`` into one line with ``advice``."""
+    """Context manager: an OSError becomes a RunError of one line that names ``folder`` and ends in ``advice``."""
     try:
         yield
     except OSError:

@@ -59,8 +59,8 @@ def stage_rates(reader: RowReader, seconds: float, fraction: float = 1.0) -> dic
 
     Args:
         reader: Reads the rows.
-        seconds: To spend, about.
-        fraction: Of a full measurement that suffices.
+        seconds: Seconds to spend, about.
+        fraction: Fraction (0 to 1) of a full measurement that suffices.
 
     Returns:
         "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches" (both);
@@ -100,7 +100,7 @@ def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str
 def _read_runs(
     read: Callable, offsets: numpy.ndarray, rows: int, seconds: float, opening: float
 ) -> tuple[float, numpy.ndarray]:
-    """(rows/s, the rows of the run that is still in memory): decodes each run once; ``opening`` in seconds."""
+    """Decodes each run once: (rows/s, rows of the run still in memory). ``opening``: CPU seconds to add."""
     start, done, cpu_seconds, run = time.perf_counter(), 0, opening, numpy.arange(0)
     for first, last in pairwise(offsets.tolist()):
         before = time.process_time()
@@ -117,7 +117,7 @@ def _read_runs(
 def _read_shuffled(
     read: Callable, rows: numpy.ndarray, max_size: int, seconds: float, fraction: float
 ) -> tuple[float, Any]:
-    """(rows/s, the columns of the largest batch): reads batches that grow until one takes long enough to be timed."""
+    """Reads shuffled batches, larger until one can be timed: (rows/s, columns of the largest batch)."""
     order = numpy.random.default_rng(0).permutation(rows)
     size, position, done, cpu_seconds, largest = MIN_BATCH, 0, 0, 0.0, None
     min_rows, start = fraction * EPOCHS * len(order), time.perf_counter()
@@ -141,7 +141,7 @@ def _read_shuffled(
 
 
 def _bytes_per_second(files: list[str], seconds: float) -> list[float]:
-    """Measurements of successive parts, because a part that is read again is cached; one if there are few bytes."""
+    """Bytes/s of reading successive parts of the files, each once; a single value if there are few bytes."""
     done, times = [0], [time.perf_counter()]
     for block in _read_blocks(files, bytearray(BLOCK)):
         done.append(done[-1] + block)
@@ -155,7 +155,7 @@ def _bytes_per_second(files: list[str], seconds: float) -> list[float]:
 
 
 def _read_blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
-    """Yields the number of bytes of each block. A file that cannot be opened is reported when its rows are read."""
+    """Reads all files into ``buffer`` and yields the bytes of each block; skips files that cannot be opened."""
     for file in files:
         with suppress(ConfigurationError), open_file(file) as content:
             while count := content.readinto(buffer):  # pyright: ignore[reportAttributeAccessIssue]  # both classes have it

@@ -68,14 +68,14 @@ class FilePerPart:
 
 
 def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Feather file without compression, so that readers can map it into memory."""
+    """Writes rows ``first`` to ``last`` as Feather, uncompressed so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
 def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
+    """Writes rows ``first`` to ``last`` as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
     from pyarrow.parquet import ParquetWriter
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:
@@ -137,7 +137,7 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
 
 
 def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a TFRecord file of ``tf.train.Example`` messages."""
+    """Writes rows ``first`` to ``last`` as a TFRecord file of ``tf.train.Example`` messages; returns their hash."""
     digest = ContentHash()
     with open(path, "wb") as file:
         for columns in reader.columns(first, last):
@@ -150,7 +150,7 @@ def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report:
 
 
 def read_tfrecord(path: Path) -> ContentHash:
-    """Returns the content hash of the messages in a TFRecord file."""
+    """Reads a TFRecord file back; returns the hash of its messages."""
     digest, records = ContentHash(), Records([str(path)])
     for begin in range(0, len(records), MAX_SKIPPED):
         rows = numpy.arange(begin, min(begin + MAX_SKIPPED, len(records)))
@@ -164,7 +164,7 @@ def read_tfrecord(path: Path) -> ContentHash:
 
 
 def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a tar file in WebDataset's layout."""
+    """Writes rows ``first`` to ``last`` as a tar file in WebDataset's layout; returns the hash of its content."""
     digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:

@@ -14,7 +14,7 @@ from hasten.distributed.collectives import all_reduce_gradients
 
 
 class HasDegree(Protocol):
-    """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
+    """A method with the option ``degree``: size of its mesh dimension; 0: all ranks that other dimensions leave."""
 
     name: ClassVar[str]
 
@@ -77,7 +77,7 @@ def get_device_mesh(run: RunContext) -> DeviceMesh:
 
 
 def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
-    """``grad_transform``, and then the mean of the gradients over the model replicas, if there are several."""
+    """``grad_transform``, followed by averaging the gradients over the model replicas, if there are several."""
     parallel = run.parallel
     assert parallel is not None
     if parallel.model_parallel_size == run.ranks.world_size:

@@ -12,7 +12,7 @@ HEADER = MAX_DIMS + 2  # elements of a header: index of the dtype, number of dim
 
 
 def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """The header of a tensor: int64, shape (HEADER,), on its device. ``RunError`` for a dtype that is not in DTYPES."""
+    """Encodes dtype and shape as int64 of shape (HEADER,), on the tensor's device. ``RunError`` if not in DTYPES."""
     if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMS:
         kind = f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions"
         raise RunError(

@@ -82,7 +82,7 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """Checks that all ranks were started alike.
+    """Checks that all ranks were started with equal values, such as task and seed. All ranks must call it.
 
     Args:
         ranks: The process group.
@@ -129,7 +129,7 @@ def _init_default_group(device: str, timeout: float) -> None:
 
 
 def _connect(connect: Callable[[], Any]) -> Any:
-    """The result of ``connect()``, which waits for all ranks."""
+    """Calls ``connect()``, which waits for all ranks; its errors become ``PeerFailure``."""
     try:
         return connect()
     except Exception as error:
@@ -168,7 +168,7 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         return tensor.numpy().tobytes()
 
     def pad(content: bytes) -> tuple[list[int], torch.Tensor]:
-        """(length of the content of each rank, this rank's content padded to the longest)."""
+        """(bytes of each rank's content, this rank's content as uint8 padded to the longest). A collective."""
         one_hot = [len(content) if other == rank else 0 for other in range(world_size)]
         lengths = [int(length) for length in all_reduce(one_hot, dist.ReduceOp.SUM)]
         return lengths, _to_tensor(content + bytes(max(lengths) - len(content)))

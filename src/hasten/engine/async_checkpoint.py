@@ -60,7 +60,7 @@ class AsyncCheckpointer:
         self.pending = self.thread.submit(self._save, later, versions, copy, write)
 
     def before_update(self) -> None:
-        """Waits for the copy; called before every optimizer step."""
+        """Waits until the thread has copied the tensors in ``update_only``; called before every optimizer step."""
         if not self.copied.is_set():
             self.copied.wait()
 
@@ -104,7 +104,7 @@ def _address(tensor: torch.Tensor) -> Key:
 
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The previous buffer if it fits, else a new one in host memory."""
+    """``previous`` if it has the shape and dtype of ``tensor``, else a new buffer in host memory."""
     if previous is None or previous.layout != torch.strided:
         return torch.empty_like(tensor, device="cpu")
     usable = (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)

@@ -20,7 +20,7 @@ CHECKPOINT_TIME_FRACTION = COMM_TIME_FRACTION = 0.01  # of the run's time
 
 @dataclass(frozen=True)
 class PauseActions:
-    """What the run does in a pause."""
+    """What the run does in one pause between two steps: stop, log the losses, save a checkpoint."""
 
     stop: bool
     log: bool
@@ -28,7 +28,7 @@ class PauseActions:
 
 
 class PauseSchedule:
-    """When one run pauses.
+    """Decides when a run pauses between two steps, and what it does then.
 
     ``stop_signals`` grows when this process is asked to stop. Rank 0 writes checkpoints if ``saves`` is set, at least
     ``checkpoint_seconds`` apart; 0: at every step.
@@ -44,13 +44,13 @@ class PauseSchedule:
         self.comm_latency_s = 0.0  # seconds of the fastest exchange between the ranks
 
     def is_due(self, unread: int) -> bool:
-        """Whether to pause now, while ``unread`` losses are still on the device."""
+        """Whether to pause now. ``unread``: losses not yet copied from the device; too many are a reason to pause."""
         if self.distributed:
             return self.progress.step >= self.next_step
         return bool(self.stop_signals) or unread >= LOG_EVERY_STEPS or perf_counter() >= self.next
 
     def actions(self, unread: int) -> PauseActions:
-        """What to do in this pause; all ranks stop where one is asked to."""
+        """What to do in this pause. All ranks must call it: if one received a stop signal, all of them stop."""
         now, asked = perf_counter(), self.is_stop_requested()
         log = unread >= LOG_EVERY_STEPS or now >= self.logged_at + LOG_EVERY_S
         save = self.saves and (asked or now >= self._next_save())
@@ -69,7 +69,7 @@ class PauseSchedule:
         return bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)
 
     def end(self) -> None:
-        """Ends the pause and sets the time of the next one."""
+        """Ends the pause: sets when the next one is due (all ranks: at which step)."""
         next_report = perf_counter() + PROGRESS_INTERVAL_S
         self.next = min(next_report, self._next_save()) if self.saves else next_report
 

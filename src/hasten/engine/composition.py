@@ -12,7 +12,7 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
 
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
-    """The methods that act in this run, innermost first; without several processes, those that need them are reported.
+    """The methods that act in this run, innermost first. In one process, reports distributed ones as "no effect".
 
     All of them, applicable or not, are checked for conflicts.
     """
@@ -27,7 +27,7 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
-    """Sorts by (order, after, name): a stable topological order that ignores the order given."""
+    """Sorts innermost first by the card's ``order`` and ``after``, then by name."""
     by_name = {method.name: method for method in methods}
     graph = {name: [other for other in method.card.after if other in by_name] for name, method in by_name.items()}
     sorter = TopologicalSorter(graph)

@@ -45,13 +45,13 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
 
 
 def format_position(step: int, epoch: int, batch: int) -> str:
-    """A position in a run. ``step`` counts from 1; ``epoch`` and ``batch`` count from 0, and from 1 in the text."""
+    """``step 12 (epoch 1, batch 12)``. ``step`` counts from 1; ``epoch`` and ``batch`` from 0, in the text from 1."""
     return f"step {step} (epoch {epoch + 1}, batch {batch + 1})"
 
 
 @contextmanager
 def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
-    """Turns an error of the file system inside into a RunError of one line that ends with ``advice``."""
+    """Context manager: turns an OSError into a RunError "cannot write ``path``: reason; ``advice``"."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -12,7 +12,7 @@ from hasten.utils import batch as batches
 
 
 def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
-    """``(batch) -> loss``; ``own``: the model returns its own loss."""
+    """``(batch) -> loss``: model, then ``loss``; with ``own`` the model gets the batch and returns its loss."""
     if own:
         return lambda batch: loss(*call_model(model, batch, own=True))
 
@@ -26,7 +26,7 @@ def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
 
 
 def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
-    """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
+    """(output, target) of a batch; with ``own`` the model gets the target, too, and its output holds the loss."""
     if not own:
         args, kwargs, target = batches.split_inputs_target(batch)
         return model(*args, **kwargs), target
@@ -45,15 +45,16 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     elif isinstance(output, (tuple, list)):
         loss = cast(Sequence[Any], output)[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        problem = "Task(loss=None) is for a model that returns its own loss; this one returned"
-        raise RunError(f"{problem} {_describe(loss)}: give it the labels, or set Task(loss=)")
+        returned = f"{_describe(loss)}: give it the labels, or set Task(loss=)"
+        raise RunError(f"Task(loss=None) is for a model that returns its own loss; this one returned {returned}")
     return loss
 
 
 def loss_type_error(loss: Any) -> RunError:
-    """The error for a Task(loss=) that returned no tensor."""
-    problem = f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}"
-    return RunError(f"{problem}; leave out float() and .item()")
+    """The error for a Task(loss=) function that returned ``loss`` instead of a tensor with a gradient."""
+    return RunError(
+        f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}; leave out float() and .item()"
+    )
 
 
 def _describe(loss: Any) -> str:
@@ -63,7 +64,7 @@ def _describe(loss: Any) -> str:
 def accumulate_gradients(
     forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, num_shards: int = 1
 ) -> ForwardFn:
-    """Forward and backward on the microbatches of a batch, each weighted by its fraction of the samples.
+    """``(batch) -> loss``: forward and backward of each microbatch, weighted by its fraction of the samples.
 
     There are fewer microbatches, on all ranks, if the smallest of ``num_shards`` shards has fewer samples.
     """

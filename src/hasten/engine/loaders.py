@@ -64,10 +64,10 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
 
 
 def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Runs in a worker before it reads; ends the worker if the training process has died before.
+    """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
-    torch ends a worker when its parent process changes. A worker whose parent died before that check began would live
-    on.
+    torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
+    forever.
     """
     if init is not None:
         init(worker)
@@ -117,7 +117,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
 
 
 def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, seed: int) -> BatchSource:
-    """Batches of an iterable dataset, in its own order."""
+    """Batches of an iterable dataset in its own order, read by a DataLoader without workers."""
 
     def epoch(index: int, start: int = 0) -> Iterator[Batch]:
         with preserve_rng_state(), seeded_rng(derive_seed(seed, index)):
@@ -137,8 +137,8 @@ def length_of(data: Any) -> int | None:
     except ConfigurationError:
         raise
     except (ValueError, OverflowError) as error:
-        problem = f"the length of the {type(data).__name__} cannot be read: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; __len__ must return a whole number from 0 on") from None
+        reason = f"{format_error(error)}; __len__ must return a whole number from 0 on"
+        raise ConfigurationError(f"the length of the {type(data).__name__} cannot be read: {reason}") from None
 
 
 def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
@@ -172,14 +172,14 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
 
 
 def _generators_of(loader: DataLoader[Any] | None) -> tuple[torch.Generator, ...]:
-    """The generators of a DataLoader and of its sampler, each once."""
+    """The ``generator`` attributes of a DataLoader and of its sampler that are set, each once."""
     owners = (loader, getattr(loader, "sampler", None))
     generators = dict.fromkeys(getattr(owner, "generator", None) for owner in owners)
     return tuple(generator for generator in generators if generator is not None)
 
 
 class _EpochSampler:
-    """A batch sampler over the index lists of one epoch."""
+    """A ``batch_sampler`` for torch's DataLoader that yields the given lists of indices, of one epoch."""
 
     def __init__(self, order: Iterable[Any]) -> None:
         self.order = order
@@ -286,7 +286,7 @@ def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = No
 
 
 def _error_text(error: Exception) -> str:
-    """``KeyError: 'x'``; from a worker, the message is the whole traceback, which ends with this text."""
+    """``KeyError: 'x'``: type and message; of an error from a DataLoader worker, the last line of its traceback."""
     if not contains_worker_traceback(error):
         return format_error(error)
     kind, colon, text = worker_error_text(error).partition(": ")

@@ -36,13 +36,13 @@ def empty_data_error(epoch: int) -> RunError:
 
 
 def is_finished(program: Program) -> bool:
-    """Whether the plan has been carried out."""
+    """Whether the run has reached the epochs, or the optimizer steps, of its plan."""
     progress, plan = program.run.progress, program.plan
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
 def train_epoch(program: Program) -> Iterator[torch.Tensor]:
-    """As ``train_steps``, to the end of the current epoch."""
+    """Trains to the end of the current epoch (or of the plan); yields the loss of each step, as ``train_steps``."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
     optimizer_step, zero_grad = program.optimizer_step, program.zero_grad
@@ -67,7 +67,7 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model. Changes no state of the run. A collective.
+    """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
 
     Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
     """

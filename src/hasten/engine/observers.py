@@ -30,7 +30,7 @@ def losses_to_host(losses: Sequence[Any]) -> list[float]:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A number that JSON can represent."""
+    """The value itself; None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -75,10 +75,10 @@ class Persistence:
             self._resume()
 
     def save(self, wait: bool) -> float:
-        """Begins a checkpoint; with ``wait``, returns when it is on the disk.
+        """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
 
         Returns:
-            Seconds that it took, those of the writing thread for the previous checkpoint included.
+            Seconds of this call, plus those that the thread spent on the previous checkpoint.
         """
         self.list_skipped()
         began = perf_counter()
@@ -100,7 +100,7 @@ class Persistence:
         return stalled + self.writer.seconds
 
     def finish(self) -> None:
-        """Writes the exported model, after the last checkpoint is on the disk."""
+        """Waits for the last checkpoint, then writes the exported model to model.safetensors."""
         weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
         if self.folder:
@@ -120,12 +120,12 @@ class Persistence:
         del self.program, self.train, self.source  # breaks a reference cycle, so that worker processes end now
 
     def note_time(self, event: str) -> None:
-        """Writes the seconds of the run at the current step into the run directory."""
+        """Appends ``event``, the current step and the seconds of the run so far to times.jsonl."""
         if self.folder:
             self.folder.note_time(event, self.run.progress.step, self.record.seconds())
 
     def list_skipped(self) -> int:
-        """Writes the skipped rows to the run directory, if there are new ones; returns their number."""
+        """Writes the skipped rows to skipped.jsonl, if there are new ones; returns the number of all of them."""
         rows = bad_rows.skipped_rows(self.program.task)
         if self.folder and rows != self.skipped:
             self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -141,11 +141,11 @@ class Persistence:
             self.saved_recipe = recipe
 
     def read_again(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """The batches of an epoch again, from index ``batch`` on."""
+        """Reads the training batches of an epoch once more, from batch index ``batch`` on, to find a bad one."""
         return checkpoint.read_again(self.source, self.start_of_epoch, epoch, batch)
 
     def _choose_checkpoint_writers(self) -> None:
-        """Rank 0 writes checkpoints; every rank its shard if weights are sharded and all ranks see the directory."""
+        """Selects rank 0, or every rank for its shard if weights are sharded and all ranks see the run directory."""
         folder = self.folder and self.folder.path / "checkpoints"
         self.sharded = False
         if self.saves_checkpoints and self.ranks.any(checkpoint.is_sharded(self.run)):
@@ -154,7 +154,7 @@ class Persistence:
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
     def _after_copy(self, optimizer_step: StepFn) -> StepFn:
-        """The optimizer step, which waits until a checkpoint has copied the weights."""
+        """``optimizer_step``, preceded by waiting until the checkpoint thread has copied the weights."""
         if not self.checkpoints:
             return optimizer_step
         before_update = self.writer.before_update
@@ -166,7 +166,7 @@ class Persistence:
         return step
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The training batches; stores the random state at the start of an epoch, for sources that are not seekable."""
+        """The training batches; first stores the random state if the source must be replayed to resume the epoch."""
         if self.rest_of_interrupted_epoch:
             rest, self.rest_of_interrupted_epoch = self.rest_of_interrupted_epoch, None
             return rest(epoch, start)
@@ -176,7 +176,7 @@ class Persistence:
         return self.train.epoch(epoch, start)
 
     def _main_process_state(self) -> dict[str, Any]:
-        """The part of a checkpoint that only rank 0 has."""
+        """The entries of a checkpoint that only rank 0 knows: evaluations, times, log length, skipped rows, ..."""
         assert self.folder is not None
         return self.record.state_dict() | {
             "identity": self.folder.identity,
@@ -205,7 +205,7 @@ class Persistence:
         self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint; cuts the log to its step. Called on rank 0."""
+        """Loads the newest complete checkpoint (None without any) and cuts log.jsonl to its step. Rank 0 only."""
         assert self.folder is not None and self.checkpoints is not None
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
@@ -218,8 +218,8 @@ class Persistence:
         return state
 
     def _check_same_data(self, before: int | None) -> None:
-        """Compares the number of samples: in other data, a position stands for other samples."""
+        """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            problem = f"the training data have {now} samples, and the run in {self.out} was training on {before}"
-            raise ConfigurationError(f"{problem}: give it those data again, or start anew in another --out")
+            rest = f"was training on {before}: give it those data again, or start anew in another --out"
+            raise ConfigurationError(f"the training data have {now} samples, and the run in {self.out} {rest}")

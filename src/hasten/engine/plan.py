@@ -110,7 +110,7 @@ def build(
 
 
 def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> Any:
-    """Wraps ``thing`` by every method that overrides the hook; a replacement goes innermost."""
+    """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
     for method in sorted(methods, key=lambda method: hook not in method.card.replaces):
         if hook in hooks_of(method):
             thing = getattr(method, hook)(thing, run)
@@ -120,7 +120,7 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
 def _build_data(
     task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog
 ) -> tuple[BatchSource, BatchSource | None]:
-    """(training, validation) batches. Completes the plan's number of steps and enables ``peek_batch``."""
+    """(training, validation) batches. Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
@@ -138,7 +138,7 @@ def _build_data(
 
 
 def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
-    """The model, on the device that the ``parallelize`` hooks want: that of the run, the CPU or meta."""
+    """The model after the ``model`` hooks, on ``init_device`` of the ParallelContext: run's device, CPU or meta."""
     make = partial(_make_model, task, fold)
     if run.parallel and run.parallel.init_device == "meta":
         model, run.parallel.materialize = deferred_init(make)
@@ -156,7 +156,7 @@ def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
 
 
 def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
-    """(optimizer, schedule or None)."""
+    """Calls Task(optimizer=) through the methods' hooks and checks the result: (optimizer, schedule or None)."""
     make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     pair = "a torch optimizer, or (optimizer, schedule)"
@@ -166,23 +166,23 @@ def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.opt
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        problem = "ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step"
-        raise ConfigurationError(f"{problem}; choose one that counts steps")
+        reason = "a schedule steps after every optimizer step; choose one that counts steps"
+        raise ConfigurationError(f"ReduceLROnPlateau waits for a metric, but {reason}")
     return optimizer, schedule
 
 
 def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
-    """``(model) -> optimizer`` for either form of Task(optimizer=)."""
+    """Task(optimizer=) as ``(model) -> optimizer``; ``steps`` is passed to one that takes ``(model, steps)``."""
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
-        problem = "the optimizer's schedule needs the number of steps, but the training data has no length"
-        raise ConfigurationError(f"{problem}; give the dataset a __len__")
+        reason = "the training data has no length; give the dataset a __len__"
+        raise ConfigurationError(f"the optimizer's schedule needs the number of steps, but {reason}")
     return lambda model: make_optimizer(model, steps)
 
 
 def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> ForwardFn:
-    """Forward and backward of a whole batch."""
+    """``(batch) -> loss``: forward and backward of a batch, in ``plan.microbatches``, through the methods' hooks."""
     progress, microbatches = run.progress, run.plan.microbatches
 
     def weighted_backward(loss: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> 
 
 
 def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
-    """Gives ranks that compute different samples different random numbers, unless the batches are drawn from them."""
+    """Seeds ranks of different samples differently (dropout), unless the sample order comes from that generator."""
     if run.parallel is None:
         return
     index = run.ranks.rank // run.parallel.tp_size
@@ -218,14 +218,14 @@ def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
 
 
 def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunContext, log: ShardLog) -> BatchSource:
-    """The batches of this rank, with what the ranks exchange about them before every step."""
+    """The batches, whose sizes and fingerprints the ranks compare; sets this rank's loss weight for each step."""
     replicas_differ = any("replicated_weights" in method.card.invalidates for method in methods)
     weighted = with_loss_weights(source, _data_ranks(run), run.plan, run.progress, log, replicas_differ)
     return check_replica_inputs(weighted, run.ranks, run.parallel.model_parallel_size if run.parallel else 1)
 
 
 def _data_ranks(run: RunContext) -> ProcessGroupInfo:
-    """The ranks that read different samples."""
+    """The process group counted in model replicas: the ranks of one replica read the same samples."""
     return run.ranks.data_parallel_view(run.parallel.model_parallel_size) if run.parallel else run.ranks
 
 

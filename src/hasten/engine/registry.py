@@ -65,7 +65,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def cards_that_state(field: str) -> dict[str, Card]:
-    """Method name -> card, of hasten's methods that set a field. Imports only modules whose source names it."""
+    """Method name -> card, of hasten's methods whose card sets ``field``. Imports only files that contain it."""
     files = _method_files().items()
     return {name: method_class(name).card for name, path in files if f"{field}=" in path.read_text(encoding="utf-8")}
 
@@ -105,17 +105,17 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
 
 
 def make_methods(recipe: Recipe) -> list[Method]:
-    """Creates the methods of a recipe."""
+    """Creates the Method objects of a recipe, with checked options; errors as in ``make_method``."""
     return [make_method(name, options) for name, options in recipe.methods.items()]
 
 
 def drop_distributed(recipe: Recipe) -> Recipe:
-    """The recipe without the methods that need several processes."""
+    """The recipe without the methods that apply to several processes only."""
     return recipe.drop(*(name for name in recipe.methods if DISTRIBUTED in method_class(name).card.applies_to))
 
 
 def options_of(cls: type[Method]) -> dict[str, object]:
-    """Option -> default, of a method."""
+    """Option name -> default value of a method class."""
     return {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
 
 
@@ -166,7 +166,7 @@ def _class_at(name: str) -> type[Method]:
 
 
 def _import(name: str, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, whose import of a user's code may raise anything."""
+    """``load()``, which imports the method ``name``; any exception becomes a ``ConfigurationError``."""
     try:
         return load()
     except ConfigurationError:
@@ -181,7 +181,7 @@ def _method_classes(module: ModuleType) -> list[type[Method]]:
 
 
 def _checked(name: str, cls: Any) -> type[Method]:
-    """The class, if it is a method with a card and without a misspelled hook; sets its name."""
+    """Checks that ``cls`` is a Method with a card and without a misspelled hook; sets its ``name``."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigurationError(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
@@ -196,7 +196,7 @@ def _checked(name: str, cls: Any) -> type[Method]:
 
 
 def _check_option(option: str, value: Any, kind: Any) -> Any:
-    """``value`` as an option of type ``kind``; an int is accepted as a float, and nothing else changes its type."""
+    """Checks that ``value`` has the option's type ``kind``; an int becomes a float, nothing else is converted."""
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         if not any(type(value) is type(known) and value == known for known in kinds):

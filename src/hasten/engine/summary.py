@@ -41,7 +41,7 @@ def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_
 
 
 def first_sustained_target(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
-    """Index of the first evaluation that reaches the target and whose successor does, too, if it has one."""
+    """Index of the first evaluation at the target whose next one, if any, is too; None if there is none."""
     if target is None:
         return None
     reached = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]

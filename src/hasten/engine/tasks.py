@@ -32,7 +32,7 @@ FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; othe
 
 
 def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:
-    """The task behind anything that ``TaskRef.of`` accepts."""
+    """The Task that a name, ``file.py:function``, function or Task denotes; see ``TaskRef.of`` for errors."""
     return TaskRef.of(task).load()
 
 
@@ -92,7 +92,7 @@ class TaskRef:
 
     @staticmethod
     def from_json(text: str) -> TaskRef:
-        """The reference behind ``to_json``. It may execute code: only for text that this command wrote itself."""
+        """The inverse of ``to_json``. It may unpickle and so execute code: only for text that this command wrote."""
         fields = json.loads(text)
         if "pickle" not in fields:
             return TaskRef(fields["name"], fields["file"])
@@ -145,7 +145,7 @@ def _parse(text: str) -> TaskRef:
 
 @contextmanager
 def _with_same_rng() -> Generator[None]:
-    """Seeds data that a task's file or function draws: the same for every arm, resume and seed."""
+    """Context manager: seeds all generators alike, so that data drawn by a task's file are the same in all runs."""
     with preserve_rng_state():
         set_seeds(0)
         yield
@@ -161,7 +161,7 @@ def _workload(name: str) -> Callable[[], Task]:
 
 
 def _imported_from(folder: Path) -> list[Path]:
-    """The loaded modules in a user's folder, except those of a virtual environment in it."""
+    """Files of the imported modules below a user's folder, except those of a virtual environment in it."""
     files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     sources = (path for path in files if path.suffix == ".py" and "site-packages" not in path.parts)
     return sorted(path for path in sources if path.is_relative_to(folder))
@@ -214,5 +214,5 @@ def _pickle(obj: Any) -> str:
     try:
         return base64.b64encode(cloudpickle.dumps(obj)).decode()
     except Exception as error:
-        problem = f"the task cannot be passed to another process: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; put it into a file and name it path/to/file.py:function") from None
+        reason = f"{format_error(error)}; put it into a file and name it path/to/file.py:function"
+        raise ConfigurationError(f"the task cannot be passed to another process: {reason}") from None

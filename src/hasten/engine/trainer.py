@@ -97,7 +97,7 @@ class Trainer:
                 self._pause()
 
     def _pause(self) -> None:
-        """Between two steps, a few times a second: reports progress, logs, saves, stops."""
+        """Called between two steps when a pause is due: reports progress, logs losses, saves a checkpoint, stops."""
         self.report_progress()
         actions = self.pauses.actions(len(self.pending))
         if actions.log:
@@ -140,7 +140,7 @@ class Trainer:
         self.persistence.note_time("steps")
 
     def _mean_over_ranks(self, losses: list[float]) -> list[float]:
-        """The losses of the global batches, from those of this rank's shards."""
+        """The losses of the global batches, from those of this rank's shards. All ranks must call it."""
         weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
         return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
 
@@ -167,7 +167,7 @@ class Trainer:
             self.stopped = True
 
     def _finish(self) -> dict[str, Any]:
-        """Writes the model and the result."""
+        """Writes model.safetensors and result.json; returns the result."""
         self.persistence.finish()
         seconds, split = self.record.seconds(), self.record.split
         result = run_summary(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {

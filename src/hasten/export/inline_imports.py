@@ -48,7 +48,7 @@ def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[
 
 @dataclass
 class _Collector:
-    """Follows names from module to module until no new definition is needed."""
+    """Finds all definitions that the program needs, by following names from module to module."""
 
     inline: Callable[[str], bool]
     replacements: dict[Symbol, str]
@@ -60,7 +60,7 @@ class _Collector:
     local_names: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, name: str, text: str) -> ModuleSource:
-        """Adds a module: all of main, of a user's file its side effects, of hasten's modules nothing yet."""
+        """Parses a module, and wants all statements of main, or those with side effects of a user's file."""
         source = ModuleSource(name, text, self.inline)
         for dependency in source.inlined_dependencies():
             self.source(dependency)
@@ -70,7 +70,7 @@ class _Collector:
         return source
 
     def source(self, name: str) -> ModuleSource:
-        """The module of that name, added on the first call."""
+        """The parsed module called ``name``; reads it on the first call."""
         if name in self.sources:
             return self.sources[name]
         try:
@@ -81,7 +81,7 @@ class _Collector:
         return self.read(name, ModuleSource(name, text, self.inline).replaced(new) if new else text)
 
     def want(self, source: ModuleSource, index: int) -> None:
-        """Adds one top-level statement and everything that it names."""
+        """Marks top-level statement ``index`` of a module, and everything that it names, to be written."""
         if index in source.wanted:
             return
         source.wanted.add(index)
@@ -109,7 +109,7 @@ class _Collector:
                 self.submodules |= source.submodules.get(local_name, set())
 
     def finish_annotations(self) -> None:
-        """Keeps the annotations that name something in the script; the others become ``Any``."""
+        """Replaces type annotations by ``Any`` where the script does not contain the names that they use."""
         for source, node, symbol in self.annotations:
             target = self.sources.get(symbol[0])
             if target is None or target.definitions.get(symbol[1]) not in target.wanted:
@@ -118,7 +118,7 @@ class _Collector:
             source.references.append((node, symbol))
 
     def resolve(self, symbol: Symbol) -> Symbol:
-        """Where a name is defined: ``from hasten import Task`` refers to hasten.core.task."""
+        """(module, name) of a definition, through re-exports: ``hasten.Task`` is Task of hasten.core.task."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol

@@ -83,7 +83,7 @@ class _ScriptWriter:
         return [(self.variables[id(method)], method) for method in methods if hook in hooks_of(method)]
 
     def _wrapped(self, hook: str, first: str = "") -> list[str]:
-        """``zero_grad = method.zero_grad(zero_grad, run)`` for every user; the innermost wraps ``first``."""
+        """A line ``HOOK = method.HOOK(HOOK, run)`` per method that overrides ``hook``; the innermost gets ``first``."""
         things = [first or hook] + [hook] * len(self.methods)
         users = zip(self._users(hook), things, strict=False)
         return [f"{hook} = {variable}.{hook}({thing}, run)" for (variable, _), thing in users]
@@ -203,7 +203,7 @@ class _ScriptWriter:
         ]
 
     def _program(self) -> list[str]:
-        """The lines that collect what the copied training loop calls."""
+        """The lines that build the ``program`` object, whose functions the copied training loop calls."""
         validation = "" if self.program.task.validation_data is None else "task=task, validation=validation, "
         to_device = "batch_transform" if self._users("batch_transform") else "batch_to_device"
         grad_transform = "grad_transform" if self._users("grad_transform") else "lambda: None"

@@ -126,7 +126,7 @@ def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def neighbor_latency(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
-    """Seconds that ``size`` bytes take from each rank to the next one (from the last to rank 0), one pair at a time."""
+    """Seconds to send ``size`` bytes from each rank to the next (last to 0), one pair at a time; one per rank."""
     tensor = _tensor(size, ranks, device)
 
     def send(sender: int) -> None:

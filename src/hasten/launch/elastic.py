@@ -86,7 +86,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return super().start_workers(worker_group)
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the remaining ranks. If some have waited in vain, one that reports nothing hangs and is killed soon."""
+        """Ends the remaining ranks. If a rank timed out, those that do not end within 3 s hang and are killed."""
         deadline = time.monotonic() + HANG_REPORT_S
         while self._some_waited() and self.workers_running():
             if time.monotonic() > deadline:
@@ -110,7 +110,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         """After a failure: sets how many restarts are left, and warns of the one that follows.
 
         Raises:
-            RendezvousClosedError: the job has ended on another node.
+            RendezvousClosedError: the job has ended on another node, so no restart follows.
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
@@ -130,10 +130,10 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             )
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the ranks; unhealthy if another node is missed.
+        """The state of this node's ranks; UNHEALTHY also if another node's heartbeat has stopped.
 
         Raises:
-            RendezvousClosedError: the job has ended elsewhere, which ranks notice late if they are in a long step.
+            RendezvousClosedError: the job has ended on another node; ranks in a long step would notice it late.
         """
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
@@ -143,7 +143,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return RunResult(WorkerState.UNHEALTHY) if self._misses_a_node(worker_group) else result
 
     def _ends_soon(self, worker_group: WorkerGroup) -> bool:
-        """Whether a node has finished. Reads the store if a node wants to join, for which ranks would be restarted."""
+        """Whether some node has finished, so that a joining node is too late and ranks are not restarted for it."""
         is_joining = num_nodes(worker_group) > 1 and worker_group.spec.rdzv_handler.num_nodes_waiting()
         return bool(self._done_nodes(worker_group) if is_joining else self.done)
 
@@ -154,7 +154,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         self._publish_run_directory()
 
     def _publish_run_directory(self) -> None:
-        """Stores which run the nodes of the next rendezvous resume."""
+        """Writes the run directory to the store: nodes of the next rendezvous resume that run."""
         if directory := run_directory(self.job):
             self.store.set(RUN_DIR, directory)
 
@@ -180,7 +180,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return self.done
 
     def _admits_node(self, worker_group: WorkerGroup, results: dict[int, RankResult]) -> bool:
-        """Whether the ranks have ended because another agent, which saw a joining node first, asked them to."""
+        """Whether the ranks stopped because a node joins, which another node's agent noticed first."""
         if not results or not all(result.stopped for result in results.values()):
             return False
         deadline = time.monotonic() + JOIN_NOTICE_S
@@ -208,7 +208,7 @@ def num_nodes(group: WorkerGroup) -> int:
 
 
 def _store(group: WorkerGroup) -> dist.Store:
-    """The store of the current rendezvous: its keys do not outlive the next one."""
+    """The store of the current rendezvous; its keys are gone after the next rendezvous."""
     assert group.store is not None, "the nodes have not met yet"
     return group.store
 
@@ -217,7 +217,7 @@ def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> Non
     """Compares the launch options of this node with those of the first one, before the nodes wait for each other.
 
     Raises:
-        ConfigurationError: they differ.
+        ConfigurationError: an option differs.
     """
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():
@@ -229,7 +229,7 @@ def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> Non
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:
-    """Counts this node as gone. ``waits``: it hosts the store, and lets all other nodes read that the job is over."""
+    """Marks this node as gone in the store; with ``waits`` (it hosts the store) waits until all others have, too."""
     deadline = time.monotonic() + GOODBYE_S
     with suppress(RuntimeError):  # the store is gone with its node
         store.add(LEFT, 1)
@@ -238,7 +238,7 @@ def leave_rendezvous(store: dist.Store, waits: bool) -> None:
 
 
 def describe_lost_rank(results: dict[int, RankResult], codes: dict[int, int]) -> str | None:
-    """Which rank ended without a result, and how; None if there is none, except those that the agent ended."""
+    """``rank 1 was killed by SIGKILL``: a rank that ended by itself and wrote no result; None if there is none."""
     waited = max((result.waited for result in results.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in results and code == -signal.SIGKILL)
     if waited and silent:  # killed by ElasticAgent.close_workers
@@ -260,6 +260,6 @@ def is_mutual_timeout(results: dict[int, RankResult], codes: dict[int, int]) -> 
 
 
 def exit_codes(result: RunResult) -> dict[int, int]:
-    """Exit codes of the failed ranks, by rank, in the order in which they ended: those that had to be killed last."""
+    """Rank -> exit code of each failed rank, in the order in which they ended."""
     failures = sorted(result.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     return {rank: failure.exitcode for rank, failure in failures}

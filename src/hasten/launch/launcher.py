@@ -74,7 +74,7 @@ class _Job:
 
     @property
     def shared_options(self) -> dict[str, str]:
-        """Options that must be the same on all nodes."""
+        """Option -> value, as text, of the launch options that must be the same on all nodes."""
         return {
             "--nnodes": ":".join(map(str, self.nnodes)),
             "--nproc-per-node": str(self.nproc_per_node),
@@ -138,7 +138,7 @@ def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes
 
 
 def _check_memory(processes: int) -> None:
-    """Refuses so many processes that the machine would run out of memory before they can report an error."""
+    """Raises ``ConfigurationError`` if the node lacks the memory to start so many processes."""
     needed, free = processes * RANK_MEMORY_BYTES, free_memory()
     if needed > free:
         raise ConfigurationError(
@@ -169,8 +169,8 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     """Runs the ranks of this node until the job is over; None if the job did not need this node.
 
     Args:
-        job: what to run.
-        restarts: how many are left.
+        job: the arguments of ``launch`` and where this node runs them.
+        restarts: how many restarts are left.
         hosts: whether this node hosts the store.
     """
     parameters = RendezvousParameters(
@@ -224,7 +224,7 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
 
 
 def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
-    """Creates the rendezvous backend and its store.
+    """Connects to the rendezvous store, or creates it if this node hosts it: (torch's backend, store).
 
     In a thread, because the client of ``dist.TCPStore`` ignores its timeout while a server accepts connections and does
     not answer (torch 2.13; tests/launch/test_elastic.py).
@@ -288,7 +288,7 @@ def _silence_torch_agent() -> None:
 
 @contextmanager
 def _signals_as_errors(directory: str) -> Iterator[None]:
-    """Inside, a signal raises the exception of torch's agent, which is reported in one line.
+    """Context manager: a signal raises torch's ``SignalException``, which becomes a ``RunError`` of one line.
 
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.

@@ -75,12 +75,12 @@ def in_job() -> bool:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints the answer: a single process, or rank 0."""
+    """Whether this process prints the command's output: a single process, or rank 0."""
     return not in_job() or os.environ.get("RANK", "0") == "0"
 
 
 def die_with_parent() -> None:
-    """Asks the kernel for SIGTERM at the end of the launcher. Exits with code 1 if it has already ended."""
+    """Lets the kernel send SIGTERM when the launcher ends. Exits with code 1 if it has ended already."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != _parent:
@@ -93,7 +93,7 @@ def write_result(result: RankResult) -> None:
 
 
 def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
-    """Writes an error file of torchrun atomically: the agent and other ranks may read it at any time."""
+    """Writes the result of ``rank`` to ``error_file`` atomically: the agent and other ranks may read it."""
     fields = {**vars(result), "timestamp": time.time(), "rank": rank}
     content = {"message": result.message or "", "extraInfo": {"timestamp": fields["timestamp"], "result": fields}}
     unfinished = error_file.with_suffix(".unfinished")
@@ -161,7 +161,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_results(job: str) -> None:
-    """Removes the error files before a restart: torch does so only if the attempt has the same number."""
+    """Removes the ranks' error files before a restart; torch leaves those of earlier attempts."""
     for path in Path(job).glob(ERROR_FILES):
         path.unlink()
 
@@ -174,7 +174,7 @@ def read_results(job: str | Path) -> dict[int, RankResult]:
 
 
 def _job_directory() -> Path:
-    """DIRECTORY of this rank's error file, DIRECTORY/RUN/attempt_N/LOCAL_RANK/error.json."""
+    """The job directory, from the path JOB/RUN/attempt_N/LOCAL_RANK/error.json of this rank's error file."""
     return _this_error_file().parents[3]
 
 

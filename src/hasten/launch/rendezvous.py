@@ -42,7 +42,7 @@ def interface_of(address: str) -> str | None:
 
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
-    """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
+    """Whether this node must host the store at HOST:PORT. If HOST is another node, waits until it answers.
 
     Raises:
         RunError: the store has not answered for ``timeout`` seconds.
@@ -59,7 +59,7 @@ def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
             return True
         if now - began > timeout:
             advice = f"start the same command on {host}, and check that this node can reach it"
-            raise RunError(f"no answer from {endpoint} for {timeout:.0f} s; {advice}")
+            raise RunError(f"no answer from the rendezvous at {endpoint} for {timeout:.0f} s; {advice}")
         if now - reported > REPORT_EVERY_S:
             warnings.warn(f"waiting for {endpoint} since {now - began:.0f} s", ProgressWarning, stacklevel=2)
             reported = now
@@ -67,7 +67,7 @@ def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
 
 
 def _is_this_node(host: str) -> bool:
-    """Whether the host name is one of this node. A name may not resolve while its node is lost."""
+    """Whether the host name resolves to an address of this node; False if it does not resolve."""
     try:
         return interface_of(socket.gethostbyname(host)) is not None
     except OSError:
@@ -75,6 +75,6 @@ def _is_this_node(host: str) -> bool:
 
 
 def split_host_port(endpoint: str) -> tuple[str, int]:
-    """(HOST, PORT) of "HOST:PORT"."""
+    """Splits "HOST:PORT" into (host, port number)."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)

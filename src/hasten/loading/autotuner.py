@@ -36,10 +36,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What an autotuner may choose among.
+    """The worker configurations that an autotuner may choose among.
 
     Attributes:
-        kinds: The kinds of workers, "threads" or "processes", the one to try first at the front.
+        kinds: The kinds of workers to try, in this order: "threads", "processes".
         cores: Maximum number of workers.
         memory_budget: ``() -> bytes`` that batches in flight may take.
     """
@@ -122,14 +122,14 @@ class LoaderAutotuner:
 
     @property
     def tuned_settings(self) -> dict[str, Any]:
-        """What it found, as options for the next run."""
+        """The settings found so far, as options for the next run: threads, processes, prefetch, cache."""
         settings: dict[str, Any] = {"threads" if self.workers.threads else "processes": self.workers.num_workers}
         if self.workers.num_workers:
             settings["prefetch"] = self.workers.prefetch
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """The batches of an epoch.
+        """Yields the batches of an epoch, switching workers while it searches.
 
         Args:
             open_iterator: ``(workers, done) -> iterator`` over the batches of the epoch without the first ``done``, as
@@ -221,14 +221,14 @@ class LoaderAutotuner:
         return measured[-1]
 
     def try_cache(self, where: str) -> None:
-        """Caches samples from the next epoch on: searches anew, without workers; undone unless it is clearly faster."""
+        """Tries a cache at ``where`` from the next epoch on, with a new search; undone unless it is clearly faster."""
         assert self.seconds_per_batch is not None, "a cache is tried after convergence"
         self._uncached = self.workers, self.wait_fraction, self.seconds_per_batch
         self.workers, self.cache = WorkerConfig(), where
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process measures anew."""
+        """Pickles the settings without the search in progress: another process measures anew."""
         return self.__dict__ | {"_search": None, "_measured": None, "_busy": False}
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class LoaderAutotuner:
         return stats
 
     def _recheck(self, space: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
-        """Searches again if steps wait far longer than at convergence."""
+        """Measures a converged configuration again; continues with a search if steps wait far longer than then."""
         assert self.wait_fraction is not None
         tolerated, stats = WAIT_TOLERANCE + 2 * self.wait_fraction, None
         for _ in range(CONFIRMATIONS):
@@ -271,7 +271,7 @@ class LoaderAutotuner:
         return (yield from self.search(space, stats))
 
     def _report(self, stats: LoaderStats | None) -> None:
-        """Sends a measurement to the search, None for a failure."""
+        """Passes a measurement (None: the configuration failed) to the search, which chooses what to measure next."""
         assert self._search is not None
         measured = self._measured
         try:
@@ -296,7 +296,7 @@ class LoaderAutotuner:
 
 
 def default_memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> Callable[[], float]:
-    """``() -> bytes``: a fixed budget, or by default a fraction of the free memory. Picklable, unlike a closure."""
+    """``() -> bytes``: ``gigabytes`` * 10**9, or if None a fraction of the free memory at the call. Picklable."""
     return partial(_memory_budget, gigabytes, free_memory)
 
 
@@ -305,7 +305,7 @@ def _memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> f
 
 
 def _is_faster(new: LoaderStats, measured: list[LoaderStats]) -> bool:
-    """Whether a configuration is clearly faster, or takes no longer and steps no longer wait."""
+    """Whether a configuration beats all ``measured`` ones clearly, or is as fast and steps no longer wait."""
     best = min(stats.seconds_per_batch for stats in measured)
     no_longer_waits = new.wait_fraction <= WAIT_TOLERANCE and new.seconds_per_batch <= best
     return new.seconds_per_batch * MIN_SPEEDUP < best or no_longer_waits
@@ -316,7 +316,7 @@ def _worker_config(kind: str, count: int, prefetch: int) -> WorkerConfig:
 
 
 def _bytes_in_flight(workers: WorkerConfig, batch_bytes: int) -> int:
-    """Bytes of the batches that wait or are being computed; a process holds them in shared memory as well."""
+    """Bytes of batches that are finished or being computed; twice that for processes (shared memory)."""
     if not workers.num_workers:
         return 0
     return (workers.num_workers + workers.prefetch + 1) * batch_bytes * (2 if workers.processes else 1)

@@ -32,12 +32,12 @@ class LoaderStats:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Seconds per batch, its step included."""
+        """Seconds per batch: waiting for it plus the step that uses it."""
         return self.wait_s + self.step_s
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of the time that steps wait."""
+        """Fraction of the time, from 0 to 1, that steps wait for batches."""
         return self.wait_s / self.seconds_per_batch if self.seconds_per_batch else 0.0
 
 
@@ -53,7 +53,7 @@ class LoaderProfiler:
         self._skip, self._steps_before = 0, -1
 
     def on_enter(self) -> None:
-        """The workers or an epoch start. Skips the first batches, unless the previous epoch had no others."""
+        """Call it when an epoch or new workers start: skips warm-up batches, unless all of the last were skipped."""
         recorded_none = self._steps_before == len(self._steps)
         self._skip = 0 if recorded_none else WARMUP_BATCHES + self.workers.num_workers
         self._steps_before = len(self._steps)
@@ -63,7 +63,7 @@ class LoaderProfiler:
         self._size = max(self._size, sum(tensor.nbytes for tensor in batch_tensors(batch)))
 
     def on_step(self, seconds: float) -> bool:
-        """Records a step; whether there are enough."""
+        """Records the seconds of a step; returns whether there are enough measurements for ``stats``."""
         if self._skip:
             self._skip -= 1
             return False
@@ -77,7 +77,7 @@ class LoaderProfiler:
 
 
 def record_cuda_event() -> torch.cuda.Event | None:
-    """An event after all work that the GPU was given so far; None if no GPU is in use."""
+    """Records an event behind all work queued on the GPU so far; None if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event()
@@ -86,5 +86,5 @@ def record_cuda_event() -> torch.cuda.Event | None:
 
 
 def gpu_is_busy(event: torch.cuda.Event | None) -> bool:
-    """Whether the GPU has not reached the event: then it did not wait for the batch, even if the host did."""
+    """Whether the GPU has not reached ``event``: it was busy while the host waited. False for None."""
     return event is not None and not event.query()

@@ -44,7 +44,7 @@ class ActivationCheckpointing(Method):
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost composite modules that share a ModuleList or Sequential with another module of their class."""
+    """Outermost modules with children that share a ModuleList or Sequential with another module of their class."""
     repeated: list[torch.nn.Module] = []
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
         classes = [type(child) for child in model]
@@ -67,7 +67,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
-    """Leaves the running statistics as they are: the first computation has counted this batch already."""
+    """Context manager: batch norms do not update running statistics, which a recomputed batch did already."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None

@@ -45,7 +45,7 @@ class CacheDataset(Method):
         return replace(cached, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str:
-        """The reason why these samples cannot be cached; empty if they can."""
+        """Why these samples cannot be cached, such as random ones; empty if they can."""
         if batches.spec is None:
             return "the data cannot be read sample by sample"
         if type(batches.spec.dataset) is TensorDataset:

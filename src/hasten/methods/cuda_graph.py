@@ -77,7 +77,7 @@ class CudaGraph(Method):
 
 
 def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> ForwardFn:
-    """``forward_backward`` as the replay of a graph, for batches of the same shapes as this one.
+    """Records ``forward_backward`` on a batch; the result replays it for other batches of the same shapes.
 
     Gradients exist before the capture, so the recorded backward pass adds to them: the microbatches of a step sum up,
     and passes outside the graph use the same buffers.

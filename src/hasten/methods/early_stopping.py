@@ -9,7 +9,7 @@ from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 
 @dataclass(frozen=True)
 class EarlyStopping(Method):
-    """Stops after consecutive evaluations at the task's target, or after evaluations without improvement.
+    """Stops after ``target_patience`` consecutive evaluations at the target, or ``patience`` without improvement.
 
     The decision is a function of all evaluations so far, which checkpoints store: a resumed run stops at the same step.
     """

@@ -83,7 +83,7 @@ class InMemoryBatches(Method):
         return replace(batches, epoch=epoch, spec=None)
 
     def _obstacle(self, spec: LoaderSpec | None) -> str:
-        """The reason why these samples cannot be stacked; empty if they can."""
+        """Why these samples cannot be stacked, such as random ones; empty if they can."""
         if spec is None:
             return "the data cannot be read sample by sample"
         if spec.collate not in (None, default_collate):
@@ -140,7 +140,7 @@ def stack_samples(spec: LoaderSpec) -> Batch:
 
 
 def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int) -> Iterator[list[list[int]]]:
-    """Groups the indices of consecutive batches to fetches of ``nbytes``, with every batch aligned to ``ALIGNMENT``."""
+    """Groups consecutive batches (lists of indices) to be fetched at once: about ``nbytes``, memory-aligned."""
     row_bytes = [field[0].nbytes for field in batch_tensors(fields)]
     max_rows = nbytes // max(1, sum(row_bytes))
     aligned_rows = math.lcm(*(ALIGNMENT // math.gcd(ALIGNMENT, size) for size in row_bytes))
@@ -162,7 +162,7 @@ def all_tensors(batch: Batch) -> bool:
 
 
 class BatchBuffer:
-    """Reusable memory for some batches, one tensor per field; pinned for a GPU, which copies from it asynchronously."""
+    """Reusable host memory for one group of batches, a tensor per field; pinned if the run uses a GPU."""
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned
@@ -191,7 +191,7 @@ class BatchBuffer:
         return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
 
     def release(self) -> None:
-        """To be called once the consumer has queued its work on the batches."""
+        """Call it once the consumer has queued its work on the fetched batches: the memory is then reused."""
         if self.pinned:
             self.copied = torch.cuda.current_stream().record_event()
 

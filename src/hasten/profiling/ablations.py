@@ -20,18 +20,18 @@ LARGER_BATCH = "larger_batch"  # name of the ceiling, also in the cards
 
 
 def disabled_phases(run: RunContext) -> set[str]:
-    """The phases of a run that are switched off now: "input" and "optimizer_step" here, "logging" in the probe."""
+    """The mutable set of phases that are off in a run: "input", "optimizer_step" (here), "logging" (probe)."""
     return run.checkpoint_state.setdefault("disabled_phases", set())
 
 
 def _card(summary: str) -> Card:
-    """Outermost, so that the work of the recipe's own methods in that phase is switched off too."""
+    """The card of an ablation: outermost, so that the recipe's own work in the phase is switched off, too."""
     after = tuple(method_names())
     return Card(summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=after)
 
 
 class ReplayedBatch(Method):
-    """While "input" is disabled, the loop gets one batch again and again."""
+    """An ablation: while "input" is disabled, the training loop gets the same batch again and again."""
 
     card = _card("replays one batch: input costs nothing")
 
@@ -55,7 +55,7 @@ class ReplayedBatch(Method):
 
 
 class NoUpdate(Method):
-    """While "optimizer_step" is disabled, the weights stay as they are."""
+    """An ablation: while "optimizer_step" is disabled, the weights are not updated."""
 
     card = _card("skips the optimizer step: the update costs nothing")
 
@@ -65,7 +65,7 @@ class NoUpdate(Method):
 
 
 class LargerBatch(Method):
-    """Multiplies the batch size by BATCH_FACTOR."""
+    """An ablation: trains with BATCH_FACTOR times the batch size, to measure the fixed cost of a step."""
 
     card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 
@@ -74,5 +74,5 @@ class LargerBatch(Method):
 
 
 def import_path(method: type[Method]) -> str:
-    """``module:Class``, the name under which a recipe finds a method that is not in the catalogue."""
+    """``module:Class``: how a recipe names a method that is not one of hasten's catalogue."""
     return f"{method.__module__}:{method.__name__}"

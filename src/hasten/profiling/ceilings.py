@@ -37,7 +37,7 @@ class Ceilings:
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def worth_measuring(self, shares: Mapping[str, float]) -> list[str]:
-        """The names whose share of the time is large enough to pay; records the reason for the others."""
+        """The names in ``shares`` (name -> fraction of the time) that could pay; notes why the others cannot."""
         small = {name: share for name, share in shares.items() if share < MIN_SHARE}
         self.not_measured |= {name: f"it takes {share:.1%} of the time" for name, share in small.items()}
         return [name for name in shares if name not in small]

@@ -44,7 +44,7 @@ def diagnose(
         processes: number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
         timeout: seconds without progress after which several processes count as hanging; None for the default.
         device: "cpu" or "cuda"; None picks one.
-        seed: of the run that is measured.
+        seed: seed of the run that is measured.
         watch: called with the progress.
 
     Returns:
@@ -133,5 +133,5 @@ def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, In
 
 
 def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:
-    """``watch`` for the part of the work from ``low`` to ``high``, both between 0 and 1."""
+    """A progress callback whose 0 to 1 is reported to ``watch`` as ``low`` to ``high``."""
     return lambda what, done, left=None: watch(what, low + (high - low) * done, left)

@@ -15,7 +15,7 @@ PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing:
 
 
 def flops_per_sample(program: Program) -> float:
-    """Operations of matrix products, convolutions and attention, forward and backward, for one training sample.
+    """Floating-point operations (matrix products, convolutions, attention) of forward and backward per sample.
 
     Runs one batch without an update. The program must have no methods: a compiled or captured step hides operations.
     """

@@ -124,7 +124,7 @@ def _first_batch(batches: BatchSource) -> Batch:
 
 
 def _step_throughput(program: Program, batch: Batch, seconds: float) -> float:
-    """Samples/s of training steps on one batch."""
+    """Samples/s of training steps on one batch that is used again and again: no input is read."""
     batch = program.to_device(batch)
 
     def step() -> None:
@@ -148,7 +148,7 @@ def _copy_throughput(program: Program, batch: Batch, seconds: float) -> float | 
 
 
 def _calls_per_second(program: Program, work: Callable[[], object], seconds: float) -> float:
-    """The median of several measurements, so that a short disturbance of the machine does not count."""
+    """Calls of ``work`` per second: the median of several measurements within ``seconds``."""
     deadline, rates = time.perf_counter() + seconds, []
     while not rates or (len(rates) < MEASUREMENTS and time.perf_counter() < deadline):
         synchronize(program.run.device)
@@ -220,7 +220,7 @@ def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
 
 
 def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
-    """(samples of the batches drawn in about ``seconds``, seconds it took)."""
+    """Draws batches for about ``seconds``: (samples in them, seconds that it took)."""
     samples, total = 0, 0.0
     for epoch in epochs:
         began = time.perf_counter()
@@ -233,13 +233,13 @@ def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
 
 
 class Stopwatch:
-    """Adds up the seconds spent in some functions."""
+    """Adds up the seconds spent in functions that ``time_calls`` wrapped."""
 
     def __init__(self):
         self.seconds = 0.0
 
     def time_calls(self, function: Callable) -> Callable:
-        """``function``, timed; if it is a generator function, each of its items is timed when it is asked for."""
+        """Wraps a function so that its calls are timed; of a generator function, the computation of each item."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -258,7 +258,7 @@ class Stopwatch:
 
 
 class TimedSource(Source):
-    """A source whose reading is timed. ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
+    """A data source whose ``read`` is timed, and ``raw`` (fetching bytes) separately: the rest is decoding."""
 
     def __init__(self, source: Source):
         self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()

@@ -35,7 +35,7 @@ class PhaseTimer:
         self.intervals, self.running = [], True
 
     def now(self) -> Any:
-        """A timestamp (float or CUDA event), or None while nothing is recorded."""
+        """A timestamp: seconds as float, on a GPU a CUDA event; None while nothing is recorded."""
         if not self.running:
             return None
         if self.device.type != "cuda":
@@ -47,12 +47,12 @@ class PhaseTimer:
         return event
 
     def record(self, phase: str, began: Any) -> None:
-        """Records a phase that began at a timestamp and ends now."""
+        """Records ``phase`` as lasting from ``began`` (a result of ``now``) until now."""
         if began is not None:
             self.intervals.append((phase, began, self.now()))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls are recorded under a phase."""
+        """Wraps ``function`` so that the time of its calls is recorded under ``phase``."""
 
         def timed(*args: Any) -> Any:
             began = self.now()
@@ -141,7 +141,7 @@ def _timer(run: RunContext) -> PhaseTimer:
 
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
+    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
     forward, backward = seconds["forward"], seconds["backward"]
     if not forward:

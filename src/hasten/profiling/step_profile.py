@@ -53,11 +53,11 @@ class StepProfile:
 
     @property
     def has_many_faults(self) -> bool:
-        """Whether page faults are more than the background of the machine."""
+        """Whether a step causes at least MANY_FAULTS page faults, more than the background of the machine."""
         return self.faults_per_step >= MANY_FAULTS
 
     def seconds_per_run(self) -> float | None:
-        """Start, steps and evaluations of a whole run; None if the length of the data is unknown."""
+        """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown."""
         plan = self.plan
         if plan["steps"] is None:
             return None
@@ -134,7 +134,7 @@ def profile_steps(
 
 
 def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
-    """Blocks of ``count`` steps with and without the phase timer, in turn."""
+    """Runs blocks of ``count`` steps, with and without phase timer in turn: (timed blocks, plain blocks)."""
     timed, plain, began = [], [], time.monotonic()
     while len(plain) < MIN_PAIRS or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
         timed.append(probe.call("timed_block", count=count))
@@ -161,7 +161,7 @@ def _flops_rates(flops: Mapping[str, float], samples_per_second: float) -> Flops
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
-    """The result of a measurement, or None for a run that does not allow it (a captured graph, a compiled step)."""
+    """Calls a measurement of the probe; None if the run does not allow it (CUDA graph, compiled step)."""
     try:
         return probe.call(method, **arguments)
     except RunError:

@@ -35,7 +35,7 @@ HOST_READ_COST = {
 
 
 def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[str, float]:
-    """The factor by which the run would be faster without each cause (1.0: no gain): measured, or a bound."""
+    """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     return bounds | {"system_time": amdahl(profile.system_share) if profile.has_many_faults else 1.0} | dict(ceilings)
 

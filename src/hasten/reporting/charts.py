@@ -175,7 +175,7 @@ def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Ma
 
 
 def gate(difference: Json, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
-    """The interval of the difference in quality (tuned minus baseline, positive is better) and the margin."""
+    """Draws the interval of the difference in quality (tuned minus baseline; positive is better) and the margin."""
     height, y = 112, 50
     mean = difference["mean"]
     low, high = (difference[key] if difference[key] is not None else mean for key in ("low", "high"))
@@ -243,7 +243,7 @@ def phase_class(phase: str) -> str:
 
 
 def ticks(low: float, high: float, limit: int) -> list[float]:
-    """Round numbers within [low, high], about ``limit`` of them at most."""
+    """Round numbers within [low, high] for the labels of an axis, about ``limit`` at most."""
     span = high - low
     if not span > 0:
         return [low]
@@ -255,7 +255,7 @@ def ticks(low: float, high: float, limit: int) -> list[float]:
 
 
 def thin_out(points: list, limit: int = MAX_POINTS) -> list:
-    """At most ``limit`` points of a line, including both ends."""
+    """Selects at most ``limit`` points of a line at equal distances, including both ends."""
     if len(points) <= limit:
         return points
     return [points[round(index * (len(points) - 1) / (limit - 1))] for index in range(limit)]
@@ -267,7 +267,7 @@ def _ratio_with_interval(ratio: Json) -> Markup:
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
-    """The axis of the metric. The worst fifth of the values, from the first steps of a training, may lie outside."""
+    """(low, high) of the metric's axis. The worst fifth of the values, from early steps, may lie outside."""
     ordered = sorted(values)
     cut = len(ordered) // 5
     shown = (ordered[cut:] if higher else ordered[: len(ordered) - cut]) + ([] if target is None else [target])

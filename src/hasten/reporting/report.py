@@ -131,7 +131,7 @@ _CONTEXTS = {"tune": _tune, "train": _train, "compare": _compare, "diagnose": _d
 
 
 def _drawings(chart: Callable[..., Markup], *args: Any) -> tuple[Markup, Markup]:
-    """The chart for a desktop and for a phone; the page shows the one that fits."""
+    """Calls ``chart(*args, width)`` for a desktop and a phone; the page shows the drawing that fits."""
     return chart(*args, width=charts.WIDE), chart(*args, width=charts.NARROW)
 
 
@@ -151,7 +151,7 @@ def _bars(arms: Mapping[str, Json], rows: Iterable[Json]) -> list[tuple[str, str
 
 
 def _environment(directory: Path, result: Json) -> Json:
-    """Machine, versions and noise as rows; those of a training are in environment.json beside its result."""
+    """Machine, versions and noise for the report; those of a training come from environment.json."""
     machine, versions = result["machine"], result["versions"]
     path = directory / "environment.json"
     if not machine and not versions and path.is_file():
@@ -185,7 +185,7 @@ def _facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _recipe(directory: Path, result: Json) -> Json:
-    """The recipe as TOML and the command that trains with it. A recipe.toml in the run directory has precedence."""
+    """The recipe as TOML (recipe.toml, else from the result), and the command that trains with it."""
     path = directory / "recipe.toml"
     methods = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(methods if isinstance(methods, dict) else {})
@@ -202,7 +202,7 @@ def _with_fixed_spaces(function: Callable[..., str]) -> Callable[..., str]:
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may be wrapped after its punctuation."""
+    """HTML of a name that the browser may wrap after punctuation."""
     return Markup(re.sub(r"([:/,_])", r"\1<wbr/>", str(escape(name))))
 
 

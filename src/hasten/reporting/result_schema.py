@@ -70,20 +70,20 @@ class Point(TypedDict, total=False):
 
 
 class Evaluation(Point, total=False):
-    """A point with its optimizer step."""
+    """An evaluation on the validation data: a ``Point`` with its optimizer step."""
 
     step: Amount
 
 
 class Curve(TypedDict, total=False):
-    """The evaluations of one run."""
+    """The learning curve of one run: its seed and its evaluations."""
 
     seed: Number
     points: Sequence[Point]
 
 
 class Contribution(TypedDict, total=False):
-    """How much slower the recipe is without a method."""
+    """How many times as slow the recipe is without a method (ratio of times)."""
 
     method: Text
     speedup: Interval | None
@@ -117,14 +117,14 @@ class Advice(TypedDict):
 
 
 class NotAdvised(TypedDict):
-    """A method that cannot pay."""
+    """A method that cannot pay in this run, with the reason."""
 
     method: Text
     why: Text
 
 
 class Flops(TypedDict, total=False):
-    """Arithmetic throughput; ``share`` is that of the measured peak."""
+    """Floating-point operations per second; ``share``: fraction of the measured peak."""
 
     achieved_gflops: Amount
     peak_gflops: Amount
@@ -132,7 +132,7 @@ class Flops(TypedDict, total=False):
 
 
 class SkippedRow(TypedDict, total=False):
-    """A row that could not be read."""
+    """A row of the data that could not be read and was skipped."""
 
     row: Amount
     where: Text
@@ -376,14 +376,14 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
 
 
 def _limit(value: float) -> float | None:
-    """None for NaN and values beyond MAX_NUMBER; 0 for values below its inverse."""
+    """The value; None for NaN and magnitudes above MAX_NUMBER; 0 for magnitudes below 1 / MAX_NUMBER."""
     if not abs(value) <= MAX_NUMBER:
         return None
     return value if abs(value) >= 1 / MAX_NUMBER else 0
 
 
 def _clean(text: str) -> str:
-    """One line of printable characters, at most MAX_TEXT."""
+    """The text as one line of printable characters, cut to MAX_TEXT."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 

@@ -234,7 +234,7 @@ def _search_cost(result: Json) -> tuple[str, str]:
 
 
 def _single_process(result: Json) -> list[tuple[str, str]]:
-    """Speed of a single process, without methods and with the recipe, relative to the job of this search."""
+    """(name, text) rows: speed of a single process, without methods and with the recipe, against several."""
     rows = []
     ratio, winner = result["one_process"], result["winner_in_one_process"]
     if ratio["median"] is not None:
@@ -324,7 +324,7 @@ def _input_throughput(measured: Json) -> list[RenderableType]:
 
 
 def _option(option: Json) -> str:
-    """``decay = 0.99 (float, above 0)``."""
+    """A method's option as text: ``decay = 0.99 (float, above 0)``."""
     name, default, kind = (option[key] for key in ("name", "default", "type"))
     allowed = f", {option['range']}" if option.get("range") else ""
     if default is None:
@@ -335,7 +335,7 @@ def _option(option: Json) -> str:
 
 
 def _record(record: Json) -> str:
-    """A trial of the method in a published search."""
+    """One line about a trial of the method in a published search: task, what was tried, verdict, ratio."""
     ratio = (record.get("ratio") or {}).get("median")
     return f"{record['task']}: {record['what']} {record['verdict']}{f', {ratio:.2f}x' if ratio else ''}"
 

@@ -12,7 +12,7 @@ EXAMPLE_BYTES = 100e6  # gradients of 25 million float32 parameters
 
 
 def bench_comm_answer(result: Json) -> RenderableType:
-    """The headline is the time of the faster all-reduce, which data parallel training waits for in every step."""
+    """The table of all collectives, under a headline: the faster all-reduce, which every DDP step waits for."""
     collectives = result["collectives"]
     table = grid("", *(f">{name.replace('all-reduce by', 'by')}" for name in collectives))
     times = {

@@ -71,7 +71,7 @@ def _rate(rows: float | None) -> str:
 
 
 def _round(number: float) -> str:
-    """Three significant digits."""
+    """A number as text with three significant digits and thousands separators."""
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
@@ -120,7 +120,7 @@ def _files_and_rows(files: int, rows: int) -> str:
 
 
 def _classes(names: Sequence[str] | None) -> str:
-    """``3: bird, cat, dog``, in the order of their labels."""
+    """Class names as text: ``3: bird, cat, dog``, in the order of their labels."""
     names = names or []
     shown = ", ".join(names[:MAX_COLUMNS])
     return shown and f"{len(names)}: {shown}{', ...' if len(names) > MAX_COLUMNS else ''}"

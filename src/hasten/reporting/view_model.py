@@ -29,7 +29,7 @@ def is_proven_faster(result: Json) -> bool:
 
 
 def tune_headline(result: Json) -> str:
-    """The largest line of the report."""
+    """The headline of the report of ``tune``."""
     if is_proven_faster(result):
         return f"{formatting.ratio(result['speedup']['median'])} faster"
     if result["verdict"] == "faster":
@@ -50,13 +50,13 @@ def tune_sentence(result: Json) -> str:
 
 
 def target_text(metric: Json) -> str:
-    """``accuracy 0.97``: metric and target."""
+    """Name and target of the metric as text: ``accuracy 0.97``."""
     name = metric["name"] or "the target"
     return name if metric["target"] is None else f"{name} {formatting.plain(metric['target'], metric['unit'])}"
 
 
 def compare_headline(result: Json) -> str:
-    """``b is 2.7x faster``."""
+    """The headline of a comparison: ``b is 2.7x faster``."""
     verdict, ratio = result["verdict"], result["ratio"]["median"]
     if verdict in ("faster", "slower") and ratio:
         return f"b is {formatting.ratio(ratio if verdict == 'faster' else 1 / ratio)} {verdict}"
@@ -76,7 +76,7 @@ def break_even(result: Json) -> str:
 
 
 def quality_sentence(quality: Json, unit: str) -> str:
-    """Whether the quality gate passed, with its margin."""
+    """A sentence: whether the quality gate was passed, and the margin (``unit``: that of the metric)."""
     if quality["passed"] is None:
         return "The quality was not tested."
     if not quality["passed"]:
@@ -181,7 +181,7 @@ def step_profile(before: Json, after: Json) -> list[Json]:
 
 
 def ceiling_medians(ceilings: Json) -> dict[str, float]:
-    """The median of each ceiling that was measured."""
+    """Name -> median of each measured ceiling (time with a phase / time without it)."""
     return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
 
 
@@ -235,7 +235,7 @@ def contributions(result: Json) -> list[Json]:
 
 
 def without_gain(shares: Sequence[Json]) -> list[str]:
-    """Members of the recipe without a measurable contribution."""
+    """Names of the recipe's methods without a measurable contribution."""
     ratios = {share["method"]: share["speedup"]["median"] for share in shares}
     return [method for method, ratio in ratios.items() if ratio is not None and ratio <= MIN_GAIN]
 
@@ -283,7 +283,7 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
 
 
 def is_success(trial: Json) -> bool:
-    """Whether a trial was adopted."""
+    """Whether the search adopted the method of this trial."""
     return trial["verdict"] in ("kept", "won", "faster", "passed")
 
 

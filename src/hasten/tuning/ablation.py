@@ -27,7 +27,7 @@ def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
 
 
 def contributions(study: Study, recipe: Recipe) -> list[dict]:
-    """``[{method, speedup}]`` of the members that can be measured before the budget ends."""
+    """``[{method, speedup}]`` of the recipe's methods, as many as can be measured before the budget ends."""
     rows = []
     with suppress(OutOfBudgetError):
         for name in recipe.methods:
@@ -37,7 +37,7 @@ def contributions(study: Study, recipe: Recipe) -> list[dict]:
 
 
 def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
-    """How many times as fast the recipe reaches the target as without a member; None if that cannot be measured."""
+    """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
     without, samples_without = recipe.drop(name), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
         full, reduced = study.run(recipe, study.seed), study.run(without, study.seed)
@@ -56,6 +56,6 @@ def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
 
 
 def _trains_better(study: Study, full: dict, reduced: dict) -> bool:
-    """Whether the full recipe needs fewer samples or ends better; if not, it can only be faster per sample."""
+    """Whether the run ``full`` needs fewer samples to the target than ``reduced``, or ends with a better metric."""
     better = full["metric"] > reduced["metric"] if study.higher_is_better else full["metric"] < reduced["metric"]
     return better or full["samples_to_target"] < reduced["samples_to_target"]

@@ -43,10 +43,10 @@ class MethodSelection:
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
-        """Checks every name and option before anything is measured.
+        """The selection of a user: ``methods`` and ``extra`` of ``tune``. Checks every name and option.
 
         Raises:
-            ConfigurationError: an unknown method, a wrong option, or one that could be tried but never be confirmed.
+            ConfigurationError: an unknown method, a wrong option, or one whose speed blocks of steps cannot show.
         """
         only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
@@ -55,7 +55,7 @@ class MethodSelection:
         return MethodSelection(only, offered)
 
     def source_hashes(self) -> dict[str, str]:
-        """Hash of the file of each method from a file: changed code makes another trial."""
+        """Method -> hash of its file, for methods from the user's files: changed code is measured again."""
         names = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
         files = {name: inspect.getsourcefile(method_class(name)) for name in names}
         return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}

@@ -62,7 +62,7 @@ class Confirmation:
 
     @property
     def passed(self) -> bool:
-        """Surely as good, and surely faster."""
+        """Whether the recipe passed the quality gate and is surely faster."""
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
@@ -97,7 +97,7 @@ def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: f
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
-    """The fastest recipes, the fastest first, and among them the fastest that is exact, if there is one.
+    """The recipes to confirm, fastest first: at most MAX_FINALISTS, the fastest exact one always among them.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
     """
@@ -111,12 +111,12 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def _quality_risks(recipe: Recipe) -> Recipe:
-    """The members that may cost quality: all but the catalogue's exact methods. A user's card is unverified."""
+    """The recipe without hasten's exact methods: what may cost quality. A user's card is not trusted."""
     return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
 def _next(attempts: list[Confirmation]) -> int | None:
-    """The attempt to look at next: the fastest once, then those close to passing, exact ones, the least looked at."""
+    """Index of the attempt to run more seeds of; None if all are decided. Prefers those close to passing."""
 
     def order(index: int) -> tuple:
         attempt = attempts[index]
@@ -132,7 +132,7 @@ def _next(attempts: list[Confirmation]) -> int | None:
 
 
 def _promising(attempt: Confirmation) -> bool:
-    """Whether the next look would pass it if the difference stays as it is."""
+    """Whether more seeds with the same mean difference in quality would let the attempt pass."""
     result, difference = attempt.gate, attempt.gate.difference
     if result.passed or not difference or not 0 < attempt.looks < len(LOOKS):
         return result.passed
@@ -141,7 +141,7 @@ def _promising(attempt: Confirmation) -> bool:
 
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
-    """False if a faster one has passed, or a slower one that is nearly as fast."""
+    """Whether attempt ``index`` could still win: none that is faster, or nearly as fast, has passed."""
     speedup = attempts[index].speedup
     passed = max((other.speedup.median for other in attempts if other.passed and other.speedup), default=0.0)
     faster_passed = any(faster.passed for faster in attempts[:index])
@@ -177,12 +177,12 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
 
 
 def _loosest_exactness(recipe: Recipe) -> Exactness:
-    """What the whole recipe may promise."""
+    """The exactness class of the whole recipe: the loosest among its methods."""
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
-    """Both arms on ``pairs`` seeds, then the recipe alone on further ones if cheap; why the recipe lost, or None."""
+    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why it lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
@@ -199,12 +199,12 @@ def fresh_seeds(seed: int, count: int) -> list[int]:
 
 
 def further_seeds(seed: int, count: int) -> list[int]:
-    """Fresh seeds for the recipe alone."""
+    """Seeds on which only the recipe is run; the search and ``fresh_seeds`` have not used them."""
     return [seed + FIRST_FURTHER_SEED + SEED_STEP * index for index in range(count)]
 
 
 def _further_per_pair(attempt: Confirmation) -> int:
-    """Runs of the recipe alone that each pair is worth. None of an exact recipe, which is compared seed by seed."""
+    """Runs of the recipe alone per pair of runs; more if it is faster. 0 for an exact one, compared seed by seed."""
     if _loosest_exactness(attempt.recipe) in EXACT:
         return 0
     arms = attempt.baseline_runs, attempt.tuned_runs
@@ -213,7 +213,7 @@ def _further_per_pair(attempt: Confirmation) -> int:
 
 
 def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> str | None:
-    """Both arms on one seed, in alternating order; why the recipe lost, or None."""
+    """Runs both arms on one seed, in alternating order. Returns why the recipe lost, or None."""
     arms = [(attempt.recipe, attempt.tuned_runs), (Recipe(), attempt.baseline_runs)]
     for recipe, runs in arms if len(attempt.paired) % 2 == 0 else reversed(arms):
         runs[seed] = run = study.run(recipe, seed)
@@ -351,7 +351,7 @@ def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tupl
     speed-up adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
 
     Args:
-        comparison: of speed, see ``Study.compare_speed``.
+        comparison: result of ``Study.compare_speed``.
         samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train
             differently, followed by (of a, of b) since the evaluation before that one.
     """

@@ -36,7 +36,7 @@ class NonInferiorityResult:
 
 
 def not_passed(why: str, margin: float, seeds: Sequence[int] = (), settled: bool = False) -> NonInferiorityResult:
-    """A result without a comparison."""
+    """A result that has not passed, for the reason ``why``, without metrics to compare."""
     return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)
 
 
@@ -62,8 +62,8 @@ def quality_gate(
     """Tests that the tuned metric is not worse than the baseline's by more than the margin.
 
     Args:
-        baseline: final metric by fresh seed.
-        tuned: the same; MIN_SEEDS seeds must be in both, and further ones inform about their own arm.
+        baseline: final metric of the original by fresh seed.
+        tuned: final metric of the recipe; MIN_SEEDS seeds must be in both, further ones inform about their own arm.
         margin: how much worse counts as no worse, in the metric's unit.
         higher_is_better: the direction of the metric.
         more_baseline: final metrics of the baseline at other seeds; they inform about its spread, not its mean.

@@ -39,12 +39,12 @@ class SearchState:
 
     @property
     def winner(self) -> Confirmation | None:
-        """The confirmation, if it passed."""
+        """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
     @property
     def one_process_is_faster(self) -> bool:
-        """Whether one process is surely faster than the best job: with the task as it is, or the winner's recipe."""
+        """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""
         best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
@@ -64,7 +64,7 @@ class SearchState:
 
 
 def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
-    """Everything as plain data. Speed-up and quality come from the confirmation alone.
+    """The content of result.json. Speed-up and quality come from the confirmation alone.
 
     ``metric`` is the name of the task's metric, and ``offered`` holds the methods that the user offered.
     """
@@ -124,7 +124,7 @@ def write(folder: Path, result: Any) -> None:
 
 
 def machine_and_versions(device: str) -> dict:
-    """The ``machine`` and the ``versions`` that the measurements belong to."""
+    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
     machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
@@ -157,7 +157,7 @@ def _why(study: Study, state: SearchState) -> str:
 
 
 def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
-    """Of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
+    """Runs of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
@@ -181,7 +181,7 @@ def _curves(runs: dict[int, dict]) -> list[Curve]:
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
-    """The result of a method that the user offered."""
+    """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
     reasons = [trial["why"] for trial in trials if name in trial["what"]]
     why = reasons[-1] if reasons else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}

@@ -42,7 +42,7 @@ class Candidate:
 
 
 def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
-    """A candidate from the card of a method; options that the user gave are the only ones tried."""
+    """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
     card = method_class(name).card
     return Candidate(name, card, (options,) if options else card.presets, bound, offered)
 
@@ -59,11 +59,11 @@ class Baseline:
 
     @property
     def metric(self) -> float:
-        """Mean of the final metrics."""
+        """Mean over the seeds of the final metric."""
         return fmean(run["metric"] for run in self.runs)
 
     def samples_to_target(self) -> float:
-        """Median over the seeds."""
+        """Median over the seeds of the training samples until the target."""
         samples = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
         return samples[len(samples) // 2]
 
@@ -113,7 +113,7 @@ def search_systems(
 def _try_preset(
     study: Study, base: Recipe, item: Candidate, options: dict, samples: float, seconds: float
 ) -> tuple[Recipe, float] | None:
-    """(recipe, gain) if the candidate is accepted; the trial is noted either way."""
+    """Tries one preset: (``base`` with it, speed-up) if it is accepted, else None; notes the trial."""
     stage = "precision" if item.card.exactness is Exactness.REDUCED_PRECISION else "systems"
     text = str(Recipe({item.name: options}))
     recipe = add_or_replace(base, item.name, options)
@@ -152,7 +152,7 @@ def _try_preset(
 
 
 def _check_verdict(check: dict) -> tuple[str, str]:
-    """(verdict, why) of an exactness check that failed, or that could not be finished."""
+    """(verdict for the report, reason) of an exactness check that failed or could not be finished."""
     return ("failed", check["failed"]) if "failed" in check else ("refused", check["why"])
 
 
@@ -171,7 +171,7 @@ def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None
 
 
 def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
-    """The recipe with one more method, which may replace one that it conflicts with; or why there is no such recipe."""
+    """``base`` with one more method, in place of one that it conflicts with; or, as text, why that is impossible."""
     recipe = base.with_method(name, **options)
     conflict = conflict_reason(recipe)
     if conflict is None:
@@ -181,7 +181,7 @@ def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
 
 
 def conflict_reason(recipe: Recipe) -> str | None:
-    """Why the methods of a recipe exclude each other, or None."""
+    """Why the methods of a recipe exclude each other; None if they do not."""
     try:
         check_conflicts(sort_methods(make_methods(recipe)))
     except ConfigurationError as error:
@@ -200,7 +200,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """What the runs cost."""
+        """Seconds that all runs of this recipe took, added up."""
         return sum(run["trial_seconds"] for run in self.runs)
 
     def to_target(self, unit: str, seeds: int | None = None) -> float | None:
@@ -215,12 +215,12 @@ class Outcome:
         return best_seconds / seconds if seconds and best_seconds else None
 
     def needs_fewer(self, best: Outcome) -> bool:
-        """Whether it needed fewer samples to the target, on the seeds that both were run on."""
+        """Whether this recipe needed clearly fewer samples to the target than ``best``, on the seeds of both."""
         most, samples = best.to_target("samples", len(self.runs)), self.to_target("samples", len(best.runs))
         return most is None or (samples is not None and samples < FEWER_SAMPLES * most)
 
     def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
-        """Whether it is nearly as fast as any and ends surely better, by a margin, on the seeds of both."""
+        """Whether this recipe is nearly as fast as any before, and its metric surely better than that of ``best``."""
         both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best.fastest or best)
         ends, best_ends = (fmean(run["metric"] for run in outcome.runs[:both]) for outcome in (self, best))
         better = ends - best_ends if baseline.higher_is_better else best_ends - ends
@@ -234,7 +234,7 @@ class Outcome:
 
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
-        """Judges runs of which the last is new; the earlier ones have been found good enough."""
+        """Judges a recipe by its runs so far, on one seed each; all but the last have been found good enough."""
         run = runs[-1]
 
         def outcome(verdict: str, why: str) -> Outcome:

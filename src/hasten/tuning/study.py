@@ -29,7 +29,7 @@ PROFILE_SECONDS = 3.0
 
 
 class OutOfBudgetError(Exception):
-    """Ends the search or a part of it; what is proven by now is the answer."""
+    """Raised when the budget of the search, or of a part of it, is spent; what is proven by then is the answer."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Budget:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
+        """Context manager: at most ``share`` (0 to 1) of the seconds left is spent inside; then the block ends."""
         withheld = (1 - share) * max(0.0, self.left())
         self.reserved += withheld
         try:
@@ -128,7 +128,7 @@ class Study:
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Anything else that is measured once a search: the duration of a run, the diagnosis."""
+        """Result of ``measure``, called once per search and stored, such as the diagnosis; charged to the budget."""
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
@@ -209,5 +209,5 @@ class Study:
 
 
 def exactness_of(name: str) -> Exactness:
-    """The exactness class of a method."""
+    """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness

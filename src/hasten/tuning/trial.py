@@ -23,7 +23,7 @@ RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seco
 
 
 class Trial:
-    """One task, one recipe, one seed."""
+    """A trial of one task with one recipe and one seed, in this process."""
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed

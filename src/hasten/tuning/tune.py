@@ -83,7 +83,7 @@ def tune(
         timeout: seconds without progress after which a job of several processes counts as hanging; by default a part of
             the budget.
         device: "cpu" or "cuda"; None picks one.
-        seed: of the search.
+        seed: seed of the search.
         watch: called with the progress.
 
     Returns:
@@ -166,7 +166,7 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
 
 
 def _measure_baseline(study: Study, state: SearchState, selection: MethodSelection, margin: float | None) -> None:
-    """Diagnosis and baseline: where the time goes, what is worth trying, what has to be beaten."""
+    """Runs the diagnosis and the baseline: which methods are worth trying, and what they have to beat."""
     total = study.budget.total
     seconds = min(40.0, total / 8)
 
@@ -214,7 +214,7 @@ def _run_baseline(study: Study, margin: float | None) -> Baseline:
 
 
 def _search(study: Study, state: SearchState) -> None:
-    """Finds the best recipe and what each of its members contributes, until its part of the budget ends."""
+    """Finds the best recipe and what each of its methods contributes, until the search's part of the budget ends."""
     baseline, budget, incumbents, candidates = state.baseline, study.budget, state.incumbents, state.candidates
     assert baseline is not None
     screening = min(SCREENING_S, max(MIN_COMPARISON_S, state.comparison_seconds / 2))
@@ -251,7 +251,7 @@ def _reserve_for_incumbent(study: Study, state: SearchState) -> None:
 
 
 def _confirm(study: Study, state: SearchState) -> None:
-    """Confirms; then compares a winner with one process and the strong baseline, and profiles and ablates it."""
+    """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
     assert state.baseline is not None
     comparisons = bool(state.strong_baseline) + (study.processes > 1)
@@ -288,7 +288,7 @@ def _compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, 
 
 
 def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
-    """The fastest of what an experienced user sets by hand. Methods without effect are left out."""
+    """The fastest recipe of ``strong_baselines``, without methods that have no effect here."""
     best, no_effect = Recipe(), set()
     for form in strong_baselines(study.device, max(1, cores() // study.processes)):
         while True:

@@ -84,7 +84,7 @@ def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], 
 
 
 def target_of(batch: Batch) -> Any:
-    """The target of a batch; None where the batch names none."""
+    """The target of a batch by its name (see TARGET_NAMES); None where the batch has no such field."""
     try:
         return split_inputs_target(batch)[2]
     except RunError:

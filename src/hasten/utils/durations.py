@@ -16,7 +16,7 @@ def parse_duration(duration: float | str, name: str = "") -> float:
         name: What the error message calls it.
 
     Raises:
-        ConfigurationError: It is neither, or not above 0.
+        ConfigurationError: ``duration`` is neither, or not above 0.
     """
     value = duration
     if isinstance(duration, str):
@@ -28,5 +28,5 @@ def parse_duration(duration: float | str, name: str = "") -> float:
 
 
 def parse_budget(budget: float | str) -> float:
-    """A budget in seconds, as ``parse_duration``."""
+    """A budget (number of seconds, or text such as ``10m``) in seconds; errors as in ``parse_duration``."""
     return parse_duration(budget, "budget")

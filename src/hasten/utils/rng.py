@@ -52,7 +52,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
-    """Restores the process's generators, and ``generators``, on exit."""
+    """Restores the global generators (torch, Python, NumPy), and those in ``generators``, on exit."""
     state, generator_states = get_rng_state(), [generator.get_state() for generator in generators]
     try:
         yield

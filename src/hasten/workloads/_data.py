@@ -54,7 +54,7 @@ def download(file: File) -> Path:
 
 
 def find_file(path: str) -> Path | None:
-    """The first data folder's file with this relative path; None if no folder has it."""
+    """The file with this relative path in the first data folder that has it; None if none has."""
     return next((folder / path for folder in _folders() if (folder / path).is_file()), None)
 
 
@@ -94,7 +94,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
         while any(header := content[offset : offset + TAR_BLOCK_BYTES]):  # zeros end the archive
             size = int(header[124:136].strip(b" \0"), 8)
             if size < 0 or offset + TAR_BLOCK_BYTES + size > len(content):
-                raise EOFError("it is truncated")
+                raise EOFError("the archive is truncated")
             if header[156:157] in (b"0", b"\0"):
                 yield (
                     header[:100].rstrip(b"\0").decode(),
@@ -108,7 +108,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
-    """Writes a tar.gz of (name, content) pairs."""
+    """Writes (name, content) pairs as a tar.gz at ``path``."""
     with tarfile.open(path, "w:gz", compresslevel=6) as tar:
         for name, content in files:
             member = tarfile.TarInfo(name)

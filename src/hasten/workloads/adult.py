@@ -85,7 +85,7 @@ class Tabular(nn.Module):
 
 
 def _rows(name: str) -> list[list[str]]:
-    """The fields of every person; adult.test begins with a line that is no person."""
+    """The fields of every person in file ``name``; skips the first line of adult.test, which is no person."""
     text = download(File(f"adult/{name}", ADDRESS + name, FILES[name])).read_text(encoding="ascii")
     rows = [line.split(", ") for line in text.splitlines()]
     return [row for row in rows if len(row) == LABEL + 1]

@@ -129,7 +129,7 @@ def _to_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _pillow():
-    """The module ``PIL.Image``."""
+    """Imports and returns ``PIL.Image``; ``ConfigurationError`` if pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:

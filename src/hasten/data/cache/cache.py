@@ -66,7 +66,7 @@ def cached(
 
 
 class Mapped(Source):
-    """A source whose samples pass through maps and are stacked into columns again."""
+    """A source that applies sample maps to another source's rows and stacks the results into columns."""
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
@@ -172,7 +172,7 @@ class Cache(Source):
 
     @abstractmethod
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
-        """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``identity`` is that of the source."""
+        """Reads all rows: (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
 
     def chunks(
         self, like: Any, identity: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
@@ -203,10 +203,10 @@ class Cache(Source):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-        """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
+        """Returns (first rows as tensors, indices of list columns), if all rows fit into half of ``free`` bytes.
 
         Raises:
-            ConfigurationError: They need more than allowed, or have no common shape.
+            ConfigurationError: All rows need more than that, or than ``gigabytes``; or they differ in shape.
             RunError: More rows are bad than allowed.
         """
         first, lists = read_first(self.source, faults)
@@ -214,13 +214,13 @@ class Cache(Source):
         allowed = self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:
             limit = "were allowed" if self.gigabytes else f"are half of what is free {where}"
-            message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
-            raise ConfigurationError(f"{message}; allow more with gigabytes=, or cache less of every sample")
+            limit = f"{allowed / 1e9:.3g} GB {limit}; allow more with gigabytes=, or cache less of every sample"
+            raise ConfigurationError(f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {limit}")
         return first, lists
 
 
 class MemoryCache(Cache):
-    """Holds one tensor per column in memory."""
+    """A cache that holds all rows in memory, one tensor per column."""
 
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         first, lists = self.read_first_within(free_memory(), "in memory", faults)
@@ -234,7 +234,7 @@ class MemoryCache(Cache):
 
 
 class DiskCache(Cache):
-    """Holds one memory-mapped row-major file per column; all processes that read it share its pages."""
+    """A cache on disk: one memory-mapped, row-major file per column, whose pages all processes share."""
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
         super().__init__(source, gigabytes, watch)
@@ -252,7 +252,7 @@ class DiskCache(Cache):
 
 
 def source_identity(source: Source) -> dict:
-    """Returns what distinguishes the rows of a source from all others: class, code, length and fingerprint, as JSON."""
+    """Returns what identifies the rows of a source: class, code, length and fingerprint, as JSON values."""
     kind = type(source)
     name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
     return _to_json({"source": name, "code": code, "rows": len(source), "of": source.fingerprint()})

@@ -53,7 +53,7 @@ def free_disk(folder: Path) -> int:
 
 
 class CacheDirectory:
-    """The cache in ``folder`` of the source with this identity.
+    """The directory of the disk cache of one source, found by the hash of the source's identity.
 
     Attributes:
         path: Directory of the complete cache.
@@ -121,7 +121,7 @@ class CacheDirectory:
 
 
 class _ColumnWriter:
-    """Writes the files of a cache."""
+    """Appends rows to the files of a disk cache, one file per column."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -211,14 +211,14 @@ def _try_lock(lock: Path) -> BinaryIO | None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Makes a rename in the folder survive a power failure."""
+    """Flushes a folder to the disk, so that a rename in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def _nest(nesting: Any, columns: list) -> Any:
-    """Arranges the columns as described: a number stands for a column, an object for a dict, an array for a tuple."""
+    """Nests columns as the JSON ``nesting`` describes: a number is a column's index, an array becomes a tuple."""
     if isinstance(nesting, dict):
         return {name: _nest(part, columns) for name, part in nesting.items()}
     if isinstance(nesting, list):

@@ -66,8 +66,8 @@ def _check_like(columns: Any, like: Any, rows: numpy.ndarray) -> None:
     for index, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
         expected, actual = _describe(first[0]), _describe(column[0])
         if actual != expected:
-            message = f"column {index} is {expected} in the first rows and {actual} in rows {rows[0]} to {rows[-1]}"
-            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
+            later = f"{actual} in rows {rows[0]} to {rows[-1]}; {UNIFORM_ROWS_HINT}"
+            raise ConfigurationError(f"column {index} is {expected} in the first rows and {later}")
 
 
 def _describe(row: torch.Tensor) -> str:
@@ -91,8 +91,9 @@ def _as_tensors(columns: Any) -> Any:
             raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            message = f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}"
-            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
+            raise ConfigurationError(
+                f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}; {UNIFORM_ROWS_HINT}"
+            )
         return torch.stack(column)
 
     return map_columns(stack, columns)

@@ -10,10 +10,10 @@ from hasten.core.errors import ConfigurationError
 
 
 def name(argument: str, value: Any) -> str | None:
-    """Returns ``value`` if it is a string or None.
+    """Returns the value of an argument that must be a string or None.
 
     Raises:
-        ConfigurationError: It is something else; the message begins with ``argument``.
+        ConfigurationError: The value is something else; the message begins with ``argument``.
     """
     if value is not None and not isinstance(value, str):
         raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
@@ -21,7 +21,7 @@ def name(argument: str, value: Any) -> str | None:
 
 
 def names(argument: str, value: Iterable[str]) -> list[str]:
-    """Returns several names, in order.
+    """Returns the value of an argument that must be a list of different names.
 
     Raises:
         ConfigurationError: ``value`` is a single string, an unordered set, a dict (whose values would be lost), empty,
@@ -35,14 +35,14 @@ def names(argument: str, value: Iterable[str]) -> list[str]:
     if not listed:
         raise ConfigurationError(f"{argument} is empty; omit it, or give at least one name")
     if odd := [item for item in listed if not isinstance(item, str)]:
-        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is none")
+        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is not a name")
     if repeated := [item for item, count in Counter(listed).items() if count > 1]:
         raise ConfigurationError(f"{argument} contains {repeated[0]!r} twice")
     return listed
 
 
 def shape(argument: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape, whose sizes are at least 0.
+    """Returns the value of an argument that must be a shape: a sequence of integers of at least 0, as a tuple.
 
     Raises:
         ConfigurationError: ``value`` is something else.

@@ -79,7 +79,7 @@ def augmented_images(
 
 
 class AugmentedPipeline(Pipeline):
-    """A pipeline whose images are made a batch at a time."""
+    """A pipeline that creates its images a batch at a time, so that ``map`` is allowed after ``batch`` only."""
 
     def map(self, function: Callable) -> Pipeline:
         if self.batch_size is None:
@@ -88,7 +88,7 @@ class AugmentedPipeline(Pipeline):
 
 
 class RowNumbers(Source):
-    """Row indices in place of the images, and the labels."""
+    """A source that returns row indices in place of images, which ``Gather`` replaces; and the labels."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -172,7 +172,7 @@ class Gather:
         return (images, *batch[1:]) if labeled else images
 
     def _gather(self, choices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the planes of all images, shape (planes, values and footer), in memory that the next call reuses."""
+        """Returns the shifted planes of ``rows``, shape (planes, values + footer); the next call reuses the memory."""
         count, plane = len(rows), self.plane
         begins = self.begins.index_select(0, choices).add_(rows.unsqueeze(1), alpha=self.size).view(-1)
         used = len(begins) * self.pitch * self.values.dtype.itemsize
@@ -193,9 +193,9 @@ class Gather:
         return planes
 
     def _unpack(self, planes: torch.Tensor) -> torch.Tensor:
-        """Returns the floats, in memory that torch allocates.
+        """Converts planes with footers to normalized float32, in new memory from torch.
 
-        If that memory is fresh, a second pass would be cheaper, so the number of remaining tries decreases.
+        Where that memory causes page faults, the two-pass way is faster, so fewer batches will use this one.
         """
         before = page_faults()
         floats = unpack_planes(planes)

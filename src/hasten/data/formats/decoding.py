@@ -29,10 +29,10 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns (height, width) of the argument ``resize``.
+    """Returns the argument ``resize`` (side of a square or (height, width), in pixels) as (height, width).
 
     Raises:
-        ConfigurationError: It is no size, or it has more than ``pixels`` pixels; ``pixels`` is no positive integer.
+        ConfigurationError: ``resize`` is no size or has more than ``pixels`` pixels; ``pixels`` is not positive.
     """
     at_least("pixels=", pixels, 1)
     if resize is None:
@@ -43,8 +43,8 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
             f"resize must be the side of a square or (height, width) in pixels, not {resize!r:.80}"
         )
     if sides[0] * sides[1] > pixels:
-        what = f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
-        raise ConfigurationError(f"{what}; use a smaller size, or a higher limit: pixels=")
+        limit = f"{pixels} are allowed; use a smaller size, or a higher limit: pixels="
+        raise ConfigurationError(f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {limit}")
     return sides[0], sides[1]
 
 
@@ -127,23 +127,23 @@ def _decode_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) ->
     readers = {b"\xff\xd8\xff": JpegImagePlugin.JpegImageFile, b"\x89PN": PngImagePlugin.PngImageFile}
     reader = readers.get(content[:3])
     if reader is None:
-        raise ValueError("it is not a JPEG or PNG image")
+        raise ValueError("the file is not a JPEG or PNG image")
     try:
         with reader(io.BytesIO(content)) as image:
             _check_pixels(image.height, image.width, pixels)
             if image.mode.startswith("I"):
-                raise ValueError("it has 16 bits per channel; convert it to 8")
+                raise ValueError("the image has 16 bits per channel; convert it to 8")
             if size is not None:
                 image.draft(image.mode, (MIN_SCALE * size[1], MIN_SCALE * size[0]))  # only JPEG can
             return numpy.array(image.convert("RGB"))
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # for damaged files Pillow raises nearly any type
-        raise ValueError(f"it cannot be decoded ({format_error(error)})") from None
+        raise ValueError(f"the image cannot be decoded ({format_error(error)})") from None
 
 
 class _TooLargeError(ValueError):
-    """The image has more pixels than allowed."""
+    """The image has more pixels than the limit ``pixels`` allows."""
 
 
 def _check_pixels(height: int, width: int, pixels: int, when: str = "") -> None:
@@ -154,7 +154,7 @@ def _check_pixels(height: int, width: int, pixels: int, when: str = "") -> None:
 
 @cache
 def _simplejpeg() -> Any:
-    """Returns the module, or None if it is not installed."""
+    """Returns the module simplejpeg, or None if it is not installed."""
     try:
         import simplejpeg
     except ImportError:

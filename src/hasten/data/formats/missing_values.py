@@ -12,7 +12,7 @@ from hasten.data.formats.table_types import is_number, plain
 
 
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the argument ``fill``: None, a number, or a dict from column to value.
+    """Checks the argument ``fill`` (None, a number, or a dict from column to value) and returns it.
 
     Args:
         fill: The argument.
@@ -34,7 +34,7 @@ def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> A
 
 
 def filled(array: Any, fill: Any, name: str, where: str) -> Any:
-    """Returns an Arrow array without missing values.
+    """Returns an Arrow array whose missing values are replaced by those of ``fill``.
 
     Args:
         array: Arrow array.
@@ -64,17 +64,18 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
             return pa.repeat(converted, len(array))
         return array.fill_null(pa.scalar(converted, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        why = f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill"
-        raise ConfigurationError(f"{why}: {format_error(error)}") from None
+        raise ConfigurationError(
+            f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill: {format_error(error)}"
+        ) from None
 
 
 def missing(name: str, array: Any, what: str, where: str) -> str:
-    """Returns the first part of the error message for missing values."""
+    """Begins an error message: how many of ``what`` (values, lists) are missing in column ``name``, and where."""
     return f"column {name!r} lacks {array.null_count} of its {len(array)} {what} in {where}"
 
 
 def check_no_nulls(name: str, array: Any, where: str) -> None:
-    """Raises ConfigurationError if structs or lists are missing, which no value can fill."""
+    """Raises ConfigurationError if a whole struct or list is missing, because ``fill`` cannot replace it."""
     import pyarrow.types as types
 
     if array.null_count:
@@ -83,9 +84,9 @@ def check_no_nulls(name: str, array: Any, where: str) -> None:
 
 
 def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
-    """Casts columns with missing values to the common type of all files, which determines how they are filled.
+    """Casts columns with missing values to their type in all files together, so that ``fill`` applies to it.
 
-    For tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
+    For CSV, whose types are guessed per file. A column without any value becomes empty strings if it is text.
     """
     import pyarrow.types as types
 
@@ -100,7 +101,7 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
 
 def empty_to_null(table: Any, name: str) -> Any:
-    """Replaces empty strings of a column by missing values, which CSV cannot express otherwise."""
+    """Makes empty strings of a text column missing values: CSV has no other way to express them."""
     import pyarrow as pa
     import pyarrow.compute as compute
 
@@ -114,31 +115,31 @@ def _convert(value: Any, arrow_type: Any) -> Any:
     """Returns ``value`` as the Python type for an Arrow type; Arrow itself would truncate a float for an integer.
 
     Raises:
-        ValueError: It would become another value.
-        ArithmeticError: It is NaN or infinite, and the type is not a float.
+        ValueError: The conversion would change the value.
+        ArithmeticError: The value is NaN or infinite, and the type is not a float.
     """
     import pyarrow.types as types
 
     if not is_number(arrow_type):
         return value
     if not isinstance(value, (Real, Decimal)):
-        raise ValueError("it is not a number")
+        raise ValueError("the value is not a number")
     value = cast(Any, value)
     if types.is_decimal(arrow_type):
         return Decimal(str(value))
     if types.is_boolean(arrow_type):
         if value not in (0, 1):
-            raise ValueError("it is neither true nor false")
+            raise ValueError("the value is neither true nor false")
         return bool(value)
     if types.is_integer(arrow_type):
         if value != int(value):
-            raise ValueError("it is not an integer")
+            raise ValueError("the value is not an integer")
         return int(value)
     return float(value)
 
 
 def _struct_columns(path: str, arrow_type: Any) -> Iterator[str]:
-    """Yields the names of the columns of a struct, and of the structs in it."""
+    """Yields the dotted names of the columns of a struct (``path.column``), and of the structs in it."""
     import pyarrow.types as types
 
     for field in arrow_type if types.is_struct(arrow_type) else ():

@@ -25,7 +25,7 @@ MAX_EXACT_FLOAT32 = 1 << 24  # up to here float32 represents every integer
 
 
 def column(arrow_type: Any, rows: int, name: str) -> Any:
-    """Returns an empty column for a plain Arrow type."""
+    """Returns an empty column for ``rows`` values of a plain Arrow type (see ``table_types.plain``)."""
     import pyarrow.types as types
 
     if types.is_struct(arrow_type):
@@ -38,7 +38,7 @@ def column(arrow_type: Any, rows: int, name: str) -> Any:
 
 
 class NumberColumn:
-    """One tensor of shape (rows, *shape); ``dtype`` may differ from that of the file."""
+    """A numeric column as one tensor of shape (rows, *shape), converted to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, rows: int, shape: tuple[int, ...] = (), name: str = "") -> None:
         self.tensor, self.name, self._filled = torch.empty((rows, *shape), dtype=dtype), name, 0
@@ -46,8 +46,8 @@ class NumberColumn:
     def put(self, array: Any, fill: Any, where: str) -> None:
         values = to_numbers(array, fill, self.name, where)
         if values.dtype == numpy.uint64 and len(values) and values.max() > MAX_INT64:
-            what = f"column {self.name!r} holds {values.max()} in {where}"
-            raise ConfigurationError(f"{what}; a tensor holds integers up to {MAX_INT64}: leave the column out")
+            advice = f"a tensor holds integers up to {MAX_INT64}: leave the column out"
+            raise ConfigurationError(f"column {self.name!r} holds {values.max()} in {where}; {advice}")
         rows = values.reshape(len(array), *self.tensor.shape[1:])
         self.tensor.numpy()[self._filled : self._filled + len(array)] = rows
         self._filled += len(array)
@@ -86,7 +86,7 @@ class MatrixColumn:
         return gathered(self.tensor, index)
 
     def _warn_of_rounding(self, columns: list[numpy.ndarray]) -> None:
-        """Warns once about large integers, such as identifiers or times, that rounding would make equal to others."""
+        """Warns once per column of integers above 2**24: float32 rounds them, so that different ones become equal."""
         for name, values in zip(self.names, columns, strict=True):
             if name in self._warned or values.dtype.kind not in "iu" or values.dtype.itemsize < 4 or not len(values):
                 continue
@@ -101,7 +101,7 @@ class MatrixColumn:
 
 
 class ClassColumn:
-    """Text or dictionary values as class indices: one int64 tensor."""
+    """A text target as class indices: one int64 tensor. Arrow dictionaries of text are accepted, too."""
 
     def __init__(self, classes: Sequence[str], rows: int, name: str) -> None:
         import pyarrow as pa
@@ -119,8 +119,8 @@ class ClassColumn:
         if indices.null_count:
             unknown = words.filter(indices.is_null())[0].as_py()
             classes = ", ".join(self._classes.slice(0, 10).to_pylist())
-            what = f"column {self.name!r} holds {unknown!r} in {where}"
-            raise ConfigurationError(f"{what}, which is not one of its classes: {classes}")
+            problem = f"which is not one of its classes: {classes}"
+            raise ConfigurationError(f"column {self.name!r} holds {unknown!r} in {where}, {problem}")
         self._indices.put(indices, None, where)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class ClassColumn:
 
 
 class ListColumn:
-    """Text, bytes, lists of different lengths: a Python list of rows; lists of numbers are tensors."""
+    """Text, bytes or lists of different lengths: returned as a list of rows; a row of numbers is a tensor."""
 
     def __init__(self, name: str, arrow_type: Any) -> None:
         import pyarrow.types as types
@@ -160,7 +160,7 @@ class ListColumn:
 
 
 class StructColumn:
-    """A struct: a dict of its columns."""
+    """A struct column: returned as a dict of its columns."""
 
     def __init__(self, columns: dict[str, Any], name: str) -> None:
         self._columns, self.name = columns, name
@@ -176,10 +176,10 @@ class StructColumn:
 
 
 def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
-    """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used.
+    """Returns a column's numbers, 1-d (lists are concatenated); a view of Arrow's memory where possible.
 
     Raises:
-        ConfigurationError: Values are missing, and ``fill`` has none for this column.
+        ConfigurationError: Values are missing, and ``fill`` has no replacement for this column.
     """
     import pyarrow as pa
     import pyarrow.types as types

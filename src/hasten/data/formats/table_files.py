@@ -34,7 +34,7 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds.
+    """What one file of a table holds: schema, row counts, size, chunks that cannot be read.
 
     Attributes:
         schema: Arrow schema; None for a file that cannot be opened.
@@ -53,10 +53,10 @@ class Format(Protocol):
     """How files of one format are read. Several threads may call ``chunk`` at once.
 
     Attributes:
-        name: Of the format.
-        chunk_name: Of a chunk, if a file can have several.
-        suffixes: Of the files.
-        settings: JSON values on which the rows depend besides the file.
+        name: Name of the format, for messages.
+        chunk_name: What a chunk is called in this format; empty if a file is one chunk.
+        suffixes: Endings of file names that a folder selects.
+        settings: Options that change the rows (delimiter, header), as JSON values.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Format(Protocol):
     def chunk(self, path: str, index: int, columns: list[str]) -> Any: ...
 
     def release(self) -> None:
-        """Drops open files and parsed rows, which only make reading faster."""
+        """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
 
 
 class Parquet:
-    """Parquet files; a chunk is a row group."""
+    """Reads Parquet files; a chunk is a row group."""
 
     name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
@@ -102,7 +102,7 @@ class Parquet:
 
 
 class Feather:
-    """Feather (Arrow IPC) files; a chunk is a record batch."""
+    """Reads Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
@@ -140,15 +140,15 @@ class Feather:
 
 
 class Csv:
-    """A CSV file is parsed completely when its rows are counted, and kept until they have been read."""
+    """CSV files. A file is parsed completely when its rows are counted, and held until ``release``."""
 
     name, chunk_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 
     def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None) -> None:
         is_character = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii()
         if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
-            what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
-            raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
+            given = f"as in delimiter=';', not {delimiter!r:.80}"
+            raise ConfigurationError(f"csv(delimiter=) must be one character that separates fields, {given}")
         names = None if header is None else argument_checks.names("csv(header=)", header)
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}
@@ -194,8 +194,9 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                what = f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many"
-                raise ConfigurationError(f"{what}; {MISREAD}") from None
+                raise ConfigurationError(
+                    f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many; {MISREAD}"
+                ) from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
@@ -209,7 +210,7 @@ class Csv:
             return table
 
     def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:
-        """Returns {position among all rows: error} of the rows that Arrow skipped.
+        """Returns {index of the row in the file: error} of the rows with too few or too many fields.
 
         Raises:
             ValueError: The quote of a skipped row has swallowed other rows.
@@ -225,8 +226,9 @@ class Csv:
             fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
             bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            what = f"{path} has no more good lines than bad ones"
-            raise ConfigurationError(f"{what}: {next(iter(bad.values()))}; {MISREAD}")
+            raise ConfigurationError(
+                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
+            )
         return bad
 
 
@@ -239,12 +241,12 @@ class _ParsedCsv:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The positions of the bad rows, ascending."""
+        """Indices in the file of the bad rows, ascending."""
         return sorted(self.bad)
 
     @cached_property
     def chunk_offsets(self) -> list[int]:
-        """The first row of every chunk, and the end. A bad row is a chunk, and so are the good rows between two."""
+        """First row of every chunk, and the end. Each bad row is a chunk, and so are the good rows between two."""
         rows = len(self.good) + len(self.bad)
         inner = {offset for position in self.positions for offset in (position, position + 1)} - {0, rows}
         return [0, *sorted(inner), rows]
@@ -255,7 +257,7 @@ class _ParsedCsv:
 
 
 def _decompressed(path: str) -> Any:
-    """Opens a CSV file for Arrow; a gzipped one is decompressed."""
+    """Opens a CSV file for Arrow, decompressing it if its name ends in ``.gz``."""
     import pyarrow as pa
 
     file = opened_arrow(path)
@@ -263,7 +265,7 @@ def _decompressed(path: str) -> Any:
 
 
 def _check_utf8(path: str) -> None:
-    """Raises ValueError if a file is not UTF-8; about a skipped row that is not, Arrow prints to stderr only."""
+    """Raises ValueError if a file is not UTF-8: in a skipped row Arrow would only print that to stderr."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with _decompressed(path) as file:
         while block := file.read(1 << 20):
@@ -275,10 +277,10 @@ def check(chunk: Any, rows: int) -> None:
     """Checks that a decoded chunk has ``rows`` rows, and that its text and lists do not point outside their columns.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: The chunk is damaged.
     """
     if chunk.num_rows != rows:
-        raise ValueError(f"it has {chunk.num_rows} rows, and the file declares {rows}")
+        raise ValueError(f"the chunk has {chunk.num_rows} rows, and the file declares {rows}")
     chunk.validate()
     for arrow_type, column in zip(chunk.schema.types, chunk.columns, strict=True):
         if has_references(arrow_type):
@@ -304,20 +306,20 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
 
 
 def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
-    """Returns the manifest.
+    """Returns the Manifest of a file with ``size`` bytes after decompression, if its numbers are possible.
 
     Raises:
         ValueError: The file declares impossible values.
     """
     _ = schema.names  # raises here if they are not UTF-8
     if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
-        raise ValueError("it declares an impossible number of rows")
+        raise ValueError("the file declares an impossible number of rows")
     return Manifest(schema, chunks, size)
 
 
 @contextmanager
 def _translate_errors(path: str, name: str, hint: str = "was it written or copied completely?") -> Iterator[None]:
-    """Turns Arrow's errors about a file into FileMissingError, and those about this machine into RunError."""
+    """Context manager: Arrow's errors become FileMissingError (bad file) or RunError (memory, file handles)."""
     import pyarrow as pa
 
     what = f"{path} is not a complete {name} file"
@@ -336,19 +338,19 @@ def _translate_errors(path: str, name: str, hint: str = "was it written or copie
 
 
 def asks_too_much(error: MemoryError) -> bool:
-    """Whether more memory was requested than this machine has, which means that sizes in the file are damaged."""
+    """Whether Arrow asked for more memory than this machine has: sizes in the file must be damaged."""
     requested = re.search(r"size (\d+)", str(error))
     return requested is not None and int(requested[1]) > psutil.virtual_memory().total
 
 
 def _is_about_file(error: Exception) -> bool:
-    """Whether an error is about the content of a file: those of Arrow and of decompressors have no errno."""
+    """Whether an error is about the content of a file (Arrow's have no errno), not about this machine."""
     errno = getattr(error, "errno", None)
     return errno is None or errno in FILE_ERRNOS
 
 
 class _OpenFile(threading.local):
-    """The file that each thread opened last, because chunks are read in order."""
+    """Thread-local: the file opened last, kept open because the next chunk is usually in the same file."""
 
     def __init__(self, open_file: Callable) -> None:
         self._open, self._key, self._file = open_file, None, None

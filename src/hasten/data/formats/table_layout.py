@@ -19,7 +19,7 @@ from hasten.data.source import column_leaves, map_columns
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read of a table.
+    """Which columns of a table are read, with their types.
 
     Attributes:
         types: Plain Arrow type of every column that is read, including the target.
@@ -63,8 +63,8 @@ class Layout:
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            what = f"the target {target!r} is of type {types[target]}"
-            raise ConfigurationError(f"{what}; it must be a number, text or a list of fixed size")
+            advice = "it must be a number, text or a list of fixed size"
+            raise ConfigurationError(f"the target {target!r} is of type {types[target]}; {advice}")
         return layout
 
     @property
@@ -73,12 +73,12 @@ class Layout:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the inputs of a batch are one matrix."""
+        """Whether a batch's inputs are one float32 matrix: there is a target, and all inputs are numbers."""
         return self.target is not None and all(is_number(self.types[name]) for name in self.inputs)
 
     @property
     def blocking_columns(self) -> list[str]:
-        """The inputs that are not numbers, if the others with a target would make a matrix without them."""
+        """The inputs that are not numbers, if only they prevent a batch of (matrix, target)."""
         others = [name for name in self.inputs if not is_number(self.types[name])]
         return others if self.target is not None and len(others) < len(self.inputs) else []
 
@@ -87,7 +87,7 @@ class Layout:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """Estimates the memory of ``rows`` rows.
+        """Estimates the bytes of ``rows`` decoded rows in memory.
 
         Args:
             rows: Number of rows.
@@ -99,7 +99,7 @@ class Layout:
         return size // (2 if self.is_matrix else 1) + 2 * unpacked * has_others
 
     def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
-        """Returns empty columns for ``count`` rows."""
+        """Returns empty columns for ``count`` rows; ``classes`` are the values of a text target."""
         matrix = MatrixColumn(self.inputs, count, self.warned) if self.is_matrix else None
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
         return Rows(matrix, columns, self.target, self._target_column(count, classes))
@@ -137,7 +137,7 @@ class Rows:
             self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
 
     def read(self, index: torch.Tensor) -> Any:
-        """Returns a matrix or a dict of columns; with a target the tuple (these, target)."""
+        """Returns the batch of rows at ``index``: matrix or dict of columns; with a target (inputs, target)."""
         if self.matrix is not None:
             inputs = self.matrix.read(index)
         else:
@@ -146,7 +146,7 @@ class Rows:
 
 
 def merged(parts: list, order: torch.Tensor) -> Any:
-    """Concatenates batches of equal layout, and puts their rows into another order."""
+    """Concatenates batches of equal layout; row ``i`` of the result is row ``order[i]`` of them."""
     columns = zip(*map(column_leaves, parts), strict=True)
     return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
 
@@ -159,7 +159,7 @@ def _concatenated(parts: Sequence, order: torch.Tensor) -> torch.Tensor | list:
 
 
 def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed: bool) -> dict[str, Any]:
-    """Returns the plain types of the wanted columns (None: all), which must be the same in every file."""
+    """Returns {column: type} of the wanted columns (None: all). ConfigurationError if files differ."""
     common: dict[str, Any] = {}
     seen = set()  # most files have equal schemas
     first = next(iter(schemas))
@@ -172,12 +172,14 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
                 having, lacking = (first, path) if name in common else (path, first)
-                what = f"the files differ: {having} has a column {name!r}, {lacking} has not"
-                raise ConfigurationError(f"{what}; pass columns=[...] with columns of all files")
+                other = f"{lacking} has not; pass columns=[...] with columns of all files"
+                raise ConfigurationError(f"the files differ: {having} has a column {name!r}, {other}")
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
-                what = f"the files differ: column {name!r} is of type {common[name]} in {first}"
-                raise ConfigurationError(f"{what}, and of type {types[name]} in {path}")
+                other = f"of type {types[name]} in {path}"
+                raise ConfigurationError(
+                    f"the files differ: column {name!r} is of type {common[name]} in {first}, and {other}"
+                )
             common[name] = joined
     return common
 
@@ -191,7 +193,7 @@ def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
 
 
 def _join_types(one: Any, other: Any, guessed: bool) -> Any:
-    """Returns the type that holds the values of both, or None."""
+    """Returns the Arrow type that can hold the values of both types; None if there is none."""
     import pyarrow as pa
 
     if one == other:

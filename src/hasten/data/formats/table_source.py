@@ -40,7 +40,7 @@ CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 
 
 class Table(Source):
-    """The rows of files of one format, as columns.
+    """A data source over the rows of table files of one format.
 
     Attributes:
         columns: Names of the columns that are read, without the target.
@@ -102,7 +102,7 @@ class Table(Source):
         self._init_locks()
 
     def _inspect_file(self, file: str) -> tuple[list, Manifest]:
-        """Returns the signature of a file and its manifest; one bad row for a file that cannot be opened."""
+        """Returns ([path, size, version], Manifest) of a file; one that cannot be opened counts as one bad row."""
         try:
             return file_signature(file), self._format.manifest(file)
         except ConfigurationError as error:
@@ -208,7 +208,7 @@ class Table(Source):
         return rows
 
     def _decode_if_good(self, chunk: int, columns: list[str]) -> Any:
-        """Returns some columns of a chunk; None if they cannot be read, which is recorded."""
+        """Returns some columns of a chunk; None if it cannot be decoded, which is recorded in ``_bad``."""
         if chunk in self._bad:
             return None
         try:
@@ -217,7 +217,7 @@ class Table(Source):
             return None
 
     def _bad_rows_before(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """Returns how many unreadable rows precede each row."""
+        """Returns for each row how many rows of unreadable chunks precede it: int64, shape (rows,)."""
         lost, bad = numpy.zeros(len(self._chunks), dtype=numpy.int64), list(self._bad)
         lost[bad] = numpy.diff(self._offsets)[bad]
         return (numpy.cumsum(lost) - lost)[self._chunk_of(rows)]
@@ -225,7 +225,7 @@ class Table(Source):
     # ---- a table that does not fit
 
     def _read_chunks(self, rows: numpy.ndarray) -> Any:
-        """Returns the rows from the decoded chunks that contain them."""
+        """Returns the batch of ``rows``, decoding the chunks that contain them unless they are in memory."""
         if not len(rows):
             return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
         self._refuse_bad(rows)
@@ -245,7 +245,7 @@ class Table(Source):
             raise
 
     def _decoded_chunk(self, chunk: int) -> Rows:
-        """Returns a decoded chunk, held until others need its memory. Of several threads one decodes it."""
+        """Returns a decoded chunk from memory, or decodes it (in one of the threads that wait for it)."""
         with self._lock:
             is_new = chunk not in self._recent
             future = self._recent[chunk] = Future() if is_new else self._recent.pop(chunk)
@@ -322,9 +322,9 @@ class Table(Source):
         return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
-        """Returns the error for a chunk that cannot be decoded, and records it.
+        """Returns the error to raise for a chunk that cannot be decoded, and records the chunk in ``_bad``.
 
-        A changed file and errors of the operating system, which have an errno unlike Arrow's, are RunErrors.
+        It is a BadRow; a RunError if the file has changed or the operating system failed (errno is set).
         """
         file, _ = self._chunks[chunk]
         check_unchanged(file, self._signatures[file])
@@ -346,7 +346,7 @@ _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
 def _reset_locks() -> None:
-    """Renews the locks in a forked process, where no thread exists that could release them."""
+    """Replaces the locks of all tables in a forked child: threads that held them do not exist there."""
     for table in _tables:
         table._init_locks()
 

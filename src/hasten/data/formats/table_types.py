@@ -31,9 +31,9 @@ def is_number(arrow_type: Any) -> bool:
 
 
 def plain(arrow_type: Any) -> Any:
-    """Returns the type as which a column is read.
+    """Returns the Arrow type to which a column is converted when it is read.
 
-    Dictionaries and run-end encoded columns as their values; text, bytes and lists with 64-bit offsets.
+    Dictionary and run-end encodings become their value type; text, bytes and lists get 64-bit offsets.
     """
     import pyarrow as pa
     import pyarrow.types as types
@@ -69,7 +69,7 @@ def tensor_type(arrow_type: Any) -> torch.dtype:
 
 
 def has_references(arrow_type: Any) -> bool:
-    """Whether columns of this type contain offsets or indices of values, which damage may point outside the column."""
+    """Whether columns of this type contain offsets or indices, which must be checked in damaged files."""
     import pyarrow.types as types
 
     return not (types.is_primitive(arrow_type) or types.is_null(arrow_type) or types.is_decimal(arrow_type))

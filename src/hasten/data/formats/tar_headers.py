@@ -35,8 +35,8 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
-        why = f"is compressed with {compression}, so that no sample can be found by number"
-        raise DamagedTarError(f"{why}; unpack it to a plain tar file first")
+        advice = "unpack it to a plain tar file first"
+        raise DamagedTarError(f"is compressed with {compression}, so that no sample can be found by number; {advice}")
     file, offset = _Reader(content), 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], file), mode="r:", encoding="utf-8") as archive:
@@ -52,8 +52,8 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         if offset == 0 and content[257:262] != b"ustar":
             raise DamagedTarError("is not a tar file") from None
         truncated = file.position >= len(content)
-        why = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
-        raise DamagedTarError(f"{why}: {error}") from None
+        damage = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
+        raise DamagedTarError(f"{damage}: {error}") from None
     last = bytes(content[offset : offset + BLOCK])
     if len(last) < BLOCK:
         raise DamagedTarError("is cut off: it does not end as a tar file does")
@@ -74,7 +74,7 @@ def _check(member: tarfile.TarInfo, size: int) -> None:
 
 
 class _Reader:
-    """The file methods that ``tarfile`` calls, over a memoryview (``io.BytesIO`` would copy the archive)."""
+    """A read-only file over a memoryview, for ``tarfile`` (``io.BytesIO`` would copy the archive)."""
 
     def __init__(self, content: memoryview):
         self.content, self.position = content, 0

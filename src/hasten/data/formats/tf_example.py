@@ -67,13 +67,13 @@ class Feature:
 
 
 def encode_example(features: Mapping) -> bytes:
-    """Encodes one message; equal features give equal bytes.
+    """Encodes features as one ``tf.train.Example`` message; equal features give equal bytes.
 
     Args:
         features: Name -> byte string, text or number, list of them, array or tensor.
 
     Raises:
-        ConfigurationError: A value has another type, or does not fit into an int64.
+        ConfigurationError: A value has none of these types, or does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -175,7 +175,7 @@ def _kind_and_length(feature: Any) -> tuple[str | None, int]:
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """Returns the kind and the flat list of the values of a feature."""
+    """Returns ("bytes", "float" or "int64"; flat list of the values) of a feature to encode."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     texts = value if isinstance(value, (list, tuple)) else [value]
@@ -183,15 +183,15 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        what = f"feature {name!r} is a {type(value).__name__}"
-        raise ConfigurationError(f"{what}; an Example holds byte strings, floats and integers")
+        advice = "an Example holds byte strings, floats and integers"
+        raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; {advice}")
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
+    """Parses a value of ``features=``: (shape of a sample, dtype of the numbers in its byte string or None).
 
     Raises:
         ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
@@ -201,6 +201,7 @@ def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
-            why = f"feature {name!r} holds {kind} values, not byte strings that contain {raw}"
-            raise ConfigurationError(f"{why}; pass only its shape")
+            raise ConfigurationError(
+                f"feature {name!r} holds {kind} values, not byte strings that contain {raw}; pass only its shape"
+            )
     return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw

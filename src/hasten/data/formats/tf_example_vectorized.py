@@ -37,7 +37,7 @@ LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same
 
 
 class MalformedExampleError(ValueError):
-    """A message cannot be read.
+    """A message of a batch cannot be parsed.
 
     Attributes:
         index: Position of the message in its batch.
@@ -95,7 +95,7 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, unusual: numpy.ndarray) -> Bounds:
-    """Returns the batch as (data, starts, ends) with its unusual messages encoded in the usual way."""
+    """Returns (data, starts, ends) with the messages at indices ``unusual`` re-encoded in the usual way."""
     messages = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     for index in unusual.tolist():
         try:
@@ -129,7 +129,7 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]) -> Bounds:
-    """Finds the Feature messages.
+    """Finds the bytes of the Feature submessages with some names in each message.
 
     Returns:
         (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
@@ -188,7 +188,7 @@ def _read_equal_keys(
 def _group_by_key(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, indices: numpy.ndarray
 ) -> Iterator[tuple[bytes, numpy.ndarray]]:
-    """Yields each key and the indices of the entries that have it."""
+    """Yields (key, indices) for each feature name among map entries, whose bytes are ``data[start:end]``."""
     while len(indices):
         key = data[starts[indices[0]] : ends[indices[0]]]
         equal = ends[indices] - starts[indices] == len(key)
@@ -223,7 +223,7 @@ def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tup
 def _decode_floats(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the values, float32, and how many each piece holds."""
+    """Decodes packed floats: (all values, float32, 1-d; number of values in each ``data[start:end]``)."""
     if (broken := (ends - starts) % 4 > 0).any():
         raise MalformedExampleError(broken.argmax(), "a list of floats is truncated")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
@@ -232,7 +232,7 @@ def _decode_floats(
 def _decode_integers(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the values, int64, and how many each piece holds."""
+    """Decodes packed varints: (all values, int64, 1-d; number of values in each ``data[start:end]``)."""
     payload = _concatenate(data, starts, ends)
     last_bytes = numpy.flatnonzero(payload < 0x80)  # of each number
     offsets = _offsets(ends - starts)
@@ -253,7 +253,7 @@ def _decode_integers(
 def _decode_strings(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns (start, end) of each byte string, shape (strings, 2), and how many each piece holds."""
+    """Finds byte strings: ((start, end) of each, shape (strings, 2); number in each ``data[start:end]``)."""
     pieces = numpy.flatnonzero(ends > starts)
     at, owners, bounds = starts[pieces], [pieces[:0]], [numpy.empty((0, 2), numpy.int64)]
     while len(pieces):  # the next string of every piece that has one
@@ -276,7 +276,7 @@ DECODERS = {"bytes": _decode_strings, "float": _decode_floats, "int64": _decode_
 
 
 def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Feature) -> torch.Tensor | list:
-    """Shapes the values of one feature, which are in the order of the samples, into a column."""
+    """Shapes the values of one feature, ``counts[i]`` for sample i, into (samples, *shape) or a list."""
     if feature.kind == "bytes" and feature.raw is None:
         view = memoryview(cast(Any, data))
         values = [bytes(view[start:end]) for start, end in values.tolist()]
@@ -296,7 +296,7 @@ def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Fe
 def _decode_raw(
     data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the numbers in byte strings, one string a sample, and how many each sample holds."""
+    """Decodes byte strings, one per sample, as little-endian ``dtype``: (all numbers, count per sample)."""
     _check_counts(counts, 1, name, "byte strings")
     starts, ends = bounds.T
     numbers, rest = numpy.divmod(ends - starts, dtype.itemsize)
@@ -315,7 +315,7 @@ def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) ->
 
 
 def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> numpy.ndarray:
-    """Returns the pieces ``data[start:end]`` one after the other, uint8."""
+    """Returns all pieces ``data[start:end]`` concatenated, uint8, 1-d."""
     lengths = ends - starts
     offsets = _offsets(lengths)
     size, count = int(offsets[-1]), len(starts)

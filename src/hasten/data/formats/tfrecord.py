@@ -79,7 +79,7 @@ def tfrecord(
 
 
 class Examples(Source):
-    """Records that are ``tf.train.Example`` messages.
+    """A data source over records that are ``tf.train.Example`` messages.
 
     Attributes:
         lost: {file: reason} of the damaged files.
@@ -113,7 +113,7 @@ class Examples(Source):
         return *columns.values(), target
 
     def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Returns the messages of these rows as ``Records.data_of`` does."""
+        """Returns (uint8 array, start of each row's message in it, end of each)."""
         return self.records.data_of(rows)
 
     def fingerprint(self) -> dict:
@@ -128,7 +128,7 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> CacheEntry:
-        """Summarizes messages spread over all files. Bad ones are skipped here and reported when they are read."""
+        """Returns kinds and sizes of the features in a sample of messages from all files; skips bad messages."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
@@ -145,7 +145,7 @@ class Examples(Source):
 
 
 class Records:
-    """The records of some files, by index.
+    """The framed records of some TFRecord files, read by index.
 
     Attributes:
         signatures: Signatures of the files when they were indexed.
@@ -205,14 +205,14 @@ class Records:
         return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
-        """Returns file, record and byte of a record, for error messages."""
+        """Describes a row for error messages: file, number of the record in it, first byte."""
         file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
         return f"{self.signatures[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
 
     def _verify(
         self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
     ) -> None:
-        """Compares records with the checksums stored after them, and marks those that match as verified."""
+        """Compares records with their stored checksums: ``BadRow`` if one differs, else marks them as verified."""
         stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
         cut = getattr(content, "obj", content).__getitem__  # an mmap returns bytes, a memoryview of it would not
         wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
@@ -234,7 +234,7 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 def _contiguous_runs(
     files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
+    """Returns (first, last) index of each run of adjacent records of one file, which one request reads.
 
     A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
     """
@@ -247,7 +247,7 @@ def _contiguous_runs(
 
 
 def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
-    """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
+    """Indexes a file: (start and end byte of each record's data, reason why a damaged file ends early or None)."""
     starts = ends = numpy.empty(0, numpy.int64)
     try:
         starts, ends, reason = _undamaged(read_file(signature, tell), signature[0], verify, tell)
@@ -259,14 +259,14 @@ def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[Cache
 
 
 def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
-    """Appends the record that stands for the damaged rest of a file."""
+    """Appends one position to those of the records if ``reason`` is set: the bad row for the damaged rest."""
     return positions if reason is None else numpy.append(positions, 0)
 
 
 def _undamaged(
     content: memoryview, path: str, verify: bool, tell: ReportBytes
 ) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
+    """Finds (starts, ends, damage) of the records before any damage: int64 bytes; damage as text or None."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None
@@ -319,7 +319,7 @@ def _find_records(content: memoryview, tell: ReportBytes) -> tuple[numpy.ndarray
 
 
 def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
-    """Counts the complete records from this position on that have the same length, at most ``MAX_SKIPPED``."""
+    """Counts consecutive complete records of ``stride`` bytes from ``at`` on, at most ``MAX_SKIPPED``."""
     count = min((len(data) - at) // stride, MAX_SKIPPED)
     if count < 2:
         return 1
@@ -329,7 +329,7 @@ def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
 
 
 def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
-    """Returns the first record whose length does not match its checksum."""
+    """Returns the index of the first record whose length does not match its checksum; None if all do."""
     data = numpy.frombuffer(content, numpy.uint8)
     for first in range(0, len(starts), MAX_SKIPPED):
         heads = data.take(starts[first : first + MAX_SKIPPED, None] + numpy.arange(-HEAD, 0), mode="clip")

@@ -66,7 +66,7 @@ def webdataset(
 
 
 class Shards(Source):
-    """Samples in tar files.
+    """A data source over samples in tar files of the WebDataset layout.
 
     Attributes:
         signatures: File signature of each shard.
@@ -126,9 +126,9 @@ class Shards(Source):
         return *columns.values(), target
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
-        """Returns ``positions``. An image extension replaces another one where a sample lacks that.
+        """Merges the shards' indexes into ``positions``. For a missing image column another image file is used.
 
-        It does not if some sample has both, because then they mean different things.
+        That is not done if some sample has both extensions, because then they mean different things.
         """
         extensions = {extension for info, _ in samples for extension in info["endings"]}
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
@@ -163,7 +163,7 @@ class Shards(Source):
         return self._stack(name, rows, values) if kind == "npy" else values
 
     def _stack(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Stacks arrays into one tensor if the probed ones have a common shape and dtype."""
+        """Stacks ``.npy`` arrays into one tensor if probed ones share shape and dtype, else returns the list."""
         common = self.shapes[name]
         if common is None:
             return values
@@ -192,7 +192,7 @@ class Shards(Source):
         return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
-        """Returns the bytes of one file of each sample."""
+        """Returns the bytes of the file with extension ``name`` of each row."""
         begins, ends = self.positions[name][rows].T
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
@@ -249,8 +249,8 @@ def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str
                 yield current, parts
                 parts = {}
             if extension in parts:
-                why = f"{path} has two files {name}"
-                raise ConfigurationError(f"{why}; the files of a sample must be adjacent and have different extensions")
+                advice = "the files of a sample must be adjacent and have different extensions"
+                raise ConfigurationError(f"{path} has two files {name}; {advice}")
             current, parts[extension] = key, (begin, end)
     except DamagedTarError as error:
         raise FileMissingError(f"{path} {error}") from None
@@ -286,7 +286,7 @@ def _extension(name: str) -> str:
 
 
 def _column_of(extension: str, columns: list[str]) -> str | None:
-    """Returns the column to which files with this extension belong."""
+    """Returns the column that files with this extension belong to; None if they are not read."""
     if extension in columns or _type(extension) not in IMAGE_TYPES:
         return extension if extension in columns else None
     stem = extension.rpartition(".")[0]
@@ -303,7 +303,7 @@ def _decode_array(content: bytes) -> torch.Tensor:
     except Exception as error:  # NumPy parses the header as Python, so a damaged one raises nearly any type
         raise ValueError(format_error(error)) from None
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise ValueError(f"it holds {array.dtype}, not numbers")
+        raise ValueError(f"the array holds {array.dtype}, not numbers")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))
 
 

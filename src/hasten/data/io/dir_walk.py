@@ -55,7 +55,7 @@ def walk(root: str, visited: set[FolderId] | None = None) -> Iterator[tuple[str,
 
 @lru_cache
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Returns a predicate for one part of a path; only a pattern that begins with a dot matches hidden names."""
+    """Returns ``(name) -> bool`` for one part of a path; only a pattern with a leading dot matches hidden names."""
     match = re.compile(translate(pattern)).match
     return lambda name: match(name) is not None and (pattern.startswith(".") or not name.startswith("."))
 
@@ -69,7 +69,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def entries(folder: str) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder; an empty name is the working directory.
+    """Returns the files and folders in a folder; an empty name is the working directory.
 
     Raises:
         ConfigurationError: The folder cannot be read.

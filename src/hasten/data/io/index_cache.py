@@ -67,7 +67,7 @@ def load_or_compute(key: list, signatures: list[list], compute: Callable[[], Cac
 
 
 def _signature(path: str) -> list:
-    """The signature of a file. A missing file gets an empty one: reading it raises the error."""
+    """Returns [path, size, version] of a file; of a missing file an empty version: reading it raises later."""
     try:
         return file_signature(path)
     except ConfigurationError as error:
@@ -98,7 +98,7 @@ def _entry_key(key: list, signatures: list[list]) -> list:
 
 
 def _versions(signatures: list[list]) -> list[list]:
-    """Sizes and versions, without the addresses, which may contain passwords."""
+    """Returns the signatures without the paths: remote addresses may contain passwords."""
     return [signature[1:] for signature in signatures]
 
 

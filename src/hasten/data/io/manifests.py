@@ -25,7 +25,7 @@ MIN_FILES = 1000  # the list of a smaller folder is not cached
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read.
+    """A list of paths in arrays: forked processes share arrays, but would copy the pages of a million ``str``.
 
     Attributes:
         root: The common beginning of all paths; may be empty.
@@ -80,7 +80,7 @@ def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
 
 
 def manifest_from_paths(paths: Iterable[str]) -> Manifest:
-    """Returns the manifest of files given by their paths."""
+    """Returns a Manifest (list of paths in arrays) of the given paths, in their order."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
@@ -102,7 +102,7 @@ def _build(root: str, files: dict[str, list[str]]) -> Manifest:
 
 
 def _load(key: list, root: str) -> Manifest | None:
-    """The cached list, if no folder in it has changed since."""
+    """Returns the cached list of a folder; None if there is none, or a folder in it has changed since."""
     entry = load(key)
     if entry is None:
         return None

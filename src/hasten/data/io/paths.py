@@ -66,7 +66,7 @@ def open_file(path: str) -> BinaryIO:
     """Opens a file for reading bytes at any position.
 
     Raises:
-        ConfigurationError: It does not exist, or access is denied.
+        ConfigurationError: The file does not exist, or access is denied.
         RunError: Its server failed four times.
     """
     if is_remote(path):
@@ -110,7 +110,7 @@ def check_unchanged(path: str, signature: list) -> None:
     """Checks that a file has not changed since its signature was taken.
 
     Raises:
-        RunError: It changed, or is no longer readable.
+        RunError: The file changed, or is no longer readable.
     """
     try:
         is_same = _content_version(file_signature(path)) == _content_version(signature)
@@ -121,7 +121,7 @@ def check_unchanged(path: str, signature: list) -> None:
 
 
 def _content_version(signature: list) -> tuple:
-    """(size, version) without the change time of a local file, which also changes when a backup links to the file."""
+    """(size, version) without a local file's change time, which also changes when a backup links to the file."""
     _, size, version = signature
     return size, version[0] if isinstance(version, list) else version
 
@@ -209,7 +209,7 @@ def _glob(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _parents(folder: str) -> Iterator[str]:
-    """A folder and its parents, as far as its path contains them."""
+    """Yields a folder and the parent folders that its path names."""
     while folder:
         yield folder
         above = os.path.dirname(folder)
@@ -217,7 +217,7 @@ def _parents(folder: str) -> Iterator[str]:
 
 
 def _glob_folders(pattern: str) -> Iterator[str]:
-    """The folders that a pattern selects; ``**`` is any depth."""
+    """Yields the folders that a local pattern selects; ``**`` matches any depth."""
     if not has_magic(pattern):
         if os.path.isdir(pattern or "."):
             yield pattern
@@ -251,7 +251,7 @@ def _folder_id(folder: str) -> FolderId:
 
 
 def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
-    """Why a pattern selects no file, and which similar names exist."""
+    """Returns the error message for a pattern that selects no file, with similar names that exist."""
     if is_remote(pattern):
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):

@@ -161,7 +161,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _system(path: str) -> tuple[Any, str]:
-    """(file system, path in it)."""
+    """(fsspec file system of an address, path in that file system)."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -183,7 +183,7 @@ def _answers_ranges(system: Any, name: str) -> bool:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """A read timeout for web servers, where aiohttp limits the whole download; the user's fsspec settings win."""
+    """Options for fsspec: for HTTP a timeout per read, not per download; the user's fsspec settings win."""
     if not _is_web(path):
         return {}
     try:
@@ -203,7 +203,7 @@ def _is_web(path: str) -> bool:
 
 
 def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """The files in a folder that a pattern, split at its slashes, selects, as a local pattern would.
+    """Yields the files in ``folder`` that match ``pattern`` (split at its slashes), as for local patterns.
 
     Folders are listed level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in
     a folder that matches, all are.
@@ -224,7 +224,7 @@ def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixe
 
 
 def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a file, given by the parts of its path, or a folder that contains it."""
+    """Whether a pattern matches a file, or a folder that contains it; ``parts`` are those of the file's path."""
     if not pattern:
         is_hidden = any(part.startswith(".") for part in parts)
         return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
@@ -237,14 +237,14 @@ def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) ->
 
 
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether an address is a folder, which is a page of links. It is not requested if it has the suffix of a file."""
+    """Whether an HTTP address is a folder (a page of links); False, without a request, if it ends in a suffix."""
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
     return not has_suffix and bool(_links(system, name))
 
 
 def _find_links(system: Any, folder: str) -> Iterator[str]:
-    """The files that a page and the pages below it link to."""
+    """Yields the files that an HTTP page of links, and the pages below it, link to."""
     for entry in _links(system, folder):
         path = entry["name"].rstrip("/")
         if entry["type"] != "directory":
@@ -262,7 +262,7 @@ def _links(system: Any, page: str) -> list[dict]:
 
 @cache
 def _warn_no_version(scheme: str, server: str) -> None:
-    """Warns once for each server."""
+    """Warns, once per server, that its files have no version, so that changes cannot be noticed."""
     warnings.warn(
         f"{scheme}://{server} reports neither a version nor a modification time of its files: "
         "a changed file is detected only if its size differs, also by .cache('disk')",
@@ -300,7 +300,7 @@ def _with_retries(path: str, request: Callable[[], T]) -> T:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether a retry does not help."""
+    """Whether an error will not go away on retry, such as a missing file or denied access."""
     cause = _cause(error)
     status = getattr(cause, "status", None)
     if isinstance(status, int):
@@ -315,7 +315,7 @@ def _is_missing(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> BaseException:
-    """The original error: fsspec raises FileNotFoundError for every failed HTTP request."""
+    """The error behind fsspec's FileNotFoundError, which it raises for every failed HTTP request."""
     cause = error.__cause__
     if cause is None or not isinstance(error, FileNotFoundError):
         return error

@@ -59,7 +59,7 @@ class AutotunedRunner:
 
     @property
     def tuned_settings(self) -> dict:
-        """The settings found so far: threads or processes, prefetch, cache."""
+        """The settings found so far, as arguments of ``prefetch``: threads or processes, prefetch, cache."""
         return self.autotuner.tuned_settings
 
     @property
@@ -71,7 +71,7 @@ class AutotunedRunner:
         return self.workers.processes
 
     def restrict(self, kinds: tuple[str, ...]) -> AutotunedRunner:
-        """Returns a copy that tries these kinds only; processes only if the system can fork."""
+        """Returns a copy that tries these kinds of workers only; never processes on a system without fork."""
         forks = "fork" in multiprocessing.get_all_start_methods()
         return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
 
@@ -97,7 +97,7 @@ class AutotunedRunner:
     def cached_source(
         self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int
     ) -> Source | None:
-        """Returns the cached source after its maps for the epoch that begins, or None without a cache.
+        """Returns the source that replaces ``source`` and its maps in this epoch, from a cache; None without a cache.
 
         A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
         data that reading everything once would pay.
@@ -132,13 +132,13 @@ class AutotunedRunner:
         return "memory" if bytes_of(first, len(source)) <= self.autotuner.memory_budget() else "disk"
 
     def _fill(self, source: Source, maps: tuple[Map, ...], where: str, faults: BadRowPolicy) -> bool:
-        """Fills or updates the cache. Returns False, with a warning that gives the reason, if that fails."""
+        """Fills or updates the cache; returns whether that succeeded. A failure is a warning with the reason."""
         try:
             cache = self.active_cache.get("source")
             if cache is None:
                 cache = cached(source, maps, where, self._gigabytes(where), None, None)
                 if not is_repeatable(source, maps):
-                    raise ConfigurationError("they are random: reading them twice gives different values")
+                    raise ConfigurationError("the samples are random: reading them twice gives different values")
             cache.prepare(self.bulk_runner(), faults)
         except (ConfigurationError, RunError) as error:
             warnings.warn(f"the samples are not cached ({where}): {error}", HastenWarning, stacklevel=2)
@@ -154,7 +154,7 @@ class AutotunedRunner:
 
 
 def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
-    """Whether a cache could help: samples are not final in memory, no map is random, no bad rows are skipped."""
+    """Whether a cache could help: rows are not in memory already, no map is random, no bad rows may be skipped."""
     in_memory = not maps and isinstance(source, (Arrays, Cache))
     return not (in_memory or faults.max_rows or any(stage.stage is not None for stage in maps))
 
@@ -182,7 +182,7 @@ def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
 
 
 def _warn_about_disk(cache: Cache) -> None:
-    """Warns about a cache on disk that the user has not requested."""
+    """Warns where a disk cache that the autotuner created lies, and how large it is; nothing deletes it."""
     if isinstance(cache, DiskCache) and cache.identity is not None:
         size, folder = bytes_of(cache.columns, len(cache)) / 1e9, CacheDirectory(cache.folder, cache.identity).path
         reason = "the samples do not fit into the memory budget"

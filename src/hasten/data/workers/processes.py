@@ -76,7 +76,7 @@ class ProcessRunner:
 
 
 class _Worker:
-    """The parent's handle of one worker process, which answers requests for batches in order."""
+    """Handle of one worker process in the parent: requests batches, and receives them in order."""
 
     def __init__(self, make: Callable[[int], Any], buffers: int):
         self.make = make
@@ -94,7 +94,7 @@ class _Worker:
         """Returns the batch of the oldest request.
 
         Raises:
-            RunError: It exceeds the timeout, or the process died twice in a row.
+            RunError: The batch exceeds the timeout, or the worker and its replacement both died at it.
         """
         while (message := self._receive(timeout)) is None:
             self._replace()
@@ -120,8 +120,9 @@ class _Worker:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            message = "worker processes require fork, which this system does not support"
-            raise ConfigurationError(f"{message}; use threads: .prefetch(threads=2)") from None
+            raise ConfigurationError(
+                "worker processes require fork, which this system does not support; use threads: .prefetch(threads=2)"
+            ) from None
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.buffers, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
@@ -133,7 +134,7 @@ class _Worker:
             self.pipe.send(request)
 
     def _receive(self, timeout: float | None) -> bytes | None:
-        """Returns the next message, or None if the process is dead."""
+        """Returns the next message, or None if the process is dead. Raises at the timeout (seconds; None: never)."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
             assert timeout is not None
@@ -175,7 +176,7 @@ def _work(make: Callable[[int], Any], pipe: Connection, buffers: list[SharedBuff
 
 
 def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> bytes:
-    """Serializes (True, batch) or (False, exception); tensors are in the buffer."""
+    """Computes batch ``index``: serialized (True, batch) or (False, exception), with tensors in the buffer."""
     try:
         return serialize((True, make(index)), buffer)
     except Exception as error:

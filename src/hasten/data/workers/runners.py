@@ -27,7 +27,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class InlineRunner:
-    """Computes each batch in the caller when it is requested."""
+    """A runner without workers: each batch is computed by the caller when it requests it."""
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         for index in indices:
@@ -94,7 +94,7 @@ def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
 
 
 def workers_of(runner: Runner) -> WorkerConfig:
-    """Returns the worker configuration of a runner; one without workers for a runner that has none."""
+    """Returns the worker configuration of a runner; an InlineRunner has 0 threads and 0 processes."""
     if isinstance(workers := getattr(runner, "workers", None), WorkerConfig):
         return workers
     return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "prefetch")))

@@ -52,12 +52,12 @@ def find_split_points(
                 return graph, segments
             longest = max(longest, segments, key=len)
     found = f"a chain of {len(longest)} that have weights" if longest else "no such chain"
-    problem = f"pipeline has {stages} stages to fill and found {found} in this model; it looked for {EXPECTED}"
-    raise ConfigurationError(f"{problem}; other strategies shard any model")
+    hint = f"it looked for {EXPECTED}; other strategies shard any model"
+    raise ConfigurationError(f"pipeline has {stages} stages to fill and found {found} in this model; {hint}")
 
 
 def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segment]) -> torch.fx.GraphModule:
-    """Consecutive segments as a module of their own, which shares the model's submodules."""
+    """A module that computes the given consecutive segments and shares the model's submodules."""
     nodes = [node for segment in segments for node in segment]
     stage, copies = torch.fx.Graph(), dict[Node, Node]()
     stage_input = stage.placeholder("stage_input")
@@ -74,12 +74,12 @@ def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segmen
 
 
 def _contiguous_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, to be sent; no view, because the zero-bubble schedule cannot release the autograd graph of a view."""
+    """A contiguous tensor that is no view: the zero-bubble schedule cannot free the autograd graph of a view."""
     return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
 def _sharded_values(model: nn.Module, graph: torch.fx.Graph, peek_batch: Callable[[], Batch] | None) -> set[Node]:
-    """The nodes whose values are DTensors, which no stage can pass on."""
+    """The nodes whose values are DTensors, which stages cannot pass on; found by running a batch."""
     found: set[Node] = set()
 
     class Recorder(torch.fx.Interpreter):
@@ -133,8 +133,8 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
     for index, stage in enumerate(stages, 1):
         for param in stage.parameters():
             if (other := owner.setdefault(id(param), index)) != index:
-                problem = f"stages {other} and {index} both use {names[id(param)]}"
-                raise ConfigurationError(f"pipeline cannot split this model: {problem}; untie it")
+                users = f"{other} and {index} both use {names[id(param)]}; untie it"
+                raise ConfigurationError(f"pipeline cannot split this model: stages {users}")
 
 
 def materialize_local_stages(
@@ -181,6 +181,6 @@ def single_tensor_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     """The only input of a model. Raises ``RunError`` if it is not exactly one tensor."""
     inputs = [*args, *kwargs.values()]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-        problem = f"pipeline passes one tensor through its stages, but this model has {len(inputs)} inputs"
-        raise RunError(f"{problem}; take another strategy")
+        found = f"{len(inputs)} inputs; take another strategy"
+        raise RunError(f"pipeline passes one tensor through its stages, but this model has {found}")
     return inputs[0]

@@ -24,23 +24,23 @@ TRAINED_COPIES = 4  # of a parameter: itself, its gradient, and two moments of a
 
 
 def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> list[int]:
-    """The ends of the stages (as segment indices), from their sizes such as "2-1-3".
+    """For each stage, the index after its last segment, from sizes in segments such as "2-1-3".
 
     Raises:
-        ConfigurationError: The sizes are not as many as stages, or do not sum to the number of segments.
+        ConfigurationError: The number of sizes is not ``stages``, or they do not sum to ``segments``.
     """
     lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
         example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])
-        expected = f"must be {stages} lengths that make up the chain of {segments}, such as {example}"
-        raise ConfigurationError(f"{option}={sizes} {expected}")
+        chain = f"the chain of {segments}, such as {example}"
+        raise ConfigurationError(f"{option}={sizes} must be {stages} lengths that make up {chain}")
     return list(accumulate(lengths))
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """The ends of the stages and the cost of each, from ``measure()`` on rank 0.
+    """(index after the last segment of each stage, cost of each stage), from ``measure()`` on rank 0.
 
-    The other ranks of its stage measure, too, because they compute shards of the same layers. All ranks must call it.
+    Ranks that share rank 0's stage measure, too: they compute shards of the same layers. All ranks must call it.
     """
     assert run.parallel is not None
     message = b""
@@ -80,7 +80,7 @@ def balance_stages(costs: list[list[float]]) -> list[int]:
 def profile_segments(
     model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, device: torch.device
 ) -> list[float]:
-    """Seconds of the forward and backward pass of each segment, the best of several; one is on the device at a time."""
+    """Seconds of forward and backward of each segment, best of several; only one segment is on the device."""
     args, kwargs, _ = batches.split_inputs_target(batch)
     value, costs = single_tensor_input(args, kwargs), []
     for segment in segments:

@@ -46,7 +46,7 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
 
 
 def _python_state(module: nn.Module) -> tuple[Any, ...]:
-    """What a forward pass may change besides tensors: the generators, and attributes of modules."""
+    """State that a forward pass may change besides tensors: random generators, and attributes of modules."""
     dicts: list[Any] = []
     for part in module.modules():
         dicts += [vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)]
@@ -55,9 +55,9 @@ def _python_state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores the state; whether anything had changed on which control flow may depend.
+    """Restores ``_python_state``; returns whether something had changed on which control flow may depend.
 
-    A number that became part of the graph decides nothing.
+    A number that became a traced value does not count.
     """
     torch_state, python_state, numpy_state, copies = before
     drew = not (
@@ -117,7 +117,7 @@ def is_random_op(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def _factories_as_nodes() -> Iterator[None]:
-    """Makes torch's factory functions nodes of the graph if one of their arguments is a traced size."""
+    """Context manager: torch.zeros and the like become graph nodes if an argument is a traced size."""
     originals = {name: getattr(torch, name) for name in FACTORIES}
     try:
         for name, function in originals.items():

@@ -69,7 +69,7 @@ MakeBlockFn: TypeAlias = Callable[[BranchBlock, list[torch.fx.GraphModule]], Blo
 
 @dataclass(frozen=True)
 class BranchParallel(Method):
-    """Assigns the branches of each block to the ranks of a replica."""
+    """Lets each rank of a model replica compute some branches of each block (model parallelism)."""
 
     card = Card(
         summary="computes the branches of a model side by side, some on each process",
@@ -146,7 +146,7 @@ class BranchParallel(Method):
 
 
 def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment, run: RunContext) -> None:
-    """Moves the weights of the other ranks' branches to the meta device."""
+    """Moves the weights of branches that are assigned to other ranks to the meta device, in place."""
     parallel = run.parallel
     assert parallel is not None
     held: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(parallel.model_parallel_size)}
@@ -259,7 +259,7 @@ def _replace_blocks(model: nn.Module, graphs: Graphs, blocks: list[BranchBlock],
 
 
 def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> BlockFn:
-    """All branches on this rank, with the checks that they can be computed on different ranks."""
+    """Computes all branches of a block on this rank, and checks that different ranks could compute them."""
 
     def compute(*inputs: Any) -> list[torch.Tensor]:
         _check_not_recomputing()
@@ -268,32 +268,33 @@ def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> Bl
             before = _versions(inputs)
             outputs += branch(*inputs)
             if _versions(inputs) != before:  # ranks with other branches would not see the change
-                raise RunError(f"{block.describe(nodes)} changes in place what other branches read")
+                raise RunError(f"the branch {block.describe(nodes)} changes in place what other branches read")
         for output in outputs:
             encode_meta(output)  # refuses what cannot be sent
             if not output.requires_grad:
-                raise RunError("a branch ends in a tensor without a gradient")
+                raise RunError("a branch returns a tensor without a gradient")
         return outputs
 
     return compute
 
 
 def _versions(inputs: tuple[Any, ...]) -> list[int]:
-    """How often each tensor was changed in place."""
+    """Version counters of the tensors: how often each was changed in place."""
     return [in_place_version(tensor) for tensor in batches.batch_tensors(inputs)]
 
 
 def _check_not_recomputing() -> None:
-    """Refuses activation checkpointing: in the backward pass the ranks would reach the branches at different times."""
+    """Raises ``RunError`` under activation checkpointing: recomputing ranks would call collectives out of order."""
     if inside_backward():
-        advice = "leave out activation checkpointing"
-        raise RunError(f"branch_parallel cannot recompute branches in the backward pass; {advice}")
+        raise RunError(
+            "branch_parallel cannot recompute branches in the backward pass; leave out activation checkpointing"
+        )
 
 
 def _exchange_outputs(
     block: BranchBlock, branches: list[torch.fx.GraphModule], assignment: dict[BranchBlock, list[int]], run: RunContext
 ) -> BlockFn:
-    """Computes the branches of this rank and broadcasts all outputs.
+    """Computes this rank's branches of a block; each rank broadcasts its outputs to all others.
 
     Shapes and dtypes of the outputs are exchanged once for each kind of input.
     """
@@ -334,9 +335,9 @@ def _exchange_outputs(
 def _enter(
     inputs: tuple[Any, ...], edge: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The inputs of a block, whose gradients will be summed over the ranks, and a token that keeps the graph connected.
+    """(token, inputs) of a block: the backward pass sums the gradients of the inputs over the ranks.
 
-    On ranks without a branch the token is what lets the backward pass reach the inputs.
+    The token is a tensor that connects inputs and outputs in the autograd graph on ranks without a branch.
     """
     trained = [tensor for tensor in batches.batch_tensors(inputs) if tensor.requires_grad]
     token, *entered = cast("tuple[torch.Tensor, ...]", cast(Any, EnterBlock).apply(group, edge, *trained))

@@ -81,14 +81,14 @@ class OuterOptimizer:
         self.velocity: list[torch.Tensor] = []  # the momentum buffers
 
     def begin(self) -> None:
-        """Copies the weights before the first step, or before the first one after a run in a single process."""
+        """Copies the weights into ``anchor`` before the first step, unless a checkpoint restored it."""
         if not self.anchor:
             self.anchor = [weight.detach().clone() for weight in self.weights]
             self.velocity = [torch.zeros_like(weight) for weight in self.anchor]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Replaces the weights, which must be the mean of all ranks, by those from which all ranks continue."""
+        """One outer step. Before, ``weights`` must hold the mean of all ranks; after, all ranks continue from them."""
         change = foreach_sub(self.anchor, self.weights)
         foreach_mul_(self.velocity, self.momentum)
         foreach_add_(self.velocity, change)

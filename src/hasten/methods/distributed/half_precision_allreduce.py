@@ -54,7 +54,7 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # DDP
 
 
 def _all_reduce_mean(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: a future of the mean of the bucket's gradients over all ranks."""
+    """DDP communication hook: a future of the bucket's gradients, averaged over all ranks in ``dtype``."""
     gradients: torch.Tensor = bucket.buffer()
     rounded = gradients.div(dist.get_world_size()).to(dtype)
     work = cast(Any, dist).all_reduce(rounded, async_op=True)

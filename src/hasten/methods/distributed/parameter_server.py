@@ -138,7 +138,7 @@ class Server:
             return self.newest
 
     def lose(self, worker: int) -> None:
-        """Marks a worker as gone, which matters only if its gradients are missing."""
+        """Marks a worker as disconnected; ``after`` raises if an update needs gradients that it did not send."""
         with self.changed:
             self.lost.add(worker)
             self.changed.notify_all()
@@ -194,13 +194,13 @@ class Connection:
             weight.grad = None
 
     def after_pending_updates(self, state: Any) -> Any:
-        """Returns ``state``, which shares its tensors with the model; on rank 0 after the updates of all steps done."""
+        """Waits on rank 0 for all updates so far and copies the weights into the model; returns ``state`` unchanged."""
         if self.server is not None:
             unflatten_into(self.server.after(self.server.pushed[0]), trained(self.run.unwrapped_model))
         return state
 
     def close(self) -> None:
-        """Closes the connection. A receive that times out breaks those of its group, so that no rank waits for them."""
+        """Closes the connection; the server's pending receive from this rank ends by a short timeout."""
         group, self.group = self.group, None
         if group is None:
             return
@@ -265,12 +265,12 @@ def _serve(server: Server, worker: int, group: dist.ProcessGroup) -> None:
 
 
 def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that require gradients."""
+    """The parameters of a module that require gradients."""
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A concatenated copy of all tensors, in a dtype that holds all of them, on the CPU."""
+    """All tensors as one 1-d tensor on the CPU (a copy), in the promoted dtype of all of them."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
 
 

@@ -143,7 +143,7 @@ class Pipeline(Method):
         microbatches: int,
         run: RunContext,
     ) -> tuple[list[int], list[float]]:
-        """(index of the segment after each stage, bytes that each stage holds; [] if memory was not estimated)."""
+        """For each stage, the index after its last segment, and its bytes ([] unless balance=memory)."""
         peek = run.services.peek_batch
         if self.split_sizes:
             return parse_split_sizes(self.split_sizes, num_stages, len(segments), f"{self.name}:split_sizes"), []
@@ -225,12 +225,12 @@ class PipelinedModel(nn.Module):
         return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The output of a batch, on all ranks of this replica, without a backward pass."""
+        """The model's output for a batch, on all ranks of this replica (for evaluation; no backward pass)."""
         outputs = [output for _, _, output in self._forward_stages(single_tensor_input(args, kwargs))]
         return _broadcast(outputs[-1], self.last_rank, self.group, self.device)
 
     def _forward_stages(self, value: Any) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Runs the stages one after the other. Yields (index, input, output) of those on this rank."""
+        """Runs all stages in order, each on its rank. Yields (index, input, output) of this rank's stages."""
         local = dict(self.stages)
         for index in range(self.num_stages):
             rank, next_rank = self.ranks[index % len(self.ranks)], self.ranks[(index + 1) % len(self.ranks)]
@@ -268,7 +268,7 @@ class PipelinedModel(nn.Module):
         return loss
 
     def _microbatch_loss(self, output: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """The contribution of a microbatch to the loss of the batch, without its padding (index -1)."""
+        """Loss of a microbatch, weighted by its fraction of the batch; rows with index -1 are padding and left out."""
         target, rows, weight = self.current
         real = indices[indices >= 0]
         if not len(real):
@@ -317,12 +317,12 @@ def _report(stages: list[torch.fx.GraphModule], loads: list[float]) -> None:
 
 
 def _max_even_microbatches(rows: int, most: int, degree: int) -> int:
-    """The largest number of equal microbatches of 2 rows or more, up to ``most``, that fills the schedule; else 1."""
+    """Largest number up to ``most`` of equal microbatches, of 2 rows or more, that fills the schedule; else 1."""
     return next((n for n in range(min(most, rows - 1), 1, -1) if rows % n == 0 and n % max(1, n // degree) == 0), 1)
 
 
 def _row_indices(rows: int, microbatches: int) -> torch.Tensor:
-    """Indices of the rows of a batch in microbatches of equal length, concatenated; -1 where a row is padding."""
+    """Row indices of a batch, padded with -1 so that it splits into ``microbatches`` of equal length. 1-d."""
     indices = torch.full((microbatches, -(-rows // microbatches)), -1)
     bounds = [rows * index // microbatches for index in range(microbatches + 1)]
     for index, (first, end) in enumerate(pairwise(bounds)):
@@ -349,7 +349,7 @@ def _recv(rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Te
 
 
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """The tensor of rank ``source``, on all ranks."""
+    """Broadcasts ``tensor`` of rank ``source``; other ranks receive shape and dtype first, their own is ignored."""
     is_source = dist.get_rank() == source
     header = encode_meta(tensor) if is_source else torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.broadcast(header, source, group=group)

@@ -100,7 +100,7 @@ class PowerSGD(Method):
 def _all_reduce_compressed(
     gradients: GradientBucket, compressed: list[int], bases: TensorList, errors: TensorList
 ) -> None:
-    """Averages the gradients over all ranks, approximately those with an index in ``compressed``."""
+    """Averages the gradients over all ranks in place; those with an index in ``compressed`` as two factors."""
     chosen = [gradients.tensors[index] for index in compressed]
     others = [gradient for index, gradient in enumerate(gradients.tensors) if index not in set(compressed)]
     matrices = [_as_matrix(gradient) + error for gradient, error in zip(chosen, errors.tensors, strict=True)]
@@ -127,19 +127,19 @@ def _all_reduce_compressed(
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape (first dimension, all others), in float32 at least: QR supports no shorter dtype."""
+    """The tensor with shape (first dimension, all others), in float32 or wider: QR supports no narrower dtype."""
     return tensor.detach().reshape(len(tensor), -1).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _basis(weight: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
-    """Random columns, the same on all ranks."""
+    """Initial basis for a weight's gradient: ``rank`` random columns from ``seed``, the same on all ranks."""
     matrix, generator = _as_matrix(weight), torch.Generator().manual_seed(seed)
     shape = matrix.shape[1], min(rank, *matrix.shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
 
 
 class TensorList:
-    """Tensors with ``state_dict`` and ``load_state_dict``, for checkpoints."""
+    """A list of tensors with ``state_dict`` and ``load_state_dict``, so that checkpoints store it."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.tensors = tensors

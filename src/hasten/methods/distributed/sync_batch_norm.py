@@ -20,7 +20,7 @@ from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
-    """Converts the batch norm layers of the model."""
+    """Converts the batch norm layers of the model to use statistics of the global batch."""
 
     card = Card(
         summary="computes batch normalization over the shards of all ranks together",

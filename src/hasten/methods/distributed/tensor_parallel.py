@@ -184,7 +184,7 @@ def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
 
 
 def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, torch.fx.Graph]]:
-    """The graph of a model; if torch.fx cannot trace it, those of its submodules, as (prefix, module, graph)."""
+    """(name, module, torch.fx graph) of a model, or of its submodules if torch.fx cannot trace the model."""
     graph = try_trace(module)
     if graph is not None:
         yield prefix, module, graph
@@ -203,7 +203,7 @@ def _is_linear(node: torch.fx.Node, modules: Modules) -> bool:
 
 
 def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
-    """The block of which a Linear is the last layer; None if there is none."""
+    """The block whose last layer is the Linear of node ``last``; None if no layers before it can be sharded."""
     first: list[torch.fx.Node] = []
     between: list[torch.fx.Node] = []
     pending = list(last.all_input_nodes)
@@ -236,13 +236,13 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
 
 
 def _needs_full_input(module: nn.Module) -> bool:
-    """Whether a module between two layers cannot work on a shard: it has weights, or its own way of drawing."""
+    """Whether a module between two layers cannot work on a shard: it has weights, or is random, unlike Dropout."""
     draws_otherwise = isinstance(module, (Dropout, nn.RReLU)) and type(module) is not nn.Dropout
     return draws_otherwise or any(True for _ in module.parameters())
 
 
 def _operation(node: torch.fx.Node, modules: Modules) -> Any:
-    """What a node computes: a module class, a function, or the name of a tensor method."""
+    """What a node of the graph calls: a module class, a function, or the name of a tensor method."""
     return type(_module_of(node, modules)) if node.op == "call_module" else node.target
 
 
@@ -256,7 +256,7 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
 
 
 def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
-    """Shards the layers of the blocks, in place."""
+    """Replaces the weights of the blocks' layers by DTensors sharded over ``mesh``, in place."""
     if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
         _register_cpu_attention()
     for block in blocks:
@@ -311,7 +311,7 @@ def _register_cpu_attention() -> None:
 
 @contextmanager
 def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
-    """Inside, replicated weights are DTensors, too: the optimizer sees one kind. Updating one updates the weight."""
+    """Context manager: makes replicated weights DTensors (same memory), since optimizers cannot mix both kinds."""
     dtensors: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():

@@ -126,7 +126,7 @@ class Zero(Method):
         return make_for_shards
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        """Checks that all ranks have gathered the same blocks: torch would mix the weights of blocks of one size."""
+        """``backward``, preceded by a check that all ranks ran the same blocks: torch would mix up their weights."""
         if self.stage == 1:
             return backward
         gathered: list[int] = []
@@ -187,7 +187,7 @@ class Zero(Method):
 
 
 def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
-    """All ranks in one dimension, or (replicas, shards) for hybrid sharding."""
+    """A DeviceMesh of all ranks in one dimension; with ``shard_size``, (replicas, shards) for hybrid sharding."""
     world, device_type = run.ranks.world_size, run.device.type
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,))
@@ -222,7 +222,7 @@ def _shard_meta_model(
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Items of the model's containers that share no weights and are large enough; each is gathered by itself."""
+    """The modules to gather one by one: large items of ModuleLists and the like whose weights nothing else uses."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
     blocks: list[torch.nn.Module] = []
@@ -253,7 +253,7 @@ def _shard_parameter(weight: torch.nn.Parameter, mesh: DeviceMesh, state: dict[A
 
 
 def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A DTensor over this rank's rows of a tensor; over all of a scalar."""
+    """A full tensor as a DTensor sharded by rows, which views this rank's rows; a scalar is replicated."""
     if not tensor.ndim:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     rows, rank = -(-len(tensor) // mesh.size()), mesh.get_local_rank()
@@ -263,7 +263,7 @@ def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 @torch.no_grad()
 def _gather(shards: list[Any], ranks: ProcessGroupInfo) -> None:
-    """Copies the updated shards of all ranks into the full weights."""
+    """Sends each rank's updated shards to all others, into the full weights. All ranks must call it."""
     rows = [-(-len(shard) // ranks.world_size) for shard in shards]  # of one rank; the last ranks may have fewer
     lengths = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
     local = torch.zeros(sum(lengths), dtype=shards[0].dtype, device=shards[0].device)
