@@ -9,8 +9,6 @@ test-matrix`` runs those tests on every supported version of torch. The versions
 the text was seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -28,42 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "LAZILY_IMPORTED_MODULES",
-    "MODULE_STATE_ATTRIBUTES",
-    "BatchNorm",
-    "Convolution",
-    "Dropout",
-    "TorchDispatchMode",
-    "autograd_error_kind",
-    "chained_schedulers",
-    "contains_worker_traceback",
-    "cpu_attention_ops",
-    "ddp_bucket_sizes",
-    "default_process_group_timeout",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_sub",
-    "foreach_zero_",
-    "has_forward_hooks",
-    "host_read_op",
-    "in_place_version",
-    "inside_backward",
-    "is_out_of_memory",
-    "is_view",
-    "patch_trunc_normal",
-    "peer_failure",
-    "sample_being_fetched",
-    "schema_arguments",
-    "storage_id",
-    "tree_flatten",
-    "tree_map_only",
-    "without_modes",
-    "worker_error_text",
-    "workers_started",
-]
+__all__ = ["BatchNorm", "Convolution", "Dropout", "TorchDispatchMode"]  # imported for other modules; defines the rest
 
 # ── modules and tensors ──────────────────────────────────────────────────────────────────────────
 
@@ -75,9 +38,8 @@ LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary of a module's own parameters, which may be written to.
-
-    ``setattr`` would refuse a tensor of another kind, and ``register_parameter`` moves the name to the end.
+    """The dictionary of a module's own parameters, which may be written to. ``setattr`` would refuse a tensor of
+    another kind, and ``register_parameter`` moves the name to the end.
     """
     return module._parameters
 
@@ -193,9 +155,8 @@ def contains_worker_traceback(error: BaseException) -> bool:
 
 
 def worker_error_text(error: BaseException) -> str:
-    """The worker's exception as Python prints it: ``KeyError: 'x'``.
-
-    The message ends with the frames of the traceback, each two lines (file, indented source), and then the exception.
+    """The worker's exception as Python prints it: ``KeyError: 'x'``. The message ends with the frames of the traceback,
+    each two lines (file, indented source), and then the exception.
     """
     *_, last_frame = str(error).rpartition('\n  File "')
     lines = last_frame.splitlines()[1:]

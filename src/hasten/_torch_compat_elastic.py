@@ -1,7 +1,5 @@
 """The private steps of torchrun's elastic agent, as methods that a subclass may extend. See ``_torch_compat.py``."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +9,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore.
-
-    torch documents the steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
+    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore. torch documents the
+    steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
     """
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -183,10 +183,8 @@ def recipe_from_options(options: Namespace) -> Recipe:
 
 
 def preflight_recipe(options: Namespace) -> Recipe:
-    """The recipe of a job, as far as the launcher can know it before the ranks start.
-
-    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load
-    their code.
+    """The recipe of a job, as far as the launcher can know it before the ranks start. With ``--resume`` it is the
+    recipe in the run directory, without methods from files: the launcher must not load their code.
     """
     from hasten.core.recipe import Recipe
 
@@ -201,15 +199,8 @@ def preflight_recipe(options: Namespace) -> Recipe:
 
 
 def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
-    """Read a recipe from a TOML file, "baseline" or a list of methods.
-
-    Args:
-        text: the value of ``--recipe``, ``--a`` or ``--b``.
-        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among
-            these.
-
-    Raises:
-        ConfigurationError: ``text`` is no recipe, or its file refers to code that ``trusted`` does not contain.
+    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``. A
+    recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
     """
     from hasten.core.recipe import Recipe
 
@@ -227,9 +218,8 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
     for name, values in loaded.methods.items():
         known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
         if known is None and ":" in name:
-            raise ConfigurationError(
-                f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}"
-            )
+            what = f"{text} refers to code outside hasten, {name}"
+            raise ConfigurationError(f"{what}; if you trust it, add --with {name}")
         methods[known or name] = values
     return Recipe(methods)
 

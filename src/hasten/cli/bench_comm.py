@@ -5,10 +5,9 @@ On several nodes: hasten launch --nproc-per-node N --nnodes M --rdzv-endpoint HO
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli.argument_types import add_processes, add_timeout
+from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
@@ -16,9 +15,9 @@ HELP = "measure latency and bandwidth of each collective"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options and arguments of ``hasten bench-comm`` to its parser."""
-    argument_types.add_processes(parser, "number of processes on this machine", default=2)
-    argument_types.add_timeout(parser)
+    """Add the options of this command."""
+    add_processes(parser, "number of processes on this machine", default=2)
+    add_timeout(parser)
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
@@ -29,10 +28,5 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     from hasten.launch.comm_benchmark import bench_comm
 
-    return CommandResult(bench_comm(options.device, watch=watch, timeout=options.timeout), _page)
-
-
-def _page(result: dict) -> Any:
-    from hasten.reporting.terminal_bench_comm import bench_comm_answer
-
-    return bench_comm_answer(result)
+    result = bench_comm(options.device, watch=watch, timeout=options.timeout)
+    return CommandResult(result, page("terminal_bench_comm", "bench_comm_answer"))

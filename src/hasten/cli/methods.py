@@ -12,7 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 import hasten
-from hasten.cli.output import CommandResult
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 
@@ -32,20 +32,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """List all methods, or describe the one that is named."""
     if options.name is None:
-        return CommandResult({"methods": _catalogue(options.device)}, _catalogue_page)
-    return CommandResult(_description(options.name, options.device), _method_page)
-
-
-def _catalogue_page(result: dict) -> Any:
-    from hasten.reporting.terminal import methods_table
-
-    return methods_table(result["methods"])
-
-
-def _method_page(result: dict) -> Any:
-    from hasten.reporting.terminal import method_page
-
-    return method_page(result)
+        table = page("terminal", "methods_table")
+        return CommandResult({"methods": _catalogue(options.device)}, lambda result: table(result["methods"]))
+    return CommandResult(_description(options.name, options.device), page("terminal", "method_page"))
 
 
 def _catalogue(device: str | None) -> list[dict]:

@@ -35,11 +35,16 @@ def print_stderr(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 2)
-        os.close(devnull)
+        redirect_to_devnull(2)
     except OSError:
         pass
+
+
+def redirect_to_devnull(descriptor: int) -> None:
+    """Replace a file descriptor by one that discards what is written to it."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, descriptor)
+    os.close(devnull)
 
 
 def _bar() -> Iterator[ProgressCallback]:

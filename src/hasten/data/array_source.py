@@ -1,7 +1,5 @@
 """Rows in memory or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings
@@ -107,10 +105,8 @@ def _to_tensor(column: Any) -> torch.Tensor:
 
 
 def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor to read from, without a copy if possible.
-
-    Raises:
-        ConfigurationError: torch has no such dtype.
+    """Returns the array as a tensor to read from, without a copy if possible; ConfigurationError if torch lacks the
+    dtype.
     """
     if array.dtype.hasobject:
         raise ConfigurationError("an array of Python objects cannot be read without executing code; store numbers")
@@ -122,11 +118,7 @@ def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
 
 
 def open_array(path: Path) -> numpy.ndarray:
-    """Opens a ``.npy`` file as a memory-mapped array.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or does not hold numbers.
-    """
+    """Returns a ``.npy`` file, memory-mapped; ConfigurationError if it cannot be read or does not hold numbers."""
     try:
         return numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

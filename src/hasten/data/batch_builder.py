@@ -4,8 +4,6 @@ A ``BatchBuilder`` holds everything that a batch depends on as plain values, so 
 builds the same batch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,10 +29,8 @@ Path = tuple[Any, ...]  # keys and indices that lead to a part of a sample
 
 @dataclass(frozen=True)
 class Map:
-    """A function that is applied to every sample, or to every batch.
-
-    Attributes:
-        stage: Index among the maps that take ``rng``, so that each draws its own numbers; None without ``rng``.
+    """A function that is applied to every sample or batch; ``stage`` counts the maps that take ``rng``, None for
+    others.
     """
 
     function: Callable
@@ -43,28 +39,21 @@ class Map:
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``.
-
-    Attributes:
-        rows: Index of a batch -> row indices of the global batch.
-        size: Rows of a global batch, over all shards.
-        num_shards: Number of equal parts into which each global batch is split.
-        shard_index: The part that is built here.
-        seeded: Whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads,
-            which share them.
-    """
+    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``."""
 
     source: Source
-    rows: Callable[[int], numpy.ndarray]
-    size: int
+    rows: Callable[[int], numpy.ndarray]  # index of a batch -> row indices of the global batch
+    size: int  # rows of a global batch, over all shards
     seed: int
     epoch: int
     sample_maps: tuple[Map, ...]
     batch_maps: tuple[Map, ...]
     collate: Callable[[list], Any] | None
-    num_shards: int
-    shard_index: int
+    num_shards: int  # number of equal parts into which each global batch is split
+    shard_index: int  # the part that is built here
     faults: BadRowPolicy
+    # whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads, which share
+    # them
     seeded: bool
 
     def __call__(self, index: int) -> tuple[Any, list[BadRow]]:
@@ -174,16 +163,9 @@ def collate_nested(
     """Stacks samples into columns with the nesting of a sample: tensors and numbers as one tensor, text as a list.
 
     A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
-    again, whatever it holds. Numbers are always one tensor.
-
-    Args:
-        samples: Samples, or the part of each sample at ``path``.
-        lists: The list columns before the maps.
-        passthrough: The paths at which maps return rows of ``lists`` unchanged, for all samples.
-        path: Where in the samples these parts are.
-
-    Raises:
-        CollateError: Shapes or names differ, a value fits into no tensor, or maps return only some rows unchanged.
+    again, whatever it holds. ``lists`` are the list columns before the maps, ``passthrough`` the paths at which the
+    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones. CollateError if shapes
+    or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)) or _are_unchanged(samples, lists, path in passthrough, path):
@@ -208,10 +190,8 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are, unchanged, objects of one of the list columns ``lists``.
-
-    Raises:
-        CollateError: Only some are, or all are although the first sample of the source was not (``expected``).
+    """Whether all samples are rows of one of ``lists``; CollateError if only some are, or if all are and it is not
+    ``expected``.
     """
     if isinstance(samples[0], Number) and not expected:
         return False
@@ -241,10 +221,8 @@ def _form(value: Any) -> str:
 
 
 def wants_rng(function: Callable) -> bool:
-    """Whether a function has a parameter named ``rng``.
-
-    Raises:
-        ConfigurationError: It requires two other arguments, as with tf.data's ``lambda image, label: ...``.
+    """Whether a function has a parameter named ``rng``. ConfigurationError if it requires two other arguments, as with
+    tf.data's ``lambda image, label: ...``.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -253,10 +231,9 @@ def wants_rng(function: Callable) -> bool:
     others = [p for name, p in parameters.items() if name != "rng" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in others if p.default is p.empty]
     if len(required) > 1:
-        what = (
-            f"map() calls its function with one argument, a sample or a batch; this one requires {', '.join(required)}"
-        )
-        raise ConfigurationError(f"{what}; unpack a tuple inside, and name the parameter for random numbers rng")
+        what = "map() calls its function with one argument, a sample or a batch"
+        hint = "unpack a tuple inside, and name the parameter for random numbers rng"
+        raise ConfigurationError(f"{what}; this one requires {', '.join(required)}; {hint}")
     return "rng" in parameters
 
 

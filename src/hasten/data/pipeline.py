@@ -33,9 +33,10 @@ from hasten.data.sampler import DeterministicBatchSampler
 from hasten.data.source import Source
 from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
-from hasten.data.workers.to_device import copy_to_device
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.utils.batch import map_tensors
 
 MAX_WORKERS, MAX_PREFETCH = 256, 1024  # more gain nothing and exhaust processes and open files
 DEFAULT_TIMEOUT_S = 600.0  # for one batch
@@ -118,8 +119,8 @@ class Pipeline:
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
-            what = type(collate).__name__
-            raise ConfigurationError(f"batch(collate=) must be a function (list of samples) -> batch, not a {what}")
+            kind = type(collate).__name__
+            raise ConfigurationError(f"batch(collate=) must be a function (list of samples) -> batch, not a {kind}")
         return self._restarted(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
@@ -266,9 +267,8 @@ class Pipeline:
             raise ConfigurationError(f"a state has seed, epoch and position; this one has {found:.200}")
         seed, epoch, position = (check_int(f"{key} of the state", state[key]) for key in keys)
         if seed != self.seed:
-            raise ConfigurationError(
-                f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}; use .shuffle(seed={seed})"
-            )
+            own = f"seed {self.seed}; use .shuffle(seed={seed})"
+            raise ConfigurationError(f"this state belongs to seed {seed}, and the pipeline has {own}")
         at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
             problem = f"and the data have only {len(self.source)} rows"
@@ -320,25 +320,15 @@ class Pipeline:
             if cached is not None:
                 source, maps = cached, ()
         sampler, in_threads = self._batch_sampler(), runners.in_threads(runner)
-        build = BatchBuilder(
-            source,
-            sampler.batches(epoch),
-            sampler.batch_size,
-            self.seed,
-            epoch,
-            maps,
-            self.batch_maps,
-            self.collate_fn,
-            self.num_shards,
-            self.shard_index,
-            self.faults,
-            seeded=not in_threads,
-        )
+        order = sampler.batches(epoch), sampler.batch_size, self.seed, epoch
+        functions = maps, self.batch_maps, self.collate_fn
+        shard = self.num_shards, self.shard_index
+        build = BatchBuilder(source, *order, *functions, *shard, self.faults, seeded=not in_threads)
         batches = runner(build, range(start, len(sampler)))
         if in_threads and start < len(sampler) and self._user_code() and not self.position.draws_nothing:
             batches = self._checked_for_draws(build, start, batches)
         recorded = self._recorded(batches)
-        return recorded if self.device is None else copy_to_device(recorded, self.device)
+        return recorded if self.device is None else _copy_to_device(recorded, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> BatchSource:
         """Returns the batches for the engine. Validation data are never shuffled and keep their own batch size.
@@ -360,10 +350,8 @@ class Pipeline:
             config = workers if isinstance(workers, WorkerConfig) else workers.workers
             in_threads = runners.in_threads(self.runner)
             if config.threads and self._user_code() and not in_threads:
-                why = (
-                    "functions of this pipeline may draw from the global generators, which threads share with training"
-                )
-                raise ConfigurationError(f"{why}; use processes")
+                why = "functions of this pipeline may draw from the global generators"
+                raise ConfigurationError(f"{why}, which threads share with training; use processes")
             timeout = getattr(self.runner, "timeout", DEFAULT_TIMEOUT_S)
             if isinstance(workers, WorkerConfig):
                 runner = runners.runner_of(workers, timeout)
@@ -430,19 +418,24 @@ class Pipeline:
     def _batch_sampler(self) -> DeterministicBatchSampler:
         if self.batch_size is None:
             raise ConfigurationError("the pipeline has no batch size; end it with .batch(size)")
-        sampler = DeterministicBatchSampler(
-            len(self.source),
-            self.batch_size,
-            self.seed if self.shuffled else None,
-            self.drop_last,
-            self.window,
-            None if self.window is None else self.source.chunk_offsets(),
-        )
+        seed = self.seed if self.shuffled else None
+        offsets = None if self.window is None else self.source.chunk_offsets()
+        rows = len(self.source)
+        sampler = DeterministicBatchSampler(rows, self.batch_size, seed, self.drop_last, self.window, offsets)
         smallest = self.batch_size if self.drop_last else sampler.rows - (len(sampler) - 1) * self.batch_size
         if len(sampler) and smallest < self.num_shards:
             parts = f"{self.num_shards} shards; use a larger batch size, or .batch(size, drop_last=True)"
             raise ConfigurationError(f"a batch of {smallest} rows cannot be divided into {parts}")
         return sampler
+
+
+def _copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
+    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used."""
+    if device.type != "cuda":
+        return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
+    if not torch.cuda.is_available():
+        raise ConfigurationError(f"there is no device {device} on this machine; use .to('cpu')")
+    return prefetch_to_cuda(batches, device)
 
 
 def _report_settings(autotuner: LoaderAutotuner) -> None:

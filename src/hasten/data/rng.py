@@ -69,8 +69,7 @@ class SampleRng:
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seeds the global generators of torch, NumPy and Python with ``seed`` for the block, and restores them after it.
 
-    NumPy's generator is replaced instead of saved, because saving takes longer than some batches. The second number of
-    a pair of normal numbers that NumPy holds back is lost.
+    NumPy's generator is replaced instead of saved, because saving takes longer than some batches.
     """
     python_state, numpy_generator = random.getstate(), NUMPY_RANDOM.get_bit_generator()
     NUMPY_RANDOM.set_bit_generator(TEMPORARY_BIT_GENERATOR)
@@ -105,15 +104,8 @@ def _block(begin: int, size: int, *key: Any) -> numpy.ndarray:
 def _compute(
     positions: numpy.ndarray, key: int, drawn: int, count: int, convert: Callable, *limits: int
 ) -> numpy.ndarray:
-    """Returns ``count`` numbers for each position after ``drawn`` others, shape (positions, count).
-
-    Args:
-        positions: int64, shape (positions,).
-        key: Seed of the generator.
-        drawn: Count of numbers that each position has drawn before.
-        count: Numbers to return for each position.
-        convert: ``(64 random bits, *limits) -> number``.
-        limits: Passed to ``convert``.
+    """Returns ``convert(64 random bits, *limits)``, ``count`` for each position after ``drawn`` others. ``positions``
+    is int64, shape (positions,); the result has the shape (positions, count).
     """
     bases = _mix(positions.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
     steps = numpy.arange(drawn + 1, drawn + 1 + count, dtype=numpy.uint64)

@@ -6,8 +6,6 @@ and rows are mixed among ``window`` successive chunks of that permutation. Eithe
 those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,19 +21,14 @@ MAX_PERMUTED_ROWS = 1 << 29  # 2 GB of row indices
 
 @dataclass(frozen=True)
 class DeterministicBatchSampler:
-    """The order of ``rows`` rows in batches of ``batch_size``.
-
-    Attributes:
-        seed: Seed of the shuffle; None keeps the order of the rows.
-        window: Number of chunks that are mixed at a time; None mixes all rows.
-        chunk_offsets: First row of every chunk, and the end: int64, shape (chunks + 1,). Required with a window.
-    """
+    """The order of ``rows`` rows in batches of ``batch_size``."""
 
     rows: int
     batch_size: int
-    seed: int | None = None
+    seed: int | None = None  # seed of the shuffle; None keeps the order of the rows
     drop_last: bool = False
-    window: int | None = None
+    window: int | None = None  # number of chunks that are mixed at a time; None mixes all rows
+    # first row of every chunk, and the end: int64, shape (chunks + 1,). Required with a window.
     chunk_offsets: numpy.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -43,19 +36,15 @@ class DeterministicBatchSampler:
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
 
     def batches(self, epoch: int) -> Callable[[int], numpy.ndarray]:
-        """Returns a function from the index of a batch in this epoch to its row indices, int64.
-
-        Raises:
-            ConfigurationError: There are too many rows to permute all of them.
+        """Returns a function from the index of a batch in this epoch to its row indices, int64. ConfigurationError if
+        there are too many rows to permute all of them.
         """
         rows = self._rows(epoch)
         return lambda index: rows(index * self.batch_size, min((index + 1) * self.batch_size, self.rows))
 
     def index_at(self, position: int) -> int:
         """Returns the index of the batch that begins after ``position`` rows of an epoch; ``len`` after all rows.
-
-        Raises:
-            ConfigurationError: No batch begins there.
+        ConfigurationError if no batch begins there.
         """
         index, rest = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (rest and position < self.rows):

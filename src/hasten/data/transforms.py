@@ -8,8 +8,6 @@ A crop does not pad images. Images lie one after the other in memory, so a crop 
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -55,16 +53,13 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
 
 
 def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, standard deviations) as tuples with one value, or one value per channel.
-
-    Raises:
-        ConfigurationError: There are not as many means as deviations, or a deviation is not above 0.
+    """Returns (means, standard deviations), one or one for each channel; ConfigurationError unless they are as many,
+    above 0.
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
-        raise ConfigurationError(
-            f"normalize() requires as many values of mean as of std, not {len(means)} and {len(stds)}"
-        )
+        numbers = f"{len(means)} and {len(stds)}"
+        raise ConfigurationError(f"normalize() requires as many values of mean as of std, not {numbers}")
     if min(stds) <= 0:
         raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
     return means, stds
@@ -139,9 +134,8 @@ def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, t
 def inside_masks(
     top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int
 ) -> torch.Tensor:
-    """Returns masks: bytes of a plane inside the image are 255, others 0, for crops at (top, left).
-
-    Shape (rows, integers per plane).
+    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros. Shape
+    (rows, integers per plane).
     """
     rows, columns = _axis_masks(padding, height, width, itemsize)
     return rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
@@ -167,9 +161,8 @@ def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (vertical, horizontal) masks for every start of a crop: bytes of a plane inside the image are 255.
-
-    As int64 if 8 divides the bytes of a plane, else uint8; shape (2 * padding + 1, integers per plane).
+    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally. In the widest
+    integers that divide a plane, shape (2 * padding + 1, integers per plane).
     """
 
     def inside(length: int) -> torch.Tensor:

@@ -14,8 +14,6 @@ passes 426 µs. The documented ways in one pass or in blocks that stay in the ca
 uint8 takes 5,700 µs, blocks of 128 images 488 µs.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import lru_cache
 
@@ -31,8 +29,7 @@ MAX_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB an
 
 
 def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int) -> torch.Tensor:
-    """Returns the float32 (scale, shift) of every plane of an image, packed into int64 of shape (planes,).
-
+    """Returns the scale and the shift of every plane of an image, as one integer each: int64, shape (planes,).
     ``planes`` is a multiple of the number of means.
     """
     pairs = torch.tensor(terms(means, stds, torch.uint8), dtype=torch.float32).view(torch.int64).view(-1, 1)
@@ -40,13 +37,8 @@ def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int
 
 
 def unpack_planes(planes: torch.Tensor) -> torch.Tensor:
-    """Returns ``value * scale + shift`` of planes that end in a footer (float32 scale and shift).
-
-    Args:
-        planes: uint8, shape (n, values + FOOTER_BYTES).
-
-    Returns:
-        float32, shape (n, values).
+    """Returns ``value * scale + shift``, float32, shape (n, values), of planes, uint8, shape (n, values +
+    FOOTER_BYTES).
     """
     return torch.ops.quantized.embedding_bag_byte_unpack(planes)
 

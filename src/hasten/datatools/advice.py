@@ -3,8 +3,6 @@
 The estimate is for these data on this machine; ``convert`` measures again when all rows are stored.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -23,7 +21,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.cache.cache_disk import file_lock, remove_partial
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.source import BadRow
 from hasten.datatools.file_sampling import sample_files
 from hasten.datatools.format_detection import FORMATS
@@ -89,12 +87,8 @@ def better_storages(
 
 
 def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
-    """Estimates the speedup of reading rows when stored as ``to`` from some of them; None if that fails.
-
-    Args:
-        reader: Reads the rows as they are.
-        to: Target format.
-        seconds: For each side of the comparison, about.
+    """Estimates the speedup of storing the rows as ``to``, in ``seconds`` a side, from some of them; None if that
+    fails.
     """
     try:
         with temporary_folder() as folder:
@@ -107,16 +101,8 @@ def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
 
 
 def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) -> dict:
-    """Measures the gain of storing rows as ``to`` in these files.
-
-    Args:
-        reader: Reads the original rows.
-        to: Target format.
-        files: The stored rows.
-        seconds: For each side of the comparison, about.
-
-    Returns:
-        As ``gain_of``; all None if no batches can be built from the rows.
+    """Measures the gain of having stored the rows of ``reader`` as ``to`` in ``files``, for ``seconds`` a side. The
+    result is that of ``gain_of``, with None for every value if no batches can be built from the rows.
     """
     resize = reader.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)
@@ -130,15 +116,11 @@ def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) 
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
-    """Returns the gain that paired measurements support.
+    """Returns the gain that paired measurements of rows/s support.
 
-    Args:
-        before: Rows/s, measured in turns with ``after``.
-        after: Rows/s.
-
-    Returns:
-        "before" and "after": medians. "ratio", "low", "high": median, minimum and maximum of after / before over the
-        pairs. "verdict": "faster" or "slower" if all pairs agree and Student's t rejects chance, else "no difference".
+    "before" and "after" are medians; "ratio", "low" and "high" the median, minimum and maximum of after / before over
+    the pairs. "verdict" is "faster" or "slower" if all pairs agree and Student's t rejects chance, else "no
+    difference".
     """
     ratios = [new / old for old, new in zip(before, after, strict=True)]
     low, high = min(ratios), max(ratios)

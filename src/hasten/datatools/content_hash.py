@@ -4,8 +4,6 @@ Each buffer of a column (values, lengths of its strings, positions of missing va
 chunks; the content hash is a hash of those.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +11,9 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.data.formats.table_columns import plain
-
 
 class ContentHash:
-    """An incremental hash of rows.
-
-    Attributes:
-        rows: Number of rows hashed so far.
-    """
+    """An incremental hash of rows; ``rows`` is the number hashed so far."""
 
     def __init__(self):
         self.rows = 0
@@ -57,6 +49,8 @@ class ContentHash:
         import pyarrow as pa
         import pyarrow.compute as compute
         import pyarrow.types as types
+
+        from hasten.data.formats.table_types import plain
 
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         array = array.cast(plain(array.type))

@@ -4,8 +4,6 @@ The output folder contains the data and ``conversion.json``: the settings, the n
 complete part, and the skipped rows. A killed conversion resumes with the first part that is not listed there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -132,14 +130,11 @@ def convert(
 
 def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
     if not reader.rows:
-        several = len(reader.files) > 1
-        raise ConfigurationError(
-            f"the {len(reader.files)} files hold no rows" if several else f"{reader.files[0]} holds no rows"
-        )
+        files = reader.files
+        raise ConfigurationError(f"the {len(files)} files hold no rows" if files[1:] else f"{files[0]} holds no rows")
     if shards is not None and shards > reader.rows:
-        raise ConfigurationError(
-            f"cannot write {reader.rows} rows to {shards} files; use --shards {reader.rows} or fewer"
-        )
+        problem = f"cannot write {reader.rows} rows to {shards} files"
+        raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
@@ -215,9 +210,8 @@ def _check_outside(out: Path, path: Path) -> None:
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        raise ConfigurationError(
-            f"{out} is inside {path}, where it would be read as a part of the original; choose another --out"
-        )
+        problem = f"{out} is inside {path}, where it would be read as a part of the original"
+        raise ConfigurationError(f"{problem}; choose another --out")
 
 
 def _check_request(

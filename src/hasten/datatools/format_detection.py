@@ -1,7 +1,5 @@
 """Detects the storage format of the files at a path by their names, and opens the pipeline that reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -30,24 +28,16 @@ WINDOW = 1024  # default number of tokens of a sample
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """A storage format of samples.
+    """A storage format of samples."""
 
-    Attributes:
-        name: Identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``.
-        title: Name in messages.
-        suffixes: Endings of the file names.
-        is_table: Whether it has named columns and is read in runs of rows (row groups, record batches).
-        has_index: Whether a file states where its rows are; otherwise opening it reads much of it, and a few files are
-            measured instead of all.
-        decodes: Whether rows must be decoded before they are in a batch.
-    """
-
-    name: str
-    title: str
-    suffixes: tuple[str, ...]
-    is_table: bool = False
+    name: str  # identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``
+    title: str  # name in messages
+    suffixes: tuple[str, ...]  # endings of the file names
+    is_table: bool = False  # whether it has named columns and is read in runs of rows (row groups, record batches)
+    # whether a file states where its rows are; otherwise opening it reads much of it, and a few files are measured
+    # instead of all
     has_index: bool = True
-    decodes: bool = True
+    decodes: bool = True  # whether rows must be decoded before they are in a batch
 
 
 FORMATS = {
@@ -69,16 +59,14 @@ UNKNOWN = StorageFormat("unknown", "unknown", ())
 
 
 def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
-    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files.
-
-    Raises:
-        ConfigurationError: There is no file at the path, or none whose name has a known suffix.
-    """
+    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files."""
     return formats_at(path)[0]
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
-    """Returns (format, files) per format at a path, most files first; files of no known format are last (UNKNOWN)."""
+    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last.
+    ConfigurationError if there is no file, or none whose name has a known suffix.
+    """
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
         name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -98,18 +86,15 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
     """Returns (files that can be opened, ``{"row": None, "where", "why"}`` of each other file).
 
     Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
-
-    Raises:
-        ConfigurationError: More than ``max_bad`` files cannot be opened, or none can.
+    ConfigurationError if more than ``max_bad`` files cannot be opened, or none can.
     """
     if not max_bad or (kind.has_index and not kind.is_table) or _open_error(kind, files) is None:
         return files, []
     errors = {file: _open_error(kind, [file]) for file in files}
     bad = [{"row": None, "where": file, "why": error} for file, error in errors.items() if error is not None]
     if len(bad) > max_bad:
-        raise ConfigurationError(
-            f"{bad[max_bad]['why']}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped"
-        )
+        problem = f"{bad[max_bad]['why']}"
+        raise ConfigurationError(f"{problem}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped")
     if len(bad) == len(files):
         raise ConfigurationError(f"{bad[0]['why']}; no file can be opened")
     return [file for file, error in errors.items() if error is None], bad
@@ -136,15 +121,9 @@ def open_pipeline(
 ) -> Pipeline:
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
-    Args:
-        kind: Format of the files.
-        where: A folder, a file, a pattern or a list of files.
-        target: Column to predict, for a table.
-        fill: Replacement of missing numbers, for a table.
-        resize: Side of a square or (height, width) in pixels, for images; None keeps their size.
-
-    Raises:
-        ConfigurationError: The files cannot be opened, or ``target`` is given for a format without columns.
+    ``where`` is a folder, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``, for a
+    table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns for a
+    target.
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")

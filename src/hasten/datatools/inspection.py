@@ -4,8 +4,6 @@ Everything is measured on these data: some of them are read from the disk, decod
 formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +17,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import MEMORY_FRACTION
+from hasten.data.formats.table_files import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
@@ -119,9 +117,8 @@ def inspect(
             rates |= dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error).replace(sample[0], files[0])
         result["speed"] = {name: values and median(values) for name, values in rates.items()}
-        result["ranges"] = {
-            name: [min(values), max(values)] for name, values in rates.items() if values and len(values) > 1
-        }
+        repeated = {name: values for name, values in rates.items() if values and len(values) > 1}
+        result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
         if rates["batches"]:
             _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
     return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}

@@ -5,8 +5,6 @@ written, not mapped (``numpy.lib.format.open_memmap``), because a full disk woul
 with SIGBUS.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The lock is ``flock`` on the folder itself; a lock file, as the package filelock uses, would stay among the files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -21,11 +19,8 @@ from hasten.engine.error_messages import writable
 
 @contextmanager
 def lock_output(folder: Path, settings: dict) -> Iterator[dict]:
-    """Locks the output folder and yields its manifest.
-
-    Raises:
-        ConfigurationError: The folder cannot be written to, contains other files or another conversion, or another
-            process writes to it.
+    """Locks the output folder and yields its manifest. ConfigurationError if the folder cannot be written to, contains
+    other files or another conversion, or another process writes to it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)

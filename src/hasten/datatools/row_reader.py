@@ -4,8 +4,6 @@
 ``samples`` the files of a tar archive: a key, and bytes for each file ending.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,7 +17,6 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
-from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
@@ -34,26 +31,17 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows of files of one format.
+    """Rows of files of one format."""
 
-    Attributes:
-        kind: Format of the files.
-        where: The folder, pattern or list of files to open.
-        files: Paths of all files.
-        target: Column to predict, for a table; None: no target.
-        fill: Replacement of missing numbers, for a table; None: missing values are an error.
-        resize: The side of images in pixels, or (height, width); None keeps their size.
-        max_rows: Read only this many rows from the beginning; None for all.
-        faults: How many unreadable rows may be skipped, and which were.
-    """
-
-    kind: StorageFormat
-    where: str | list[str]
-    files: list[str]
-    target: str | None = None
-    fill: float | None = None
+    kind: StorageFormat  # their format
+    where: str | list[str]  # the folder, or the files
+    files: list[str]  # the files
+    target: str | None = None  # of a table, as in ``parquet``
+    fill: float | None = None  # of a table, as in ``parquet``
+    # the side of images in pixels, or (height, width); None keeps their size
     resize: int | tuple[int, int] | None = None
-    max_rows: int | None = None
+    max_rows: int | None = None  # read only this many rows from the beginning; None for all
+    # how many unreadable rows may be skipped, and which were
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def fingerprint(self) -> dict:
@@ -65,11 +53,8 @@ class RowReader:
         return [signature_or_reason(file, self.faults) for file in self.files]
 
     def open(self) -> Any:
-        """Returns a new source, which has read nothing yet.
-
-        Raises:
-            ConfigurationError: A file cannot be opened or is damaged; ``select_openable`` has removed the files that
-                may be skipped.
+        """Returns a new source, which has read nothing yet. ConfigurationError if a file cannot be opened or is
+        damaged; ``select_openable`` has removed those that may be skipped.
         """
         source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for reason in getattr(source, "lost", {}).values():
@@ -91,11 +76,7 @@ class RowReader:
 
     @cached_property
     def first(self) -> Any:
-        """The columns of the first readable rows, as the source returns them.
-
-        Raises:
-            RunError: No row can be read.
-        """
+        """The columns of the first readable rows, as the source returns them; RunError if no row can be read."""
         for begin in range(0, self.rows, PROBED_ROWS):
             columns = self.read(self.source, numpy.arange(begin, min(begin + PROBED_ROWS, self.rows)))
             if columns is not None:
@@ -125,11 +106,8 @@ class RowReader:
                 yield columns
 
     def read(self, source: Source, rows: numpy.ndarray) -> Any:
-        """Returns the columns of some rows, without the skipped ones; None if none can be read.
-
-        Raises:
-            BadRow: A row cannot be read, and none may be skipped.
-            RunError: More rows cannot be read than may be skipped.
+        """Returns the columns of some rows, without the skipped ones; None if none can be read. BadRow if a row cannot
+        be read and none may be skipped, RunError if more cannot be read than may be skipped.
         """
         if not self.faults.max_rows:
             return source.read(rows)
@@ -214,7 +192,9 @@ class RowReader:
         return {file: self._form.manifest(file) for file in self.files}
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> Any:
+        from hasten.data.formats.table_layout import Layout  # requires pyarrow
+
         schemas = {file: manifest.schema for file, manifest in self._manifests.items()}
         return Layout.of(schemas, None, None, guessed=self.kind.name == "csv")
 
@@ -225,9 +205,8 @@ class RowReader:
         read = self._read_images if self.kind.name == "images" else self._read_shards
         for begin in range(first, last, self._sample_chunk):
             rows = numpy.arange(begin, min(begin + self._sample_chunk, last))
-            samples = (
-                files and self._encode(row, *files) for row, files in zip(rows.tolist(), read(rows), strict=True)
-            )
+            found = zip(rows.tolist(), read(rows), strict=True)
+            samples = (files and self._encode(row, *files) for row, files in found)
             yield [sample for sample in samples if sample is not None]
 
     @cached_property
@@ -259,11 +238,8 @@ class RowReader:
             begins, ends = numpy.array([*ranges.values()]).T
             contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield (
-                key,
-                f"{self.source.signatures[shard][0]}, {key}",
-                dict(zip(ranges, map(bytes, contents), strict=True)),
-            )
+            where = f"{self.source.signatures[shard][0]}, {key}"
+            yield key, where, dict(zip(ranges, map(bytes, contents), strict=True))
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
         """(key, {file ending: bytes}) with images resized if requested; None if the sample is skipped as bad."""
@@ -286,11 +262,7 @@ class RowReader:
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Checks that an image that is stored unchanged can be decoded.
-
-    Raises:
-        BadRow: The image cannot be decoded.
-    """
+    """Raises BadRow if an image that is stored unchanged cannot be decoded."""
     try:
         decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:

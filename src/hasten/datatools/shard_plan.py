@@ -4,8 +4,6 @@ Each part is written under a temporary name (``.part``) and read back. Parts get
 a file with a final name is complete, and no reader mistakes a part of the data for all of it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,18 +21,12 @@ ReportRows = Callable[[int], None]  # called with the number of rows written sin
 
 @dataclass
 class ShardPlan:
-    """Rows that are written into a folder in several parts.
+    """Rows that are written into a folder in several parts."""
 
-    Attributes:
-        reader: Reads the rows.
-        folder: Where they are written.
-        parts: Number of parts.
-        done: (number of rows, content hash) of each part that is written; skipped rows are not counted.
-    """
-
-    reader: RowReader
-    folder: Path
-    parts: int
+    reader: RowReader  # reads the rows
+    folder: Path  # where they are written
+    parts: int  # number of parts
+    # (number of rows, content hash) of each part that is written; skipped rows are not counted
     done: list[tuple[int, str]] = field(default_factory=list)
 
     def range(self, part: int) -> tuple[int, int]:

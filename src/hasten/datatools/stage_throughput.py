@@ -4,8 +4,6 @@ Decoding and copying are measured in processor time of all threads together, whi
 else the machine runs. Each is measured several times for a shorter time, which shows how far the measurements differ.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -55,21 +53,11 @@ def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[fl
 
 
 def stage_rates(reader: RowReader, seconds: float, fraction: float = 1.0) -> dict[str, Any]:
-    """Measures rows/s on one core.
+    """Measures rows/s on one core in about ``seconds``; ``fraction`` of a full measurement suffices.
 
-    Args:
-        reader: Reads the rows.
-        seconds: Seconds to spend, about.
-        fraction: Fraction (0 to 1) of a full measurement that suffices.
-
-    Returns:
-        "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches" (both);
-        None for a stage that the format does not have.
-
-    Raises:
-        BadRow: A row cannot be read, and none may be skipped.
-        ConfigurationError: A file cannot be read.
-        RunError: More rows cannot be read than may be skipped.
+    Returns "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches"
+    (both); None for a stage that the format does not have. BadRow if a row cannot be read and none may be skipped,
+    RunError if more cannot be read than may be skipped.
     """
     with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
         return _stage_rates(reader, seconds, fraction)
@@ -100,7 +88,7 @@ def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str
 def _read_runs(
     read: Callable, offsets: numpy.ndarray, rows: int, seconds: float, opening: float
 ) -> tuple[float, numpy.ndarray]:
-    """Decodes each run once: (rows/s, rows of the run still in memory). ``opening``: CPU seconds to add."""
+    """Decodes each run once: (rows per CPU second, rows of the run still in memory); adds ``opening`` CPU seconds."""
     start, done, cpu_seconds, run = time.perf_counter(), 0, opening, numpy.arange(0)
     for first, last in pairwise(offsets.tolist()):
         before = time.process_time()
@@ -117,7 +105,7 @@ def _read_runs(
 def _read_shuffled(
     read: Callable, rows: numpy.ndarray, max_size: int, seconds: float, fraction: float
 ) -> tuple[float, Any]:
-    """Reads shuffled batches, larger until one can be timed: (rows/s, columns of the largest batch)."""
+    """Reads shuffled batches, larger until one can be timed: (rows per CPU second, columns of the largest)."""
     order = numpy.random.default_rng(0).permutation(rows)
     size, position, done, cpu_seconds, largest = MIN_BATCH, 0, 0, 0.0, None
     min_rows, start = fraction * EPOCHS * len(order), time.perf_counter()

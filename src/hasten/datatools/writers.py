@@ -1,7 +1,5 @@
 """Writers of the storage formats: how a part of the rows is written, and read back to verify it."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile
@@ -27,19 +25,13 @@ from hasten.datatools.shard_plan import PART, ReportRows, ShardPlan, Writer, fsy
 
 @dataclass
 class FilePerPart:
-    """Writer of one file for each part; formats differ in two functions.
+    """Writer of one file for each part; formats differ in two functions."""
 
-    Attributes:
-        plan: What is written, and where.
-        suffix: Ending of the file names.
-        write_file: ``(path, reader, first row, end row, report) -> content hash``.
-        read_file: ``(path) -> content hash``.
-    """
-
-    plan: ShardPlan
-    suffix: str
+    plan: ShardPlan  # what is written, and where
+    suffix: str  # ending of the file names
+    # ``(path, reader, first row, end row, report) -> content hash``
     write_file: Callable[[Path, RowReader, int, int, ReportRows], ContentHash]
-    read_file: Callable[[Path], ContentHash]
+    read_file: Callable[[Path], ContentHash]  # ``(path) -> content hash``
 
     def write(self, part: int, report: ReportRows) -> ContentHash:
         path = self._path(part, PART)
@@ -113,9 +105,8 @@ def _cast_for_parquet(table: Any) -> Any:
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            raise ConfigurationError(
-                f"column {name!r} is of type {kind}, which Parquet does not support; store the table as feather"
-            )
+            problem = f"column {name!r} is of type {kind}, which Parquet does not support"
+            raise ConfigurationError(f"{problem}; store the table as feather")
     schema = pa.schema([(name, cast(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 

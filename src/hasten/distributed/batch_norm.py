@@ -57,9 +57,8 @@ class DistributedBatchNorm(BatchNorm):
 
     def _check_input_dim(self, inputs: torch.Tensor) -> None:
         if inputs.dim() < 2:
-            raise ValueError(
-                f"batch normalization expects at least 2 dimensions (samples, channels), got {inputs.dim()}"
-            )
+            expected = "batch normalization expects at least 2 dimensions (samples, channels)"
+            raise ValueError(f"{expected}, got {inputs.dim()}")
 
 
 def convert_sync_batchnorm(norm: BatchNorm, group: SyncGroup) -> None:

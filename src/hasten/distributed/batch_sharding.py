@@ -5,8 +5,6 @@ over samples has the same gradient as over the global batch, however unequal the
 different data are found before the step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
@@ -59,17 +57,13 @@ class IndexShard(list[int]):
 
 @dataclass
 class ShardLog:
-    """Sizes and fingerprints of the global batches that this rank's shards belong to, for comparison with others.
+    """What this rank knows of the global batches that its shards belong to."""
 
-    Attributes:
-        plans: Epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index.
-        batches: (epoch, batch index) -> a global batch that this rank read completely.
-        batch_sampler: The sampler that computed ``plans``.
-    """
-
+    # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    # (epoch, batch index) -> a global batch that this rank read completely
     batches: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
-    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None
+    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
@@ -114,10 +108,8 @@ def with_loss_weights(
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
     step, and methods that communicate only every few steps (``replicas_differ``) save less: a warning.
-
-    Raises:
-        ConfigurationError: There are more ranks than samples in a batch.
-        RunError: During an epoch, if the ranks read different data.
+    ConfigurationError if there are more ranks than samples in a batch; RunError, during an epoch, if the ranks read
+    different data.
     """
     if ranks.is_single_process:
         return batches
@@ -153,9 +145,8 @@ def with_loss_weights(
 def check_batch_divisible(processes: int, samples: int) -> None:
     """Raises ``ConfigurationError`` if there are more ranks than samples in a batch."""
     if processes > samples:
-        raise ConfigurationError(
-            f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches"
-        )
+        problem = f"{processes} processes cannot share a batch of {samples} samples"
+        raise ConfigurationError(f"{problem}; take fewer, or larger batches")
 
 
 def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_parallel_size: int) -> BatchSource:

@@ -1,7 +1,5 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -79,10 +77,8 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 class GradientBucket:
     """The gradients of some parameters, to be exchanged. A parameter without a gradient on this rank contributes zeros.
 
-    Attributes:
-        tensors: One gradient per parameter, to be changed in place.
-        shares: 1-d, one element per parameter: 1 if this rank has its gradient. Averaged with the gradients, it becomes
-            the fraction of ranks that have it.
+    ``tensors`` has one gradient per parameter, to be changed in place. ``shares`` is 1-d, one element per parameter: 1
+    if this rank has its gradient. Averaged with the gradients, it becomes the fraction of ranks that have it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -167,9 +163,8 @@ def _to_device_of(reference: Any, value: Any) -> Any:
 
 
 def average_state(state: Any, run: RunContext) -> Any:
-    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks.
-
-    Tensors that not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
+    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks. Tensors that
+    not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
     """
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     local = dict(_named_tensors(state))

@@ -51,10 +51,8 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
-    """(model that ``make`` returns, on the meta device; function that initializes requested tensors of it).
-
-    Raises:
-        ConfigurationError: Building the model depends on values, or an operation cannot be recorded.
+    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
+    ConfigurationError if building the model depends on values, or an operation cannot be recorded.
     """
     recorder = InitRecorder()
     try:

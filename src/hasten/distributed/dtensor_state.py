@@ -1,7 +1,5 @@
 """Sharded tensors (DTensor) and full tensors: checkpoints store full state, so that any strategy can resume them."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -65,9 +63,8 @@ def gather_full_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
-    """A nested state with this rank's shards of DTensors and their offsets.
-
-    Other tensors become None with ``keep=False``, or if they are on the meta device: another rank has them.
+    """A nested state with this rank's shards of DTensors and their offsets. Other tensors become None with
+    ``keep=False``, or if they are on the meta device: another rank has them.
     """
     if isinstance(state, DTensor):
         chunks = state.__create_chunk_list__()
@@ -105,24 +102,16 @@ def clip_norm(
     global_norm: Callable[[torch.Tensor], torch.Tensor],
     duplicates: frozenset[torch.nn.Parameter] = frozenset(),
 ) -> None:
-    """Scales all gradients, sharded or not, by one factor to a maximum norm.
-
-    Args:
-        params: Parameters of this rank.
-        max_norm: Maximum L2 norm of all gradients together.
-        global_norm: ``(norm of this rank's gradients) -> norm over all ranks``.
-        duplicates: Parameters left out of this rank's norm, because another rank counts them.
+    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together. ``global_norm`` is
+    ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that another rank counts.
     """
     params = [param for param in params if param.grad is not None]
     sharded = [param for param in params if hasattr(param, "full_tensor")]
     plain = [param for param in params if not hasattr(param, "full_tensor")]
     kinds = [kind for kind in (plain, sharded) if kind] or [[]]
-    norms: list[Any] = [
-        torch.nn.utils.get_total_norm(
-            [param.grad for param in kind if param.grad is not None and param not in duplicates]
-        )
-        for kind in kinds
-    ]
+    counted = [[param for param in kind if param not in duplicates] for kind in kinds]
+    gradients: list[Any] = [[param.grad for param in of_kind] for of_kind in counted]
+    norms: list[Any] = list(map(torch.nn.utils.get_total_norm, gradients))
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = global_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
     for kind in kinds:

@@ -220,7 +220,7 @@ def restore(program: Program, state: State) -> None:
 
 
 def _restore_rank_state(run: RunContext, rank_states: list[State]) -> None:
-    """Restores this rank's own state; warns if the run was saved with another number of ranks."""
+    """Restores this rank's own state; with another number of ranks than saved, warns that it starts anew."""
     if run.parallel is None or not run.parallel.rank_state:
         return
     if len(rank_states) == run.ranks.world_size:

@@ -221,5 +221,5 @@ class Persistence:
         """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            rest = f"was training on {before}: give it those data again, or start anew in another --out"
-            raise ConfigurationError(f"the training data have {now} samples, and the run in {self.out} {rest}")
+            run = f"{self.out} was training on {before}: give it those data again, or start anew in another --out"
+            raise ConfigurationError(f"the training data have {now} samples, and the run in {run}")

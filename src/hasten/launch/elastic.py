@@ -23,8 +23,6 @@ step               torchrun                                      here, and the t
 Everything else that the nodes must know of each other is in the store of the rendezvous.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -51,31 +49,23 @@ GOODBYE_S = 5.0  # for the other nodes to read that the job is over
 JOIN_NOTICE_S = 1.5  # until a joining node is visible for certain: torch polls the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
 # keys of the store
-OPTIONS, RUN_DIR, JOINED, LEFT, HEARTBEAT, DONE = (
-    f"hasten/{name}" for name in ("options", "run_dir", "joined", "left", "heartbeat", "done")
-)
+OPTIONS, RUN_DIR, JOINED = "hasten/options", "hasten/run_dir", "hasten/joined"
+LEFT, HEARTBEAT, DONE = "hasten/left", "hasten/heartbeat", "hasten/done"
 NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue together"
 
 
 class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     """Runs the ranks of this node, from the first start to the last end.
 
-    Args:
-        spec, logs_specs: as for torch's agent.
-        job: the job directory, in which the ranks leave their results.
-        store: the store of the rendezvous.
-
-    Attributes:
-        done: nodes all of whose ranks had ended when the store was last read.
-        last_check: ``time.monotonic()`` of the last look at the heartbeats.
-        heartbeats: (node, counter) -> when this value of the counter was first seen.
+    ``job`` is the job directory, in which the ranks leave their results; ``store`` is that of the rendezvous.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, job: str, store: dist.Store):
         super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
         self.job, self.store = job, store
-        self.done: set[int] = set()
-        self.last_check, self.heartbeats = 0.0, {}
+        self.done: set[int] = set()  # nodes all of whose ranks had ended when the store was last read
+        self.last_check = 0.0  # ``time.monotonic()`` of the last look at the heartbeats
+        self.heartbeats = {}  # (node, counter) -> when this value of the counter was first seen
         self._publish_run_directory()
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -107,10 +97,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return state
 
     def _decide_on_restart(self, worker_group: WorkerGroup, codes: dict[int, int]) -> None:
-        """After a failure: sets how many restarts are left, and warns of the one that follows.
-
-        Raises:
-            RendezvousClosedError: the job has ended on another node, so no restart follows.
+        """After a failure: sets how many restarts are left, and warns of the one that follows. RendezvousClosedError if
+        the job has ended on another node.
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
@@ -125,15 +113,12 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts
             which = f"restart {most - self.remaining_restarts + 1} of {most}"
-            warnings.warn(
-                f"{lost}; restarting all ranks from the newest checkpoint, {which}", HastenWarning, stacklevel=2
-            )
+            what = f"{lost}; restarting all ranks from the newest checkpoint, {which}"
+            warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of this node's ranks; UNHEALTHY also if another node's heartbeat has stopped.
-
-        Raises:
-            RendezvousClosedError: the job has ended on another node; ranks in a long step would notice it late.
+        """The state of the ranks; unhealthy if another node is missed. RendezvousClosedError if the job has ended
+        elsewhere, which ranks notice late if they are in a long step.
         """
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
@@ -159,10 +144,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             self.store.set(RUN_DIR, directory)
 
     def exit_barrier(self) -> None:
-        """Waits until all nodes have finished: another node may still write the model.
-
-        Raises:
-            RendezvousClosedError: the job has failed on another node, or a node was lost.
+        """Waits until all nodes have finished: another node may still write the model. RendezvousClosedError if the job
+        has failed on another node, or a node was lost.
         """
         group = self.get_worker_group()
         _store(group).set(f"{DONE}/{group.group_rank}", "")
@@ -214,18 +197,14 @@ def _store(group: WorkerGroup) -> dist.Store:
 
 
 def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> None:
-    """Compares the launch options of this node with those of the first one, before the nodes wait for each other.
-
-    Raises:
-        ConfigurationError: an option differs.
+    """Raises ConfigurationError if the launch options differ from the first node's, before the nodes wait for each
+    other.
     """
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():
         if first[option] != value:
-            raise ConfigurationError(
-                f"this node was started with {option} {value}, another one with {option} {first[option]}; "
-                "give all nodes the same"
-            )
+            problem = f"this node was started with {option} {value}, another one with {option} {first[option]}"
+            raise ConfigurationError(f"{problem}; give all nodes the same")
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:

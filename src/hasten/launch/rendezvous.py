@@ -5,8 +5,6 @@ Here a node waits for a host that starts later, or that was lost and comes back 
 test_elastic).
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import warnings
@@ -21,10 +19,8 @@ REPORT_EVERY_S = 10.0
 
 
 def local_address(endpoint: str) -> str:
-    """The address of this node that the node at HOST:PORT can reach.
-
-    Raises:
-        ConfigurationError: the host name is unknown, or no route leads there.
+    """The address of this node that HOST:PORT can reach; ConfigurationError if the host is unknown or no route leads
+    there.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
@@ -42,10 +38,8 @@ def interface_of(address: str) -> str | None:
 
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
-    """Whether this node must host the store at HOST:PORT. If HOST is another node, waits until it answers.
-
-    Raises:
-        RunError: the store has not answered for ``timeout`` seconds.
+    """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
+    RunError if it has not answered for ``timeout`` seconds.
     """
     host, port = split_host_port(endpoint)
     began = reported = time.monotonic()

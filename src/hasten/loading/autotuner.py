@@ -36,17 +36,11 @@ _END = object()
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The worker configurations that an autotuner may choose among.
+    """What an autotuner may choose among."""
 
-    Attributes:
-        kinds: The kinds of workers to try, in this order: "threads", "processes".
-        cores: Maximum number of workers.
-        memory_budget: ``() -> bytes`` that batches in flight may take.
-    """
-
-    kinds: tuple[str, ...]
-    cores: int
-    memory_budget: Callable[[], float]
+    kinds: tuple[str, ...]  # the kinds of workers, "threads" or "processes", the one to try first at the front
+    cores: int  # maximum number of workers
+    memory_budget: Callable[[], float]  # ``() -> bytes`` that batches in flight may take
 
     def neighbors(self, workers: WorkerConfig, stats: LoaderStats) -> list[WorkerConfig]:
         """The configurations to try next, the most promising first; ``stats`` were measured with ``workers``."""
@@ -76,7 +70,7 @@ class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
     Args:
-        workers: The workers to start with.
+        workers: The workers to start with; as an attribute, the best configuration so far.
         cores: Maximum number of workers.
         memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
         cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
@@ -84,12 +78,6 @@ class LoaderAutotuner:
         epochs: Number of epochs, if known.
         on_converged: Called with the autotuner when it converges, and again when it converges to something else.
         data_type: The type of data that it was made for, stored for its owner.
-
-    Attributes:
-        workers: The best configuration so far.
-        wait_fraction: Fraction of the time that a step waited for its batch at convergence; None until then.
-        initial_wait_fraction: The same for the configuration it started with.
-        seconds_per_batch: Seconds per batch, its step included, at convergence.
     """
 
     def __init__(
@@ -105,9 +93,10 @@ class LoaderAutotuner:
     ) -> None:
         self.workers, self.cores, self.memory_budget = workers or WorkerConfig(), cores, memory_budget
         self.cache, self.epochs, self.on_converged, self.data_type = cache, epochs, on_converged, data_type
+        # fraction of the time that a step waited for its batch at convergence; None until then
         self.wait_fraction: float | None = None
-        self.initial_wait_fraction: float | None = None
-        self.seconds_per_batch: float | None = None
+        self.initial_wait_fraction: float | None = None  # the same for the configuration it started with
+        self.seconds_per_batch: float | None = None  # seconds per batch, its step included, at convergence
         self._uncached: tuple[WorkerConfig, float | None, float] | None = None  # before the cache that is being tried
         self._may_retry = True
         self._reported: dict[str, Any] | None = None
@@ -129,12 +118,8 @@ class LoaderAutotuner:
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """Yields the batches of an epoch, switching workers while it searches.
-
-        Args:
-            open_iterator: ``(workers, done) -> iterator`` over the batches of the epoch without the first ``done``, as
-                these workers compute them.
-            space: What it may choose among.
+        """The batches of an epoch, with workers from ``space``. ``open_iterator`` is ``(workers, done) -> iterator``
+        over the batches without the first ``done``, as these workers compute them.
         """
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)
@@ -183,14 +168,8 @@ class LoaderAutotuner:
     ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
         """Yields the configuration to measure next and receives its stats, None if it failed.
 
-        At the end ``self.workers`` is the best configuration.
-
-        Args:
-            space: What it may choose among.
-            stats: A measurement of the current configuration.
-
-        Returns:
-            The last measurement of the best configuration.
+        ``stats`` is a measurement of the current configuration. At the end ``self.workers`` is the best configuration,
+        of which the last measurement is returned.
         """
         measured = [stats or (yield from self._measure_current())]
         accepted, rejected = {self.workers}, set[WorkerConfig]()

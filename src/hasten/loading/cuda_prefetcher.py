@@ -1,7 +1,5 @@
 """Copies batches to a GPU from page-locked memory, one batch ahead, while the current step runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -18,17 +16,11 @@ WARMUP_BATCHES = 1  # batches without meaning after a change of workers or epoch
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A measurement of several consecutive batches of one worker configuration.
+    """A measurement of several consecutive batches of one worker configuration."""
 
-    Attributes:
-        wait_s: Mean seconds that a step waited for its batch.
-        step_s: Median seconds between receiving a batch and requesting the next one; evaluations do not change it.
-        size: Bytes of the largest batch.
-    """
-
-    wait_s: float
-    step_s: float
-    size: int = 0
+    wait_s: float  # mean seconds that a step waited for its batch
+    step_s: float  # median seconds between receiving a batch and requesting the next one; evaluations do not change it
+    size: int = 0  # bytes of the largest batch
 
     @property
     def seconds_per_batch(self) -> float:

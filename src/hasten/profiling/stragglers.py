@@ -96,7 +96,7 @@ def find_straggler(
 def _late_rank(
     rows: list[dict], rank_blocks: Sequence[Mapping[str, list[dict]]], step: float
 ) -> tuple[int, float] | None:
-    """(the rank that waits least, seconds per step that the others wait for it); None if they hardly wait."""
+    """(rank that waits least, seconds per step that others wait for it); None if short, or without barrier blocks."""
     if "wait_seconds" not in rows[0]:
         return None
     waits = _waits(rank_blocks)

@@ -61,6 +61,7 @@ def _tune(result: Json) -> Json:
     times = {arm["name"]: arm["time"] for arm in arms} | measured_times
     baseline, tuned = times.get("baseline"), times.get("tuned")
     steps = view_model.staircase(baseline, tuned, view_model.contributions(result)) if won else []
+    curves = _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
     strong_baseline = Recipe(result["strong_baseline_recipe"])
     return {
         "title": f"{headline}: {result['task']}",
@@ -73,9 +74,7 @@ def _tune(result: Json) -> Json:
         "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
         "best": view_model.best_trial(result["trials"]),
         "arms": arms,
-        "curves": _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
-        if arms
-        else (),
+        "curves": curves if arms else (),
         "waterfall": _drawings(charts.waterfall, baseline, tuned, steps) if steps else (),
         "without_gain": view_model.without_gain(result["contributions"]),
         "gate": _gate(quality, metric["unit"]),
@@ -209,9 +208,8 @@ def _breakable(name: str) -> Markup:
 @cache
 def _templates() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
     for function in (charts.phase_class, charts.ratio_mark, view_model.is_success, formatting.between):

@@ -271,17 +271,13 @@ MAX_TEXT = 400  # characters
 
 
 def read_result(directory: str | Path) -> dict[str, Any]:
-    """Read and validate ``result.json`` of a run directory.
-
-    Raises:
-        ConfigurationError: no such directory, no result in it, an incomplete or foreign file, or a value of the wrong
-            type.
+    """Read and validate ``result.json`` of a run directory. ConfigurationError if there is no such directory, no result
+    in it, an incomplete or foreign file, or a value of the wrong type.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ConfigurationError(
-            f"there is no directory {directory}; give the run directory of `hasten tune` or `hasten train`"
-        )
+        problem = f"there is no directory {directory}"
+        raise ConfigurationError(f"{problem}; give the run directory of `hasten tune` or `hasten train`")
     path = directory / "result.json"
     if not path.is_file():
         raise ConfigurationError(
@@ -291,14 +287,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
 
 
 def validate(result: Any, where: str = "the result") -> dict[str, Any]:
-    """The result with every key of its schema and no other key.
-
-    Args:
-        result: a result of any command.
-        where: the beginning of error messages.
-
-    Raises:
-        ConfigurationError: not a result, or a value of the wrong type; the message names the key.
+    """The result of any command, with every key of its schema and no other key. ConfigurationError if it is no result
+    or a value has the wrong type; the message begins with ``where`` and names the key.
     """
     if not isinstance(result, dict):
         raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
@@ -309,11 +299,7 @@ def validate(result: Any, where: str = "the result") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, is larger than MAX_FILE_BYTES, or is incomplete.
-    """
+    """The content of a JSON file; ConfigurationError if it cannot be read, exceeds MAX_FILE_BYTES, or is incomplete."""
     try:
         size = path.stat().st_size
         value = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_FILE_BYTES else None
@@ -328,10 +314,7 @@ def read_json(path: Path) -> Any:
 
 def coerce(value: Any, schema: Any, where: str) -> Any:
     """Convert ``value`` to a schema: a TypedDict, ``Sequence[...]``, ``Mapping[str, ...]`` or one of the scalar types
-    above.
-
-    Raises:
-        ConfigurationError: a value of the wrong type. The message begins with ``where`` and names the key.
+    above. ConfigurationError for a value of the wrong type; the message begins with ``where`` and names the key.
     """
     if get_origin(schema) in (Union, UnionType):
         schema = get_args(schema)[0]
@@ -395,12 +378,5 @@ def _guess_kind(result: dict[str, Any]) -> str | None:
 
 
 def _type_name(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -44,12 +44,11 @@ def tune_answer(result: Json) -> RenderableType:
         parts += _contributions(view_model.contributions(result))
     else:
         best = view_model.best_trial(view_model.unsuccessful(result["trials"]))
-        rows = (
-            [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
-            if best
-            else []
-        )
-        parts.append(pairs([*rows, *_single_process(result), _search_cost(result)]))
+        rows = [*_single_process(result), _search_cost(result)]
+        if best:
+            outcome = f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}"
+            rows.insert(0, ("best trial", outcome))
+        parts.append(pairs(rows))
     return Group(*parts, *_unsuccessful(result["trials"]), *_next_commands(result, won))
 
 
@@ -84,10 +83,8 @@ def diagnose_answer(result: Json) -> RenderableType:
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
-        ceiling = formatting.ratio(ceilings.get(row["phase"]))
-        phases.add_row(
-            row["phase"], bar(row["before"] / longest, BAR_WIDTH), formatting.percent(row["before"]), ceiling
-        )
+        share, ceiling = formatting.percent(row["before"]), formatting.ratio(ceilings.get(row["phase"]))
+        phases.add_row(row["phase"], bar(row["before"] / longest, BAR_WIDTH), share, ceiling)
     for name, value in view_model.other_ceilings(ceilings, result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
     return Group(
@@ -129,11 +126,8 @@ def train_answer(result: Json) -> RenderableType:
 
 
 def methods_table(methods: Sequence[Json]) -> RenderableType:
-    """The catalogue, grouped by exactness class.
-
-    Args:
-        methods: ``{"name", "summary", "exactness": value of the class, "gain": (low, high) or None, "not_here": reason
-            or None}``.
+    """The catalogue, grouped by exactness class. A method is ``{"name", "summary", "exactness": value of the class,
+    "gain": (low, high) or None, "not_here": reason or None}``.
     """
     table = grid("", ">claimed", "")
     for exactness, meaning in EXACTNESS_MEANINGS.items():
@@ -153,10 +147,9 @@ def methods_table(methods: Sequence[Json]) -> RenderableType:
 def method_page(method: Json) -> RenderableType:
     """One method: its card, options, position among the other methods, conflicts and records.
 
-    Args:
-        method: the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
-            default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what,
-            verdict, ratio}]) and ``not_here``.
+    ``method`` has the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
+    default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what, verdict,
+    ratio}]) and ``not_here``.
     """
     meanings = {exactness.value: meaning for exactness, meaning in EXACTNESS_MEANINGS.items()}
     rows = [
@@ -287,9 +280,8 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
     if recipe:
         parts.append(Text(f"Recipe: {Recipe(recipe)}", style=DIM))
     if result["out"]:
-        parts.append(
-            Text(f"Run directory: {result['out']}; report: hasten report {shlex.quote(result['out'])}", style=DIM)
-        )
+        report = f"hasten report {shlex.quote(result['out'])}"
+        parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))
     if recipe and result["recipe_file"]:
         command = formatting.train_command(result["task"], recipe, result["recipe_file"], result["processes"])
         parts.append(Text(command))

@@ -21,11 +21,8 @@ Json = dict[str, Any]
 
 def is_proven_faster(result: Json) -> bool:
     """Whether the verdict is "faster" and the quality gate passed. A missing gate counts as failed."""
-    return (
-        result["verdict"] == "faster"
-        and result["quality"]["passed"] is True
-        and result["speedup"]["median"] is not None
-    )
+    passed, speedup = result["quality"]["passed"], result["speedup"]["median"]
+    return result["verdict"] == "faster" and passed is True and speedup is not None
 
 
 def tune_headline(result: Json) -> str:
@@ -98,18 +95,11 @@ def target_point(points: Sequence[Json], target: float | None, higher_is_better:
 
 
 def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapping[str, float | None]) -> list[Json]:
-    """The learning curves of every arm, ready to draw.
+    """The learning curves of every arm, ready to draw, from {arm: [{"seed", "points"}]}.
 
-    Args:
-        curves: {arm: [{"seed", "points"}]}.
-        target: the value of the metric that counts as trained, or None.
-        higher_is_better: direction of the metric.
-        times: {arm: measured seconds to the target}. Arms without a time get the median over their curves, if most
-            reach the target.
-
-    Returns:
-        ``{"name", "label", "lines": [[(seconds, metric)]], "target_points": [(seconds, metric)], "time"}`` per arm with
-        points.
+    ``times`` is {arm: measured seconds to the target}; arms without a time get the median over their curves, if most
+    reach the target. Returns ``{"name", "label", "lines": [[(seconds, metric)]], "target_points": [(seconds, metric)],
+    "time"}`` per arm with points.
     """
     rows = []
     for name in sorted(curves, key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm)):
@@ -197,9 +187,8 @@ def staircase(start: float | None, end: float | None, shares: Sequence[Json]) ->
     speed-up: methods that reinforce each other exceed it, methods that do the same work fall short. Shares that exceed
     it are scaled down in proportion to their logarithms; a shortfall becomes a last step, "combination".
 
-    Returns:
-        ``{"name", "from", "to", "low_end", "high_end", "speedup"}`` per step, in seconds. ``low_end`` and ``high_end``
-        are the ends of the step if the share were at the ends of its interval. ``speedup`` is None for "combination".
+    A step is ``{"name", "from", "to", "low_end", "high_end", "speedup"}``, in seconds. ``low_end`` and ``high_end`` are
+    its ends if the share were at the ends of its interval. ``speedup`` is None for "combination".
     """
     if not start or not end or start <= end:
         return []

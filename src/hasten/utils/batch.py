@@ -64,10 +64,8 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
 
 
 def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional inputs, keyword inputs, target) of a batch, for a task with a loss.
-
-    Raises:
-        RunError: The batch is no tuple, list, mapping or dataclass, or names no target.
+    """(positional inputs, keyword inputs, target) of a batch, for a task with a loss. RunError if the batch is no
+    tuple, list, mapping or dataclass, or names no target.
     """
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), {}, batch[-1]

@@ -12,8 +12,6 @@ another hash in every process for classes in ``__main__``, sets and torch module
 inserted above the function.
 """
 
-from __future__ import annotations
-
 import copyreg
 import dis
 import functools
@@ -40,13 +38,8 @@ NOT_BEHAVIOR |= {"__firstlineno__", "__static_attributes__"}
 
 
 def fingerprint(function: Callable) -> str:
-    """Returns a hash that changes when the function does, equal in every process with the same Python.
-
-    Returns:
-        32 hexadecimal digits.
-
-    Raises:
-        ConfigurationError: The function depends on something that cannot be hashed (an open file, a lock, a generator).
+    """Returns 32 hexadecimal digits that change when the function does, equal in every process with the same Python.
+    ConfigurationError if the function depends on what cannot be hashed (an open file, a lock, a generator).
     """
     return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()
 

@@ -8,8 +8,6 @@ torchvision's ``Resize`` and ``CenterCrop`` do. A JPEG that is more than four ti
 1/2 of its size, but never below twice the requested size. EXIF orientation is ignored.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -29,19 +27,14 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns the argument ``resize`` (side of a square or (height, width), in pixels) as (height, width).
-
-    Raises:
-        ConfigurationError: ``resize`` is no size or has more than ``pixels`` pixels; ``pixels`` is not positive.
-    """
+    """Returns (height, width) of the argument ``resize``; at most ``pixels`` pixels."""
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None
     sides = resize if isinstance(resize, (tuple, list)) else (resize, resize)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise ConfigurationError(
-            f"resize must be the side of a square or (height, width) in pixels, not {resize!r:.80}"
-        )
+        expected = "the side of a square or (height, width) in pixels"
+        raise ConfigurationError(f"resize must be {expected}, not {resize!r:.80}")
     if sides[0] * sides[1] > pixels:
         limit = f"{pixels} are allowed; use a smaller size, or a higher limit: pixels="
         raise ConfigurationError(f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {limit}")
@@ -59,15 +52,9 @@ def decode_images(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Decodes a batch of images: uint8, shape (rows, 3, *size), or a list of tensors (3, height, width) without a size.
 
-    Args:
-        rows: Row index of each image, for errors.
-        where: File of each image, for errors.
-        contents: Bytes of the files, in order; raises ValueError for a file that cannot be read.
-        size: (height, width), or None for the sizes of the files.
-        pixels: Largest number of pixels of an image.
-
-    Raises:
-        BadRow: An image cannot be decoded.
+    ``contents`` yields the bytes of the files in order, and raises ValueError for one that cannot be read. ``rows`` and
+    ``where`` (row and file of each image) are for the BadRow that is raised if an image cannot be decoded or has more
+    than ``pixels`` pixels.
     """
     batch: Any = [None] * len(rows) if size is None else acquire((len(rows), 3, *size), torch.uint8)
     for position, row in enumerate(rows):
@@ -85,14 +72,8 @@ def decode_images(
 def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | None = None) -> numpy.ndarray:
     """Decodes a JPEG or PNG file to RGB: uint8, shape (height, width, 3).
 
-    Args:
-        content: Bytes of the file.
-        pixels: Largest number of pixels.
-        size: The size to which the image will be resized. A large JPEG may then be decoded smaller, into memory that
-            the next call in the same thread overwrites.
-
-    Raises:
-        ValueError: The file is damaged, has too many pixels, or is no image.
+    ValueError if the file is damaged, is no image or has more than ``pixels`` pixels. With ``size``, to which the image
+    will be resized, a large JPEG may be decoded smaller, into memory that the next call in the same thread overwrites.
     """
     if content[:2] == b"\xff\xd8" and _simplejpeg():
         try:
@@ -174,9 +155,7 @@ def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))
-    _check_pixels(
-        scaled[0], scaled[1], pixels, " when its shorter side is scaled to fit"
-    )  # a narrow image becomes long
+    _check_pixels(*scaled, pixels, " when its shorter side is scaled to fit")  # a narrow image becomes long
     layers = torch.from_numpy(pixels_in).permute(2, 0, 1)[None]
     if scaled != (height, width):
         layers = torch.nn.functional.interpolate(layers, scaled, mode="bilinear", antialias=True)

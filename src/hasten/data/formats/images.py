@@ -1,7 +1,5 @@
 """Images: folders and lists of JPEG and PNG files, with a class for each folder."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -53,11 +51,7 @@ def images(
 
 
 class Images(Source):
-    """A source of image files, decoded when their rows are read.
-
-    Attributes:
-        classes: Class names in the order of their indices; empty if the labels are not folders.
-    """
+    """Image files; ``classes`` are the class names in the order of their indices, empty without folders as labels."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
@@ -96,11 +90,7 @@ class Images(Source):
             yield self._read_file(row, path) if content is None else content
 
     def _read_file(self, row: int, path: str) -> bytes:
-        """Returns the bytes of the file of a row.
-
-        Raises:
-            RunError: A local file has changed since it was first read or since ``fingerprint``.
-        """
+        """Reads a file; RunError if a local one has changed since it was first read or since ``fingerprint``."""
         with _blame_file(path), open_file(path) as file:
             if not is_remote(path):
                 status = os.fstat(file.fileno())
@@ -112,12 +102,7 @@ class Images(Source):
 
 
 def content_of(path: str) -> bytes:
-    """Returns the bytes of an image file, local or remote.
-
-    Raises:
-        ConfigurationError: Only this file cannot be read, for example because it is missing.
-        RunError: No file of this server or disk can be read, for example after a login expired.
-    """
+    """Returns the bytes of an image file; ConfigurationError if this one cannot be read, RunError if none there can."""
     with _blame_file(path), open_file(path) as file:
         return file.read()
 

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.data.formats import argument_checks
-from hasten.data.formats.table_types import has_references
 from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
+from hasten.data.validation import check_names
 
+MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
 MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
 MISREAD = "are the delimiter and the header right?"
@@ -34,35 +34,22 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file of a table holds: schema, row counts, size, chunks that cannot be read.
+    """What one file holds."""
 
-    Attributes:
-        schema: Arrow schema; None for a file that cannot be opened.
-        chunks: Number of rows of each chunk.
-        bytes: Size after decompression.
-        bad: Index of a chunk -> why it cannot be read, as far as known before reading.
-    """
-
-    schema: Any
-    chunks: list[int]
-    bytes: int
+    schema: Any  # Arrow schema; None for a file that cannot be opened
+    chunks: list[int]  # number of rows of each chunk
+    bytes: int  # size after decompression
+    # index of a chunk -> why it cannot be read, as far as known before reading
     bad: dict[int, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
-    """How files of one format are read. Several threads may call ``chunk`` at once.
+    """How files of one format are read. Several threads may call ``chunk`` at once."""
 
-    Attributes:
-        name: Name of the format, for messages.
-        chunk_name: What a chunk is called in this format; empty if a file is one chunk.
-        suffixes: Endings of file names that a folder selects.
-        settings: Options that change the rows (delimiter, header), as JSON values.
-    """
-
-    name: str
-    chunk_name: str
-    suffixes: tuple[str, ...]
-    settings: dict
+    name: str  # of the format
+    chunk_name: str  # of a chunk, if a file can have several
+    suffixes: tuple[str, ...]  # of the files
+    settings: dict  # JSON values on which the rows depend besides the file
 
     def manifest(self, path: str) -> Manifest: ...
 
@@ -72,13 +59,23 @@ class Format(Protocol):
         """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
 
 
-class Parquet:
-    """Reads Parquet files; a chunk is a row group."""
-
-    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
+class _ArrowFormat:
+    """A format whose open files are held between two chunks."""
 
     def __init__(self) -> None:
         self._open_files = _OpenFile(self._open)
+
+    def release(self) -> None:
+        self._open_files = _OpenFile(self._open)
+
+    def _open(self, path: str, *columns: str) -> Any:
+        raise NotImplementedError
+
+
+class Parquet(_ArrowFormat):
+    """Parquet files; a chunk is a row group."""
+
+    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
     def manifest(self, path: str) -> Manifest:
         with opened_arrow(path) as file, _translate_errors(path, self.name):
@@ -92,22 +89,16 @@ class Parquet:
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path,].read_row_group(index, columns)
 
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
-    def _open(self, path: str) -> Any:
+    def _open(self, path: str, *columns: str) -> Any:
         from pyarrow.parquet import ParquetFile
 
         return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # free for pages without checksums
 
 
-class Feather:
-    """Reads Feather (Arrow IPC) files; a chunk is a record batch."""
+class Feather(_ArrowFormat):
+    """Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
-
-    def __init__(self) -> None:
-        self._open_files = _OpenFile(self._open)
 
     def manifest(self, path: str) -> Manifest:
         import pyarrow as pa
@@ -124,13 +115,9 @@ class Feather:
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path, *columns].get_batch(index)
 
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
     def _open(self, path: str, *columns: str) -> Any:
-        """Opens a file so that only the given columns are decompressed.
-
-        The file is not memory-mapped, because a process that truncates a mapped file would kill this one.
+        """Opens a file so that only the given columns are decompressed. The file is not memory-mapped, because a
+        process that truncates a mapped file would kill this one.
         """
         from pyarrow.ipc import IpcReadOptions, open_file
 
@@ -147,9 +134,9 @@ class Csv:
     def __init__(self, delimiter: str | None = None, header: Iterable[str] | None = None) -> None:
         is_character = isinstance(delimiter, str) and len(delimiter) == 1 and delimiter.isascii()
         if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
-            given = f"as in delimiter=';', not {delimiter!r:.80}"
-            raise ConfigurationError(f"csv(delimiter=) must be one character that separates fields, {given}")
-        names = None if header is None else argument_checks.names("csv(header=)", header)
+            what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
+            raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
+        names = None if header is None else check_names("csv(header=)", header)
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}
 
@@ -194,9 +181,8 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                raise ConfigurationError(
-                    f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many; {MISREAD}"
-                ) from None
+                bad = f"{MAX_BAD_LINES:,} lines with too few fields or too many"
+                raise ConfigurationError(f"{path} has more than {bad}; {MISREAD}") from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
@@ -212,9 +198,8 @@ class Csv:
     def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:
         """Returns {index of the row in the file: error} of the rows with too few or too many fields.
 
-        Raises:
-            ValueError: The quote of a skipped row has swallowed other rows.
-            ConfigurationError: At least as many rows are bad as good, so the delimiter or the header is wrong.
+        ValueError if the quote of a skipped row has swallowed other rows. ConfigurationError if at least as many rows
+        are bad as good, so that the delimiter or the header is wrong.
         """
         first, bad = 1 if self.settings["header"] else 2, {}  # Arrow's number of the first row
         for row in skipped:
@@ -226,9 +211,8 @@ class Csv:
             fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
             bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            raise ConfigurationError(
-                f"{path} has no more good lines than bad ones: {next(iter(bad.values()))}; {MISREAD}"
-            )
+            example = next(iter(bad.values()))
+            raise ConfigurationError(f"{path} has no more good lines than bad ones: {example}; {MISREAD}")
         return bad
 
 
@@ -274,11 +258,9 @@ def _check_utf8(path: str) -> None:
 
 
 def check(chunk: Any, rows: int) -> None:
-    """Checks that a decoded chunk has ``rows`` rows, and that its text and lists do not point outside their columns.
+    """Raises ValueError unless a chunk has ``rows`` rows, and its text and lists do not point outside their columns."""
+    from hasten.data.formats.table_types import has_references
 
-    Raises:
-        ValueError: The chunk is damaged.
-    """
     if chunk.num_rows != rows:
         raise ValueError(f"the chunk has {chunk.num_rows} rows, and the file declares {rows}")
     chunk.validate()
@@ -288,11 +270,8 @@ def check(chunk: Any, rows: int) -> None:
 
 
 def opened_arrow(path: str, mapped: bool = False) -> Any:
-    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``.
-
-    Raises:
-        ConfigurationError: The file does not exist or must not be read.
-        RunError: This machine cannot open it, for example because of too many open files.
+    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``. ConfigurationError if it does not exist or
+    must not be read, RunError if this machine cannot open it, for example because of too many open files.
     """
     import pyarrow as pa
 
@@ -306,11 +285,7 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
 
 
 def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
-    """Returns the Manifest of a file with ``size`` bytes after decompression, if its numbers are possible.
-
-    Raises:
-        ValueError: The file declares impossible values.
-    """
+    """Returns the manifest; ValueError if the file declares impossible values."""
     _ = schema.names  # raises here if they are not UTF-8
     if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
         raise ValueError("the file declares an impossible number of rows")

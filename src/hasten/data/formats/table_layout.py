@@ -7,49 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.array_source import gathered
-from hasten.data.formats import argument_checks
 from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns
+from hasten.data.validation import check_name, check_names
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a table are read, with their types.
+    """What is read of a table."""
 
-    Attributes:
-        types: Plain Arrow type of every column that is read, including the target.
-        inputs: Names of the columns other than the target.
-        target: Name of the column to predict, or None.
-        warned: Columns about whose rounding in a matrix the user has been warned.
-    """
-
-    types: dict[str, Any]
-    inputs: list[str]
-    target: str | None
+    types: dict[str, Any]  # plain Arrow type of every column that is read, including the target
+    inputs: list[str]  # names of the columns other than the target
+    target: str | None  # name of the column to predict, or None
+    # columns about whose rounding in a matrix the user has been warned
     warned: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(
         schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False
     ) -> Layout:
-        """Returns the layout for files with these Arrow schemas, by path.
+        """Returns the layout for files with these Arrow schemas, by path. The other arguments are those of ``parquet``.
 
-        Args:
-            schemas: Path -> schema.
-            columns: The argument ``columns`` of ``parquet``.
-            target: The argument ``target`` of ``parquet``.
-            guessed: The types were guessed from text, so integers in one file may be floats in another.
-
-        Raises:
-            ConfigurationError: A column does not exist, the files differ, or the target has an unsuitable type.
+        ``guessed``: the types were guessed from text, so integers in one file may be floats in another.
+        ConfigurationError if a column does not exist, the files differ, or the target has an unsuitable type.
         """
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        check_name("target=", target)
         path, schema = next(iter(schemas.items()))
         wanted = [*(schema.names if columns is None else columns), *([] if target is None else [target])]
         wanted = list(dict.fromkeys(wanted))
@@ -87,12 +76,7 @@ class Layout:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """Estimates the bytes of ``rows`` decoded rows in memory.
-
-        Args:
-            rows: Number of rows.
-            unpacked: Bytes of the files after decompression.
-        """
+        """Estimates the memory of ``rows`` rows; ``unpacked`` are the bytes of the files after decompression."""
         numeric = [arrow_type for arrow_type in self.types.values() if is_number(shape_of(arrow_type)[1])]
         size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
@@ -124,10 +108,8 @@ class Rows:
     target: ClassColumn | NumberColumn | None
 
     def put(self, table: Any, fill: Any, where: str) -> None:
-        """Adds the rows of an Arrow table.
-
-        Raises:
-            ConfigurationError: Values are missing, or a value of the target is not one of its classes.
+        """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of
+        its classes.
         """
         if self.matrix is not None:
             self.matrix.put(table, fill, where)
@@ -176,10 +158,8 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
                 raise ConfigurationError(f"the files differ: {having} has a column {name!r}, {other}")
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
-                other = f"of type {types[name]} in {path}"
-                raise ConfigurationError(
-                    f"the files differ: column {name!r} is of type {common[name]} in {first}, and {other}"
-                )
+                both = f"{common[name]} in {first}, and of type {types[name]} in {path}"
+                raise ConfigurationError(f"the files differ: column {name!r} is of type {both}")
             common[name] = joined
     return common
 
@@ -193,9 +173,7 @@ def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
 
 
 def _join_types(one: Any, other: Any, guessed: bool) -> Any:
-    """Returns the Arrow type that can hold the values of both types; None if there is none."""
-    import pyarrow as pa
-
+    """Returns the type that holds the values of both, or None."""
     if one == other:
         return one
     names = {str(one), str(other)}

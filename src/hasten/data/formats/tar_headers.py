@@ -5,8 +5,6 @@ header and reads an invalid pax size as 0. The checks here turn such archives in
 member takes about 25 µs of CPU time.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator
@@ -19,20 +17,14 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": 
 
 
 class DamagedTarError(ValueError):
-    """The bytes are not a tar file, or not a complete one.
-
-    The message continues a sentence that starts with the path of the file.
+    """The bytes are not a tar file, or not a complete one. The message continues a sentence that starts with the path
+    of the file.
     """
 
 
 def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
-    """Yields ``(name, begin, end)`` of every regular file in the archive, in order; links and directories are skipped.
-
-    Args:
-        content: The bytes of an uncompressed tar archive.
-
-    Raises:
-        DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
+    """Yields ``(name, begin, end)`` of every regular file in an uncompressed archive, in order; skips links and
+    directories. DamagedTarError if the archive is compressed, truncated or damaged, or has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
         advice = "unpack it to a plain tar file first"

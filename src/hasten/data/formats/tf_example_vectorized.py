@@ -14,8 +14,6 @@ position, so lengths and the order of the features may differ between messages. 
 https://protobuf.dev/programming-guides/encoding
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -37,12 +35,7 @@ LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same
 
 
 class MalformedExampleError(ValueError):
-    """A message of a batch cannot be parsed.
-
-    Attributes:
-        index: Position of the message in its batch.
-        reason: What is wrong with it.
-    """
+    """Message ``index`` of a batch cannot be read; ``reason`` is what is wrong with it."""
 
     def __init__(self, index: Any, reason: str) -> None:
         super().__init__(reason)
@@ -50,21 +43,11 @@ class MalformedExampleError(ValueError):
 
 
 def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> dict:
-    """Parses a batch of messages into columns.
+    """Parses a batch of messages into columns, in the order of ``features``.
 
-    Args:
-        data: uint8; message ``i`` is ``data[starts[i]:ends[i]]``.
-        starts: Shape (messages,).
-        ends: Shape (messages,).
-        features: The columns to return, in this order.
-
-    Returns:
-        Dict from feature name to a tensor of shape (messages, *feature.shape); a list of tensors for ``shape=None``;
-        lists of bytes for byte strings.
-
-    Raises:
-        MalformedExampleError: A message is damaged, lacks a feature, or holds another number of values than the
-            feature's shape.
+    Message ``i`` is ``data[starts[i]:ends[i]]``; ``data`` is uint8. A column is a tensor of shape (messages,
+    *feature.shape), a list of tensors for ``shape=None``, or a list of byte strings. MalformedExampleError if a message
+    is damaged, lacks a feature, or holds another number of values than the feature's shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
@@ -84,9 +67,8 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
             values, counts = decode(data, first[of_kind].ravel(), last[of_kind].ravel())
         except MalformedExampleError as error:
             position, index = divmod(error.index, len(starts))
-            raise MalformedExampleError(
-                index, f"feature {features[of_kind[position]].name!r}: {error.reason}"
-            ) from None
+            why = f"feature {features[of_kind[position]].name!r}: {error.reason}"
+            raise MalformedExampleError(index, why) from None
         counts = counts.reshape(len(of_kind), -1)
         offsets = _offsets(counts.sum(axis=1)).tolist()
         for position, count, begin, end in zip(of_kind, counts, offsets, offsets[1:], strict=False):
@@ -112,9 +94,8 @@ def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, 
 def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> Bounds:
     """Finds the packed numbers, or the byte strings with their tags, of each feature of each message.
 
-    Returns:
-        (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both bounds
-        are 0 where a message lacks the feature.
+    Returns (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both
+    bounds are 0 where a message lacks the feature.
     """
     at, stop, usual = _locate_features(data, starts, ends, [feature.name.encode() for feature in features])
     present = stop > at
@@ -129,10 +110,8 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]) -> Bounds:
-    """Finds the bytes of the Feature submessages with some names in each message.
-
-    Returns:
-        (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
+    """Finds the Feature messages: (first byte, end, shape (names, messages); whether each message has the usual
+    encoding).
     """
     found = numpy.zeros((2, len(names), len(starts)), numpy.int64)
     row_of = {name: position for position, name in enumerate(names)}
@@ -332,9 +311,8 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 
 
 def _concatenate_equal(data: numpy.ndarray, starts: numpy.ndarray, length: int) -> numpy.ndarray:
-    """Same as ``_concatenate`` for pieces of one length, 6 % faster for a batch of images.
-
-    A few pieces are copied at a time, so that the temporary array between indexing and assignment stays in the cache.
+    """Same as ``_concatenate`` for pieces of one length, 6 % faster for a batch of images. A few pieces are copied at a
+    time, so that the temporary array between indexing and assignment stays in the cache.
     """
     flat, step = acquire((len(starts) * length,), torch.uint8).numpy(), LARGE_PIECE // length
     rows, pieces = flat.reshape(-1, length), _windows(data, length)

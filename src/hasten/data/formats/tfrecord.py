@@ -19,23 +19,16 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import (
-    FileMissingError,
-    check_unchanged,
-    is_file_error,
-    is_remote,
-    mapped_bytes,
-    resolve_paths,
-)
+from hasten.data.io.paths import check_unchanged, is_file_error, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
@@ -71,19 +64,15 @@ def tfrecord(
     Raises:
         ConfigurationError: No file holds a complete record, or a feature does not exist.
     """
-    argument_checks.name("target=", target)
+    check_name("target=", target)
     if features is not None:
-        names = argument_checks.names("features=", list(features) if isinstance(features, Mapping) else features)
+        names = check_names("features=", list(features) if isinstance(features, Mapping) else features)
         features = features if isinstance(features, Mapping) else names
     return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
 
 
 class Examples(Source):
-    """A data source over records that are ``tf.train.Example`` messages.
-
-    Attributes:
-        lost: {file: reason} of the damaged files.
-    """
+    """Records that are ``tf.train.Example`` messages; ``lost`` is {file: reason} of the damaged files."""
 
     def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
@@ -147,13 +136,8 @@ class Examples(Source):
 class Records:
     """The framed records of some TFRecord files, read by index.
 
-    Attributes:
-        signatures: Signatures of the files when they were indexed.
-        chunk_offsets: Index of the first record of each file, and the total; shape (files + 1,).
-        begins: First byte of the data of each record in its file, shape (records,).
-        ends: The byte after them, shape (records,).
-        unverified: Whether the checksum of each record is still to be compared, shape (records,).
-        bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
+    ``signatures``: signatures of the files when they were indexed. ``begins``: first byte of the data of each record in
+    its file, shape (records,). ``ends``: the byte after them, shape (records,).
     """
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
@@ -161,32 +145,24 @@ class Records:
         self.signatures, self.verify = [signature for signature, _, _ in indices], verify
         begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
+        # index of the first record of each file, and the total; shape (files + 1,)
         self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)
-        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in indices]
-        self.bad = {
-            row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None
-        }
-        if len(self.begins) == len(self.bad):
-            if self.bad:
-                raise FileMissingError(next(iter(self.bad.values()))[1])
-            raise ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+        # {record: (file, reason)} of the damaged files: one record stands for the rest of its file
+        self.bad = rows_of_damage(paths, self.chunk_offsets, [reason for _, _, reason in indices], "record")
 
     def __len__(self) -> int:
         return len(self.begins)
 
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Reads the data of some records.
+        """Returns the data of some records: (uint8 array, start of each record in it, end of each).
 
-        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A
-        process that truncates the file right after the check that it is unchanged kills this one with SIGBUS.
-
-        Returns:
-            (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
-
-        Raises:
-            BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
+        The array is what was read, or the whole local file: rows of one local file are served from its memory map,
+        because reading small records one by one takes twice as long. A process that truncates the file right after the
+        check that it is unchanged kills this one with SIGBUS. BadRow if a checksum is wrong, or a record stands for the
+        damaged part of a file.
         """
         refuse_bad(rows, self.bad)
         starts, ends = self.begins[rows], self.ends[rows]
@@ -234,9 +210,8 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 def _contiguous_runs(
     files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns (first, last) index of each run of adjacent records of one file, which one request reads.
-
-    A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
+    """Returns the first and last index of each run of adjacent records in a file, to be read by one request. A run does
+    not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
     """
     new, parts = numpy.ones(len(files), bool), starts // LONGEST
     new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
@@ -274,10 +249,9 @@ def _undamaged(
         return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
-        reason = (
-            f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, continues after the end of the file"
-        )
-        return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
+        where = f"record {len(starts) - 1}, at byte {starts[-1] - HEAD}"
+        reason = f"is cut off: {where}, continues after the end of the file; write the file again"
+        return starts[:intact], ends[:intact], f"{path} {reason}"
     return starts, ends, None
 
 

@@ -6,8 +6,6 @@ by its first integer and skipped. ``.npy`` files contain their own dtype. Bare i
 with another suffix, or with the first bytes of another format, is read only if ``dtype`` is given.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise

@@ -5,8 +5,6 @@ once; then every sample is read by its position, in any order. Nothing is unpack
 Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,15 +17,15 @@ import torch
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
-from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
 from hasten.data.io.range_reader import read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 PROBED_SAMPLES = 32  # read to find the shape of arrays
 MEMBERS_PER_REPORT = 1 << 10  # members of a shard after which the index reports its progress
@@ -66,41 +64,27 @@ def webdataset(
 
 
 class Shards(Source):
-    """A data source over samples in tar files of the WebDataset layout.
-
-    Attributes:
-        signatures: File signature of each shard.
-        keys: The common part of the names of each sample's files.
-        positions: Extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing.
-        bad: {row: (file, why)}: each such row stands for the damaged rest of its file.
-        lost: {file: why} of the damaged files.
-    """
+    """Samples in tar files."""
 
     def __init__(
         self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
     ) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        target = argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        target = check_name("target=", target)
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
-        self.signatures = [signature for signature, _, _ in indices]
+        self.signatures = [signature for signature, _, _ in indices]  # file signature of each shard
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
-        self.keys = [*chain.from_iterable(keys)]
+        self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
         self._offsets = numpy.cumsum([0, *map(len, keys)])
-        last_rows = (self._offsets[1:] - 1).tolist()
-        reasons = [why for _, _, why in indices]
-        self.bad = {
-            row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None
-        }
-        self.lost = dict(self.bad.values())
+        # {row: (file, why)}: each such row stands for the damaged rest of its file
+        self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
+        self.lost = dict(self.bad.values())  # {file: why} of the damaged files
         samples = [index for _, index, _ in indices]
-        if not any(info["keys"] for info, _ in samples):
-            if self.lost:
-                raise FileMissingError(next(iter(self.lost.values())))
-            raise ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
         self.columns, self.target = _select_columns(samples, columns, target), target
+        # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
         self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
 
@@ -126,9 +110,8 @@ class Shards(Source):
         return *columns.values(), target
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
-        """Merges the shards' indexes into ``positions``. For a missing image column another image file is used.
-
-        That is not done if some sample has both extensions, because then they mean different things.
+        """Returns ``positions``. An image extension replaces another one where a sample lacks that. It does not if some
+        sample has both, because then they mean different things.
         """
         extensions = {extension for info, _ in samples for extension in info["endings"]}
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
@@ -207,11 +190,8 @@ class Shards(Source):
 
 
 def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """Finds the files of every complete sample of a shard.
-
-    Returns:
-        ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the reason
-        why a damaged shard has no more samples.
+    """Finds the files of every complete sample of a shard. Returns ({"keys" of the samples, "endings": the extensions},
+    [array of (sample, extension, begin, end)]), and the reason why a damaged shard has no more samples.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}

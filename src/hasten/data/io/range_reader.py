@@ -9,8 +9,6 @@ single range, as of rows in order, is read through an open file with fsspec's re
 the next batch already.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -39,14 +37,8 @@ def read_ranges(
 ) -> list[bytes]:
     """Returns the bytes of some ranges, in the given order.
 
-    Args:
-        signatures: Of all files, taken when the positions were found.
-        files: Index of each range's file in ``signatures``, int64, shape (n,).
-        begins: First byte of each range in its file, int64, shape (n,).
-        ends: End of each range in its file, exclusive, int64, shape (n,).
-
-    Raises:
-        RunError: A file has changed since its signature was taken, or cannot be read.
+    ``signatures`` are those of all files, taken when the positions were found; a file that has changed since is a
+    RunError. ``files`` (index of each range's file), ``begins`` and ``ends`` (exclusive) are int64, shape (n,).
     """
     parts = [b""] * len(files)
     unique_files = numpy.unique(files).tolist()

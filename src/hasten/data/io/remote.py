@@ -5,8 +5,6 @@ that does not answer as an empty folder, and its ``glob`` selects hidden files a
 match, as local patterns do.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -44,11 +42,8 @@ class NotFoundError(ConfigurationError):
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Returns the files that a remote path, folder or pattern selects; none if it does not exist.
-
-    Raises:
-        ConfigurationError: The pattern is not a valid address, or the server refuses the request.
-        RunError: The server does not answer.
+    """Returns the files that a remote path, folder or pattern selects; none if it does not exist. ConfigurationError if
+    the pattern is no valid address or the server refuses the request, RunError if it does not answer.
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
@@ -86,9 +81,8 @@ def remote_signature(path: str) -> list:
 def fetch_ranges(ranges: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
     """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
-    Returns:
-        The content of each range; None if its request failed or returned fewer bytes. Read such a range by itself, with
-        retries or a clear error.
+    The content of a range is None if its request failed or returned fewer bytes. Read such a range by itself, with
+    retries or a clear error.
     """
     contents: list[bytes | None] = [None] * len(ranges)
     by_system: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
@@ -113,9 +107,8 @@ class RemoteFile(io.RawIOBase):
         self._path, self._position, self._file = path, 0, None
         self._size = _with_retries(path, lambda: self._open().size)
         if self._size is None:
-            raise ConfigurationError(
-                f"{path}: the server does not report the file's size, which reading parts of it requires; download it"
-            )
+            problem = f"{path}: the server does not report the file's size, which reading parts of it requires"
+            raise ConfigurationError(f"{problem}; download it")
 
     def _open(self) -> Any:
         if self._file is None:
@@ -272,12 +265,8 @@ def _warn_no_version(scheme: str, server: str) -> None:
 
 
 def _with_retries(path: str, request: Callable[[], T]) -> T:
-    """Returns ``request()``, repeated after growing delays while the server fails.
-
-    Raises:
-        NotFoundError: The file does not exist.
-        ConfigurationError: Another error that a retry does not remove.
-        RunError: The last retry failed.
+    """Returns ``request()``, repeated after growing delays while the server fails; RunError after the last one.
+    NotFoundError if the file does not exist, ConfigurationError for another error that a retry does not remove.
     """
     for attempt in range(len(RETRY_DELAYS_S) + 1):
         try:

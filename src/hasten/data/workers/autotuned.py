@@ -20,7 +20,7 @@ from hasten.data.batch_builder import Map
 from hasten.data.cache.cache import Cache, DiskCache, cached
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk
 from hasten.data.cache.populate import bytes_of, read_first
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
@@ -34,21 +34,13 @@ MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache t
 
 @dataclass(frozen=True, eq=False)
 class AutotunedRunner:
-    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays.
+    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays."""
 
-    Attributes:
-        autotuner: Searches the worker configuration.
-        timeout: Seconds that one batch may take; None waits forever.
-        in_threads: Whether the first configuration computes in threads.
-        kinds: Worker kinds that may be tried: "threads", "processes".
-        active_cache: {"source": the cached source}, empty without a cache.
-    """
-
-    autotuner: LoaderAutotuner
-    timeout: float | None = None
-    in_threads: bool = False
-    kinds: tuple[str, ...] = ()
-    active_cache: dict[str, Cache] = field(default_factory=dict)
+    autotuner: LoaderAutotuner  # searches the worker configuration
+    timeout: float | None = None  # seconds that one batch may take; None waits forever
+    in_threads: bool = False  # whether the first configuration computes in threads
+    kinds: tuple[str, ...] = ()  # worker kinds that may be tried: "threads", "processes"
+    active_cache: dict[str, Cache] = field(default_factory=dict)  # {"source": the cached source}, empty without a cache
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         def open_iterator(workers: WorkerConfig, done: int) -> Iterator:
@@ -160,9 +152,8 @@ def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) ->
 
 
 def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
-    """Whether some samples are equal when they are read twice, without using the global random generators.
-
-    The states of the generators reveal a random map even if it seldom changes a sample.
+    """Whether some samples are equal when they are read twice, without using the global random generators. The states
+    of the generators reveal a random map even if it seldom changes a sample.
     """
     rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED_ROWS, len(source))).astype(numpy.int64))
     results = []

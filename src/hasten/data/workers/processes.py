@@ -8,8 +8,6 @@ A batch is a function of its index. The index is all that is sent to a worker, a
 worker.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -44,16 +42,11 @@ class ProcessRunner:
 
     A worker that dies is replaced once, at the batch that it was computing. If its replacement dies at the same batch,
     a RunError is raised.
-
-    Attributes:
-        processes: Number of workers.
-        prefetch: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a RunError; None waits forever.
     """
 
-    processes: int
-    prefetch: int = 2
-    timeout: float | None = None
+    processes: int  # number of workers
+    prefetch: int = 2  # finished batches that may wait for the caller
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         buffers, workers = 1 + -(-self.prefetch // self.processes), []  # buffers of each worker
@@ -91,10 +84,8 @@ class _Worker:
         self._send(self.requests[-1])
 
     def result(self, timeout: float | None) -> Any:
-        """Returns the batch of the oldest request.
-
-        Raises:
-            RunError: The batch exceeds the timeout, or the worker and its replacement both died at it.
+        """Returns the batch of the oldest request; RunError if it exceeds the timeout, or the process died twice in a
+        row.
         """
         while (message := self._receive(timeout)) is None:
             self._replace()
@@ -184,9 +175,8 @@ def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> by
 
 
 def _picklable(error: Exception) -> Exception:
-    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose.
-
-    An exception that cannot be pickled becomes a RunError with its message.
+    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose. An
+    exception that cannot be pickled becomes a RunError with its message.
     """
     try:
         error.raised_at = line_in_users_code(error)  # pyright: ignore[reportAttributeAccessIssue]  # read by the engine

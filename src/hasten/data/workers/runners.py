@@ -4,8 +4,6 @@ A runner takes a function from the index of a batch to the batch, and the indice
 computes at most ``prefetch`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -36,17 +34,11 @@ class InlineRunner:
 
 @dataclass(frozen=True)
 class ThreadRunner:
-    """Computes batches in threads.
+    """Computes batches in threads."""
 
-    Attributes:
-        threads: Number of threads.
-        prefetch: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a RunError; None waits forever.
-    """
-
-    threads: int = 1
-    prefetch: int = 2
-    timeout: float | None = None
+    threads: int = 1  # number of threads
+    prefetch: int = 2  # finished batches that may wait for the caller
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()

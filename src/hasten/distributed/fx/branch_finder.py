@@ -5,8 +5,6 @@ that several components read, or that reads several, belongs to none. Of nested 
 per process are taken.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +24,10 @@ Branch = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class BranchBlock:
-    """Independent branches: all they read is computed before them, and their outputs are read after all of them.
+    """Independent branches: all they read is computed before them, and their outputs are read after all of them, by
+    ``join``.
 
-    Attributes:
-        part: Name of the submodule of the model whose graph contains the block.
-        branches: The nodes of each branch.
-        join: The node that reads the outputs of the branches.
+    ``part`` is the name of the submodule whose graph contains the block; ``branches`` are the nodes of each branch.
     """
 
     part: str
@@ -61,13 +57,10 @@ class BranchBlock:
 def find_branch_blocks(
     model: nn.Module, graphs: dict[str, torch.fx.Graph], random_nodes: set[str], processes: int
 ) -> tuple[list[BranchBlock], list[str]]:
-    """(blocks of a model whose branches can be divided, reasons why other branches cannot).
+    """The blocks of a model that ``processes`` can divide, and reasons against other branches.
 
-    Args:
-        model: The model.
-        graphs: Name of a submodule -> its graph, from ``graphs_of``.
-        random_nodes: ``key_of`` the nodes that draw random numbers.
-        processes: Number of processes among which branches are assigned.
+    ``graphs`` is the result of ``graphs_of``: name of a submodule -> its graph. ``random_nodes`` holds ``key_of`` the
+    nodes that draw random numbers.
     """
     module_uses = Counter(
         id(tensor)
@@ -85,12 +78,9 @@ def find_branch_blocks(
         forks = _forks(graph)
         for join in graph.nodes:  # inner blocks come before those around them
             branches = _branches_between(forks[join], join, trained) if len(_sources(join)) > 1 else []
-            reasons = [
-                _why_not(
-                    branch, tensors, node_uses, module_uses, [n for n in branch if key_of(name, n) in random_nodes]
-                )
-                for branch in branches
-            ]
+            random_of = [[n for n in branch if key_of(name, n) in random_nodes] for branch in branches]
+            pairs = zip(branches, random_of, strict=True)
+            reasons = [_why_not(branch, tensors, node_uses, module_uses, random) for branch, random in pairs]
             accepted = [branch for branch, reason in zip(branches, reasons, strict=True) if reason is None]
             block = BranchBlock(name, tuple(map(tuple, accepted)), join)
             if len(branches) > 1:
@@ -120,11 +110,7 @@ def _saved_elements(block: BranchBlock, tensors: dict[Node, list[torch.Tensor]],
 
 
 def _why_not(
-    branch: list[Node],
-    tensors: dict[Node, list[torch.Tensor]],
-    node_uses: Counter[int],
-    module_uses: Counter[int],
-    random_nodes: list[Node],
+    branch: list[Node], tensors: dict[Node, list], node_uses: Counter, module_uses: Counter, random_nodes: list[Node]
 ) -> str | None:
     """Why a branch cannot be computed by one process only; None if it can."""
     if random_nodes:
@@ -136,7 +122,7 @@ def _why_not(
 
 
 def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
-    """Node -> its immediate dominator: the last other node on all paths to it; None if only the inputs are."""
+    """Node -> immediate dominator: the last node before it on all paths from the inputs; None if there is none."""
     forks: dict[Node, Node | None] = {}
     depth: dict[Node | None, int] = {None: 0}
     for node in graph.nodes:
@@ -154,9 +140,8 @@ def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
 
 
 def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Node]]:
-    """Branches (lists of nodes) between a fork and a join: connected components, in the order of the graph.
-
-    Nodes without parameters at either end join a component only if all their readers, or all that they read, are in it.
+    """The connected components between a fork and a join, in the order of the graph. Nodes without parameters at either
+    end join a component only if all their readers, or all that they read, are in it.
     """
     region: set[Node] = set()
     pending = _sources(join)
@@ -201,13 +186,8 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """The number of a process for each branch of each block.
-
-    The most expensive branch first, each to the process with the least load in this block, then in those before it.
-
-    Args:
-        costs: For each block, the cost of each branch.
-        processes: Number of processes.
+    """A process for each branch of each block, from the cost of each branch. The most expensive branch first, each to
+    the process with the least load in this block, then in those before it.
     """
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:

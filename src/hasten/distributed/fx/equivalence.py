@@ -1,7 +1,5 @@
 """Checks on a few samples that a partitioned model computes the same outputs and gradients as the original."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """A way to partition blocks of a model in place.
-
-    Attributes:
-        partition: ``(model, blocks) -> None``.
-        everywhere: Whether each process gets gradients of all parameters, so that all of them are compared.
+    """A way to partition blocks in place: ``(model, blocks) -> None``. ``everywhere``: whether each process gets the
+    gradients of all parameters.
     """
 
     partition: Callable[[torch.nn.Module, list[Any]], None]
@@ -36,19 +31,11 @@ class PartitionPlan(NamedTuple):
 def verify_partition(
     model: torch.nn.Module, found: list[Any], plans: Sequence[PartitionPlan], name: str, run: RunContext
 ) -> tuple[list[Any], list[str]]:
-    """(blocks that compute the same after being partitioned, reasons why the others do not).
+    """The blocks that compute the same after each of the ``plans``, and reasons against the others. All ranks must call
+    it.
 
-    Tries all blocks together first, and one by one if that fails. All ranks must call it.
-
-    Args:
-        model: The model; copies of it are partitioned.
-        found: The blocks.
-        plans: The ways to partition.
-        name: The method that partitions, for the error.
-        run: The run.
-
-    Raises:
-        ConfigurationError: Each block is correct by itself, but all together are not.
+    Partitions copies of the model: all blocks together first, and one by one if that fails. ConfigurationError, which
+    names the method ``name``, if each block is correct by itself, but all together are not.
     """
     if not found:
         return [], []

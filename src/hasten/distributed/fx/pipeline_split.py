@@ -4,8 +4,6 @@ torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stag
 it consists of. What a rank does not need of the model is on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,13 +30,8 @@ def find_split_points(
 ) -> tuple[torch.fx.Graph, list[Segment]]:
     """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
-    Args:
-        model: The model.
-        stages: The number of segments that are needed.
-        peek_batch: Returns a batch, to find DTensors between sharded layers; then all ranks must call this.
-
-    Raises:
-        ConfigurationError: There are fewer segments than stages.
+    ``peek_batch`` returns a batch, to find DTensors between sharded layers; then all ranks must call this.
+    ConfigurationError if there are fewer segments than ``stages``.
     """
     longest: list[Segment] = []
     for is_leaf in (lambda module: type(module) is not nn.Sequential, None):
@@ -140,17 +133,10 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
 def materialize_local_stages(
     model: nn.Module, local: Sequence[nn.Module], stages: Sequence[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
-    """Initializes the parameters and buffers of the local stages on the device; moves those of others to meta.
+    """Initializes the parameters and buffers of the stages in ``local`` on the device; moves those of others to meta.
 
-    Args:
-        model: The model; changed in place.
-        local: The stages of this rank.
-        stages: All stages.
-        keeps_unused: Whether this rank also holds what no stage uses.
-        run: The run.
-
-    Returns:
-        The initialized parameters and buffers. Plain tensor attributes stay on every rank.
+    Returns the initialized ones. Plain tensor attributes stay on every rank. With ``keeps_unused`` this rank also holds
+    what no stage uses.
     """
     assert run.parallel is not None
     of_local = _registered_ids(local)

@@ -1,7 +1,5 @@
 """Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -24,11 +22,7 @@ TRAINED_COPIES = 4  # of a parameter: itself, its gradient, and two moments of a
 
 
 def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> list[int]:
-    """For each stage, the index after its last segment, from sizes in segments such as "2-1-3".
-
-    Raises:
-        ConfigurationError: The number of sizes is not ``stages``, or they do not sum to ``segments``.
-    """
+    """The ends of the stages (as segment indices), from their sizes such as "2-1-3", which must sum to the segments."""
     lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
         example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])
@@ -38,9 +32,8 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """(index after the last segment of each stage, cost of each stage), from ``measure()`` on rank 0.
-
-    Ranks that share rank 0's stage measure, too: they compute shards of the same layers. All ranks must call it.
+    """The ends of the stages and the cost of each, from ``measure()`` on rank 0. The other ranks of its stage measure,
+    too, because they compute shards of the same layers. All ranks must call it.
     """
     assert run.parallel is not None
     message = b""
@@ -57,11 +50,8 @@ def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunCo
 def balance_stages(costs: list[list[float]]) -> list[int]:
     """Divides the segments into consecutive stages, none empty, so that the most expensive stage costs least.
 
-    Args:
-        costs: ``costs[stage][segment]``, the cost of the segment if that stage runs it.
-
-    Returns:
-        For each stage, the index after its last segment; the last one is the number of segments.
+    ``costs[stage][segment]`` is the cost of the segment if that stage runs it. Returns the index after the last segment
+    of each stage.
     """
     segments = len(costs[0])
     impossible: tuple[float, list[int]] = (float("inf"), [])
@@ -109,13 +99,8 @@ def estimate_segment_memory(
 ) -> list[list[int]]:
     """Bytes that every segment would hold in each stage, computed on the meta device. Shape (stages, segments).
 
-    Args:
-        model: The model.
-        graph: Its graph.
-        segments: Its segments.
-        batch: A batch.
-        pieces: Microbatches of a batch.
-        in_flight: For each stage, the microbatches that wait there for their backward pass at a time.
+    ``pieces`` are the microbatches of a batch; ``in_flight``, for each stage, those that wait there for their backward
+    pass.
     """
     args, kwargs, _ = batches.split_inputs_target(batch)
     inputs = single_tensor_input(args, kwargs)

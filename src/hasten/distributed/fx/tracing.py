@@ -1,7 +1,5 @@
 """Traces a model into a torch.fx graph, for methods that partition models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +21,8 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
     """The graph of a model; None if it cannot be traced, or differs in evaluation mode.
 
     None, too, for a model whose control flow depends on random numbers (LayerDrop) or on a count of its calls. Tracing
-    changes neither the random generators nor the attributes of the model.
-
-    Args:
-        module: The model.
-        is_leaf: Whether a submodule is one node of the graph; None for torch.fx's choice (modules of torch.nn).
+    changes neither the random generators nor the attributes of the model. ``is_leaf`` tells whether a submodule is one
+    node of the graph; None for torch.fx's choice (modules of torch.nn).
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
@@ -55,9 +50,8 @@ def _python_state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores ``_python_state``; returns whether something had changed on which control flow may depend.
-
-    A number that became a traced value does not count.
+    """Restores the state; whether anything had changed on which control flow may depend. A number that became part of
+    the graph decides nothing.
     """
     torch_state, python_state, numpy_state, copies = before
     drew = not (
