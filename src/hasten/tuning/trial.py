@@ -1,12 +1,10 @@
 """A trial, inside its own process or as one rank of a job: a whole run or an exactness check. It leaks nothing."""
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from hasten.benchmarking.arm import require_effect
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -32,25 +30,17 @@ class Trial:
         self.watch = no_progress
 
     def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
-        """Trains the task with the recipe from start to end.
+        """A whole run: RESULT_KEYS of the result of ``train``, and whether the run was ``pruned``.
 
-        Args:
-            target: value of the metric at which the run has succeeded; None: that of the task.
-            time_limit: seconds after which a run that has not reached the target ends, because it can no longer win.
-
-        Returns:
-            RESULT_KEYS of the result of ``train``, and whether it was ``pruned`` by the time limit.
-
-        Raises:
-            RunError: a method has no effect, or the metric is missing or not finite.
+        A run that has not reached the target of the metric after ``time_limit`` seconds is pruned: it can no longer
+        win. Raises RunError if a method has no effect, or the metric is missing or not finite.
         """
         recipe = self.recipe.with_method(f"{__name__}:RequireEffect")
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
-        result = train(
-            self.task.load(), recipe, device=self.device, seed=self.seed, timeout=COLLECTIVE_TIMEOUT_S, watch=self.watch
-        )
-        _require_effect(result["no_effect"])  # methods may report it during the run
+        where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S}
+        result = train(self.task.load(), recipe, watch=self.watch, **where)
+        require_effect(result["no_effect"])  # methods may report it during the run
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
@@ -59,15 +49,9 @@ class Trial:
         return {**{key: result[key] for key in RESULT_KEYS}, "pruned": result["stopped"] and late and missed}
 
     def check_exactness(self, base: dict, exactness: str, seconds: float) -> dict:
-        """Checks on this task what the candidate's exactness class promises.
+        """Checks what the candidate's exactness class promises, against the methods ``base``.
 
-        Args:
-            base: methods of the recipe to compare with.
-            exactness: name of the exactness class to check.
-            seconds: budget in seconds.
-
-        Returns:
-            ``{"passed", "number", "why"}``.
+        Returns an ``ExactnessCheck`` as plain data.
         """
         with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
@@ -83,11 +67,6 @@ class Trial:
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
 
 
-def _require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
-    if no_effect:
-        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in no_effect))
-
-
 @dataclass(frozen=True)
 class RequireEffect(Method):
     """Ends a run, as soon as it is built, if one of its methods has no effect."""
@@ -95,8 +74,7 @@ class RequireEffect(Method):
     card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Raises ``RunError`` while the run is built if a method reported no effect; returns the step unchanged."""
-        _require_effect(run.no_effect)
+        require_effect(run.no_effect)
         return optimizer_step
 
 
@@ -110,7 +88,6 @@ class TimeLimitPruner(Method):
     card = Card(summary="ends a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Adds the time limit to the conditions that stop the run."""
         inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
 
         def stop(history: list[Evaluation]) -> bool:
