@@ -5,8 +5,6 @@ backward, update, reading the losses), including evaluations. While one arm runs
 suspended. The order is A B, B A, A B, ..., so that a drift of the machine affects both alike.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable
@@ -69,16 +67,6 @@ class ArmSamples:
     def seconds_per_1000_samples(self) -> float:
         """Seconds per 1000 training samples: median over the blocks, plus the share of evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
-
-    def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
-        """Trains and times one more block of ``steps``, then suspends the arm's processes."""
-        self.blocks.append(_time_block(arm, steps, timeout))
-        arm.suspend()
-
-    def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
-        """Times one more evaluation of the arm, then suspends its processes; ``timeout`` in seconds."""
-        self.evaluations.append(arm.call("evaluate", timeout=timeout))
-        arm.suspend()
 
 
 @dataclass
@@ -186,20 +174,9 @@ def run_interleaved(
 ) -> Comparison:
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
-    Args:
-        task: the task to train.
-        a: a recipe.
-        b: another recipe.
-        budget: maximum seconds for blocks.
-        device: "cpu" or "cuda".
-        processes: ranks of each arm.
-        seed: seed of both runs.
-        looks: numbers of pairs after which the comparison may stop if it is sure.
-        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
-            process has no limit, because it waits for no other process.
-        longest: maximum seconds for MIN_PAIRS blocks of a strategy that communicates seldom; SYNC_PERIOD_BUDGETS
-            budgets by default.
-        watch: receives the progress.
+    ``looks`` are the numbers of pairs after which the comparison may stop if it is sure. MIN_PAIRS blocks of a strategy
+    that communicates seldom may take ``longest`` seconds, by default SYNC_PERIOD_BUDGETS budgets. The timeout does not
+    limit the building of an arm of one process, which waits for no other process.
     """
     for recipe in (a, b):  # before processes are started
         check_conflicts(sort_methods(make_methods(recipe)))
@@ -222,10 +199,12 @@ def run_interleaved(
         while True:
             while _evaluation_is_due(samples, budget):
                 for turn in _order(len(samples[0].evaluations)):
-                    samples[turn].time_evaluation(arms[turn], timeout)
+                    samples[turn].evaluations.append(arms[turn].call("evaluate", timeout=timeout))
+                    arms[turn].suspend()
             for turn in _order(len(samples[0].blocks)):
                 expected = 2 * steps[turn] * samples[turn].plan["step"]
-                samples[turn].time_block(arms[turn], steps[turn], timeout + max(budget, expected))
+                samples[turn].blocks.append(_time_block(arms[turn], steps[turn], timeout + max(budget, expected)))
+                arms[turn].suspend()
             pairs = len(samples[0].blocks)
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
@@ -249,11 +228,7 @@ def _order(done: int) -> tuple[int, int]:
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Trains a block and returns its figures; repeats it if the arm's clock and this process's differ.
-
-    Raises:
-        RunError: the clocks differ every time: a method changes the clock or the count of samples.
-    """
+    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late."""
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
         began = time.monotonic()
@@ -272,15 +247,9 @@ def check_blocks_are_fair(
 ) -> None:
     """Checks that blocks represent a whole run: each must contain whole synchronization periods.
 
-    Args:
-        recipe: recipe of the arm.
-        plan: result of ``Arm.build``.
-        steps: number of steps per block.
-        longest: seconds that ``min_blocks`` blocks may take.
-        min_blocks: number of blocks that are needed.
-
     Raises:
-        RunError: the blocks would take longer, or the recipe has warm-up steps of another kind.
+        RunError: ``min_blocks`` blocks of ``steps`` steps take longer than ``longest`` seconds, or the first steps of
+            the recipe differ from the others.
     """
     seconds = min_blocks * steps * plan["step"]
     if plan["warmup_steps"]:
@@ -315,10 +284,8 @@ def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
-    errors = [
-        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations))
-        for arm in (a, b)
-    ]
+    spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in (a, b)]
+    errors = [each / math.sqrt(len(a.evaluations)) for each in spreads]
     return with_evaluations(steps, (a.evaluation_ratio(), b.evaluation_ratio()), errors, len(a.blocks), error)
 
 

@@ -3,8 +3,6 @@
 With several ranks, all of them run both arms, and all stop as soon as one of them is out of time.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -42,20 +40,7 @@ EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.pla
 
 @dataclass
 class EquivalenceCase:
-    """The two recipes to compare, and how.
-
-    Attributes:
-        task: the task to train.
-        base: the recipe whose result is correct by definition.
-        candidate: the recipe to check.
-        exactness: the class that the check is for.
-        device: "cpu" or "cuda".
-        seed: seed of both runs.
-        steps: maximum optimizer steps of each arm.
-        seconds: maximum seconds for both arms together.
-        ranks: the process group.
-        added: methods that ``candidate`` has and ``base`` has not, or has with other options.
-    """
+    """The arguments of ``check_exactness``; ``added``: methods that only ``candidate`` has, or with other options."""
 
     task: Task
     base: Recipe
@@ -116,25 +101,15 @@ class RunConditions(Method):
 
 @dataclass(frozen=True)
 class EquivalenceRun:
-    """The result of one arm.
+    """The result of one arm."""
 
-    Attributes:
-        steps: optimizer steps done.
-        start: exported weights before the first step, on the CPU.
-        weights: exported weights after the last step, on the CPU.
-        plan: settings of the run's plan, by description.
-        validation: (rows, SHA-256) of each field of the validation data.
-        dropout: probabilities of the dropout layers before RunConditions set them to 0.
-        in_time: whether all steps were done before the deadline.
-    """
-
-    steps: int
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    plan: dict[str, object]
-    validation: list[tuple[int, str]] | None
-    dropout: list[float]
-    in_time: bool
+    steps: int  # optimizer steps done
+    start: dict[str, torch.Tensor]  # exported weights before the first step, on the CPU
+    weights: dict[str, torch.Tensor]  # exported weights after the last step, on the CPU
+    plan: dict[str, object]  # settings of the run's plan, by description
+    validation: list[tuple[int, str]] | None  # (rows, SHA-256) of each field of the validation data
+    dropout: list[float]  # probabilities of the dropout layers, without RunConditions
+    in_time: bool  # whether all steps were done before the deadline
 
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
@@ -147,7 +122,7 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 
 
 def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
-    dropout = _dropout(case.program(recipe))
+    dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up
     done, in_time = 0, True
@@ -162,9 +137,8 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
                 break
         weights = _exported_weights(program)
     if done < min(steps, MIN_STEPS) and not in_time:
-        raise RunError(
-            f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}; give it more time"
-        )
+        problem = f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}"
+        raise RunError(f"{problem}; give it more time")
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
         case.check_has_effect(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
@@ -196,11 +170,6 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
                 values = tensor.detach().cpu().float().contiguous().numpy()
                 hashes.setdefault(index, sha256()).update(values.tobytes())
     return [(rows[index], hashes[index].hexdigest()) for index in sorted(rows)]
-
-
-def _dropout(program: Program) -> list[float]:
-    modules = program.run.model.modules()
-    return [module.p for module in modules if isinstance(module, Dropout)]
 
 
 def _plan(plan: TrainPlan) -> dict[str, object]:
@@ -244,12 +213,10 @@ def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
 def first_gradients(
     case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
 ) -> tuple[list[dict[str, torch.Tensor] | None], int]:
-    """Computes the gradients of the first ``batches`` batches, always at the initial weights.
+    """(gradients of the first ``batches`` batches, number of batches with gradients), always at the initial weights.
 
-    Returns:
-        A dict of float64 tensors by parameter name for each batch, or None for a batch whose gradients overflowed and
-        were not used (loss scaling); and the number of batches with gradients. Ends early when that is
-        GRADIENT_BATCHES.
+    Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
+    scaling). Ends early after GRADIENT_BATCHES batches with gradients.
     """
     program = case.program(recipe, conditions)
     model, used_batches = program.run.model, 0
@@ -264,7 +231,9 @@ def first_gradients(
             program.grad_transform()
             gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
-            gradients = {_parameter_name(name): gradient for name, gradient in gradients.items()}
+            # without the prefixes of DDP and torch.compile
+            names = {name: name.removeprefix("module.").replace("_orig_mod.", "") for name in gradients}
+            gradients = {names[name]: gradient for name, gradient in gradients.items()}
             full_gradients = _to_cpu(gather_weights(gradients, program.run), torch.float64)
             program.optimizer_step()
             changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
@@ -280,8 +249,3 @@ def first_gradients(
     if not used_batches:
         raise RunError(f"no batch of the first {len(found)} gave finite gradients")
     return found, used_batches
-
-
-def _parameter_name(name: str) -> str:
-    """The name of a parameter without the prefixes that DDP and torch.compile add."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")

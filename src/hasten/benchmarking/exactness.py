@@ -14,8 +14,6 @@ method may change anything. Float64 runs compare the formula, so both arms disab
 rightly draw other random numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,9 +201,7 @@ def _movement(run: EquivalenceRun) -> torch.Tensor:
 
 def _worst_gradient(clean: list[Gradients | None], noisy: list[Gradients | None]) -> tuple[str, float]:
     """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all used batches."""
-    pairs = [
-        (reference, gradients) for reference, gradients in zip(clean, noisy, strict=True) if reference and gradients
-    ]
+    pairs = [(reference, noise) for reference, noise in zip(clean, noisy, strict=True) if reference and noise]
     signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
     mean = torch.cat(list(signals.values())).square().mean().sqrt()
     ratios = {"no parameter": math.inf}

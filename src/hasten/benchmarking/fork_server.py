@@ -96,11 +96,7 @@ class Worker:
     ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
-        Args:
-            method: name of the method.
-            timeout: seconds without a message after which the worker is killed; None waits for ever.
-            watch: receives the progress.
-            **arguments: arguments of the method.
+        After ``timeout`` seconds without a message the worker is killed; None waits for ever.
 
         Raises:
             ConfigurationError, RunError: raised by the method.
@@ -251,11 +247,7 @@ def mark_warnings_shown() -> Iterator[None]:
 
 
 def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
-    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error.
-
-    Raises:
-        ConfigurationError, RunError: the message is an error.
-    """
+    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error."""
     if kind == "watch":
         watch(*content)
     elif kind == "warning":

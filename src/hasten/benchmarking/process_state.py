@@ -1,7 +1,5 @@
 """Reads, compares and restores the global state of a process that a method could change."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

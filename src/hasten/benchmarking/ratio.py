@@ -1,7 +1,5 @@
 """Ratio of paired block times with a confidence interval, and a verdict that accounts for repeated looks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev, variance
@@ -53,17 +51,11 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
 
 
 def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[float], pairs: int, error: float) -> Ratio:
-    """The ratio of runs with evaluations.
+    """The ratio of runs with evaluations, from the ratio of the training steps (measured with ``pairs`` blocks).
 
-    Three independent errors add up (delta method), each weighted by its part of the run: that of the ratio of the
-    steps, and those of the evaluations of both arms.
-
-    Args:
-        steps: the ratio of the training steps.
-        shares: seconds of evaluation per second of training steps, of (a, b).
-        errors: standard errors of the logarithms of ``shares``, of (a, b).
-        pairs: number of paired blocks behind ``steps``.
-        error: probability that the interval misses the ratio.
+    ``shares`` are the seconds of evaluation per second of training steps of (a, b), ``errors`` the standard errors of
+    their logarithms. Three independent errors add up (delta method), each weighted by its part of the run: that of the
+    ratio of the steps, and those of the evaluations of both arms.
     """
     parts = [share / (1 + share) for share in shares]
     center = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])

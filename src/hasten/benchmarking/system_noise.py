@@ -1,7 +1,5 @@
 """Measures how much other processes disturbed a measurement."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -73,11 +73,7 @@ def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> b
 
 
 def validate_options(method: Any) -> None:
-    """Checks the options of a method against their ranges.
-
-    Raises:
-        ValueError: An option lies outside its range.
-    """
+    """Raises ValueError if an option of a method lies outside its range."""
     for opt in fields(method):
         value, spec = getattr(method, opt.name), opt.metadata
         if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-DEFAULT_TIMEOUT_S = (
-    1800.0  # s to wait for a rank that does not answer; it may be evaluating. A dead rank is noticed at once
-)
+DEFAULT_TIMEOUT_S = 1800.0  # to wait for a rank that does not answer: it may be evaluating; a dead one is seen at once
 
 
 def _gather_one(content: bytes) -> list[bytes]:

@@ -69,11 +69,7 @@ class Task:
 
 
 def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
-    """The result of a task's optimizer function as (optimizer, schedule or None).
-
-    Raises:
-        ConfigurationError: The result is a tuple of a length other than 2.
-    """
+    """The result of a task's optimizer function as (optimizer, schedule or None)."""
     result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
     if len(result) != 2:
         given = f"it returned a tuple of {len(result)} items"

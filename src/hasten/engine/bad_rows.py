@@ -3,8 +3,6 @@
 Of a pipeline of hasten.data this module uses ``skip_bad_rows(limit)`` and ``faults``, which lists the skipped rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -52,10 +50,8 @@ def _with_limit(data: Any, max_rows: int, required: bool) -> Any:
 def _policies(task: Task) -> dict[str, Any]:
     """Name of the data ("train", "validation") -> bad-row policy of its pipeline; one that both share only once."""
     pipelines = {"train": task.train_data, "validation": task.validation_data}
-    may_skip = {
-        name: data for name, data in pipelines.items() if hasattr(data, "skip_bad_rows") and data.faults.max_rows
-    }
-    policies = {name: data.faults for name, data in may_skip.items()}
+    policies = {name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad_rows")}
+    policies = {name: faults for name, faults in policies.items() if faults.max_rows}
     if len(policies) == 2 and policies["train"] is policies["validation"]:
         del policies["validation"]
     return policies

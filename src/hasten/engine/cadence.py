@@ -4,8 +4,6 @@ A single process compares the time after every step. Several ranks must pause at
 decides at which step the next one is; the higher the latency of the network, the later.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
@@ -32,17 +30,8 @@ class PauseActions:
 class PauseSchedule:
     """Decides when a run pauses between two steps, and what it does then.
 
-    Args:
-        run: The run.
-        stop_signals: Grows when this process is asked to stop.
-        checkpoint_seconds: Seconds between two checkpoints, at least; 0: at every step.
-        saves: Whether rank 0 writes checkpoints.
-
-    Attributes:
-        logged_at: ``perf_counter()`` at the latest log point.
-        saved_at: ``perf_counter()`` at the latest checkpoint.
-        save_seconds: Seconds that the latest checkpoint took.
-        comm_latency_s: Seconds of the fastest exchange between the ranks.
+    ``stop_signals`` grows when this process is asked to stop. Rank 0 writes checkpoints if ``saves`` is set, at least
+    ``checkpoint_seconds`` apart; 0: at every step.
     """
 
     def __init__(self, run: RunContext, stop_signals: list[int], checkpoint_seconds: float, saves: bool) -> None:
@@ -51,7 +40,8 @@ class PauseSchedule:
         self.distributed, self.parent = not run.ranks.is_single_process, os.getppid()
         self.logged_at = self.saved_at = self.latest = self.next = perf_counter()
         self.latest_step = self.next_step = run.progress.step
-        self.save_seconds = self.comm_latency_s = 0.0
+        self.save_seconds = 0.0  # of the latest checkpoint
+        self.comm_latency_s = 0.0  # seconds of the fastest exchange between the ranks
 
     def is_due(self, unread: int) -> bool:
         """Whether to pause now. ``unread``: losses not yet copied from the device; too many are a reason to pause."""

@@ -5,8 +5,6 @@ that it began with, drop the batches already seen, and continue with the random 
 renamed into place, verified by their checksums, and loaded without executing code.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -58,11 +56,7 @@ class Checkpoints:
             self._remove_all_except({known.stem for known in self.good})
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
-        """The newest complete checkpoint that ``matches``; None if there are no files. Warns of each unusable one.
-
-        Raises:
-            RunError: There are checkpoints, but none can be used.
-        """
+        """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
         paths = sorted(self.folder.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
         for path in paths:
             try:
@@ -130,9 +124,7 @@ def load_checkpoint(path: Path) -> State:
 def get_state(program: Program, in_shards: bool = False) -> State:
     """The checkpoint state of a run, for any number of ranks to resume from. All ranks must call it.
 
-    Args:
-        program: The run.
-        in_shards: Every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
+    With ``in_shards`` every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
@@ -204,11 +196,7 @@ def gather_weights(state: State, run: RunContext) -> State:
 
 
 def restore(program: Program, state: State) -> None:
-    """Restores everything that ``get_state`` returned, except the random state.
-
-    Raises:
-        RunError: The state does not fit the model, the optimizer or the methods.
-    """
+    """Restores what ``get_state`` returned, except the random state. RunError: it does not fit the task or methods."""
     run, rank_states = program.run, state["rank_state"]
     same_world_size = len(rank_states) == run.ranks.world_size
     try:
@@ -278,10 +266,7 @@ def resume_epoch(
 ) -> Callable[[int, int], Iterator[Batch]]:
     """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
 
-    Args:
-        batches: The source.
-        start_of_epoch: The random state at the start of the epoch, if the source is not seekable.
-        now: The random state after the last batch that was trained on.
+    ``start_of_epoch`` is the random state at the start of the epoch, needed if the source is not seekable.
     """
 
     def epoch(index: int, start: int) -> Iterator[Batch]:
@@ -332,11 +317,7 @@ def deserialize(content: bytes) -> Any:
 
 
 def read_again(batches: BatchSource, start_of_epoch: State | None, epoch: int, start: int) -> Iterator[Batch]:
-    """Reads the batches of an epoch once more, from batch index ``start`` on.
-
-    Raises:
-        LookupError: The source is not seekable, and another epoch has begun since.
-    """
+    """The batches of an epoch again. LookupError: the source is not seekable, and another epoch has begun since."""
     if batches.seekable:
         return batches.epoch(epoch, start)
     if start_of_epoch is None or epoch != start_of_epoch["epoch"]:

@@ -6,8 +6,6 @@ DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, 
 ``batches(batch_size, seed, training)``, returns its own BatchSource.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -34,22 +32,16 @@ ONE_PROCESS_ONLY = (
 
 
 def load_data(task: Task) -> Task:
-    """The task with ``train_data`` and ``validation_data`` loaded: a function in either is called, once.
-
-    Raises:
-        ConfigurationError: The data are empty, or of a type that holds no samples.
-    """
+    """The task with its data, which must hold samples; a function in one of its data fields is called once."""
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 
 
 def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
-    data = task.train_data
+    data, batch_size = task.train_data, _batch_size_of(task) or 1
     samples = length_of(data.dataset if is_prebatched(data) else data)
-    return TrainPlan(
-        batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every
-    )
+    return TrainPlan(batch_size, task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
 def training(
@@ -60,15 +52,9 @@ def training(
     log: ShardLog | None = None,
     stages: int = 1,
 ) -> BatchSource:
-    """The training batches; with several ranks, this rank's shard of each.
+    """The training batches of a task with loaded data; with several ``ranks``, this rank's shard of each global batch.
 
-    Args:
-        task: The task, with loaded data.
-        batch_size: Samples of a global batch.
-        seed: Seed of the order and of the samples' random numbers.
-        ranks: The ranks among which a batch is divided.
-        log: Records the sizes and fingerprints of the batches; required with several ranks.
-        stages: Pipeline stages of each model replica; 1 without pipeline parallelism.
+    ``log`` records the shards and is needed with several ranks; ``stages`` are the pipeline stages of each replica.
 
     Raises:
         ConfigurationError: With several ranks: the data skip bad rows, or a sampler shards them already.
@@ -93,13 +79,10 @@ def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
 
 
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Checks a number of processes against a task, before any is started.
+    """Raises ConfigurationError, before any process is started, if a batch has fewer samples than there are processes.
 
     A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check
     it themselves.
-
-    Raises:
-        ConfigurationError: A batch has fewer samples than there are processes.
     """
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
@@ -143,9 +126,7 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
         is_generator = iter(outer) is outer  # lives for one epoch only
         return islice(iter(method.data(inner, run) if is_generator else outer), start, None)
 
-    return BatchSource(
-        epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators
-    )
+    return BatchSource(epoch, inner.length, training=inner.training, seekable=False, generators=inner.generators)
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:

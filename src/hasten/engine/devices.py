@@ -1,8 +1,14 @@
-"""Selects the device of a run."""
+"""The device of a run."""
 
 import torch
 
 from hasten.core.errors import ConfigurationError
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the work that was queued on a GPU; on the CPU nothing is queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def pick_device(name: str | None = None) -> str:

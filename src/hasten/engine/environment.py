@@ -1,7 +1,5 @@
 """Versions, machine and device of a run. Stored with every result, which means little without them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

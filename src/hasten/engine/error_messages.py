@@ -1,7 +1,5 @@
 """Turns an exception inside a run into one line: what failed, where, and what to do about it."""
 
-from __future__ import annotations
-
 import errno
 import traceback
 from collections.abc import Generator
@@ -25,12 +23,9 @@ HINTS = {
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """The one-line error to raise instead of an exception that a training step raised.
+    """The error to raise instead of ``error``, which is returned as it is if it is one of hasten's errors.
 
-    Args:
-        error: What was raised; returned as it is if it is one of hasten's errors.
-        where: The position, such as "step 12 (epoch 1, batch 12)".
-        batch_size: Samples of a batch.
+    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch.
     """
     if isinstance(error, (RunError, ConfigurationError)):
         return error
@@ -71,12 +66,7 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def writable(path: Path) -> Generator[None]:
-    """Context manager: turns an OSError from writing to ``path``, given by --out, into an error of hasten.
-
-    Raises:
-        ConfigurationError: The path cannot be written to.
-        RunError: The disk is full.
-    """
+    """Turns an error from writing to the path of --out into a RunError (the disk is full) or a ConfigurationError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,5 @@
 """Checks that losses, weights and metrics are finite, and finds whether the data or the training is the cause."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

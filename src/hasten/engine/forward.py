@@ -1,7 +1,5 @@
 """How a model and its loss are called, for every shape of a batch and for models that return their own loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -38,11 +36,7 @@ def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, An
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
-    """The loss in a model's output: ``output.loss``, ``output["loss"]``, the first of a tuple, or the output.
-
-    Raises:
-        RunError: The output holds no loss.
-    """
+    """The loss that a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar."""
     loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss
@@ -72,11 +66,7 @@ def accumulate_gradients(
 ) -> ForwardFn:
     """``(batch) -> loss``: forward and backward of each microbatch, weighted by its fraction of the samples.
 
-    Args:
-        forward_backward: Forward and backward of one microbatch.
-        microbatches: Microbatches per batch; fewer, on all ranks, if the smallest shard has fewer samples.
-        progress: Its fields ``microbatch_fraction`` and ``is_last_microbatch`` are set.
-        num_shards: Ranks among which a batch is divided.
+    There are fewer microbatches, on all ranks, if the smallest of ``num_shards`` shards has fewer samples.
     """
 
     def accumulated(batch: Batch) -> Any:

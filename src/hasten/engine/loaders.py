@@ -3,8 +3,6 @@
 An exception from the data becomes one line that names the batch, and the sample where it is known.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -45,9 +43,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             pin_memory=spec.pin_memory,
             persistent_workers=spec.persistent_workers and spec.num_workers > 0,
             worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn),
-            generator=torch.Generator().manual_seed(
-                derive_seed(spec.seed, epoch)
-            ),  # the run's own generator is not used
+            generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
         )
         if built.persistent_workers:
             persistent.append((built, sampler))
@@ -83,8 +79,7 @@ def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
 def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
-    Raises:
-        ConfigurationError: A method changed the batch size, but the DataLoader has a batch sampler of its own.
+    Methods may change the batch size, except of a DataLoader with a batch sampler of its own.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -104,9 +99,8 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-        if (
-            epoch and loader.persistent_workers and not workers_started(loader)
-        ):  # resumed: the workers' seed is drawn once
+        # resumed: the workers' seed is drawn once
+        if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
         find = _sample_finder(spec, epoch) if spec is not None and loader.num_workers else None  # before iter() draws
@@ -135,11 +129,7 @@ def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, 
 
 
 def length_of(data: Any) -> int | None:
-    """``len(data)``, or None where it has none.
-
-    Raises:
-        ConfigurationError: ``__len__`` returns a negative or too large number.
-    """
+    """``len(data)``, None where it has none; ConfigurationError if ``__len__`` returns no valid number."""
     try:
         return len(data)
     except TypeError:
@@ -274,14 +264,9 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
 
 
 def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = None) -> Iterator[Batch]:
-    """The same batches; an exception of the dataset becomes one line, from whichever process.
+    """The same batches; an exception of the dataset, from whichever process, becomes a RunError of one line.
 
-    Args:
-        iterator: The batches.
-        find: Finds the sample, where torch's own frames do not name it.
-
-    Raises:
-        RunError: The dataset raised.
+    ``find`` finds the sample where torch's own frames do not name it.
     """
     batches_read = 0
     try:

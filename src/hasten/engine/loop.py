@@ -4,8 +4,6 @@
 steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -20,11 +18,7 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:
-    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device.
-
-    Raises:
-        RunError: An epoch gave no batch.
-    """
+    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device."""
     while not is_finished(program):
         before = program.run.progress.step
         yield from train_epoch(program)
@@ -55,9 +49,7 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
     last_step = plan.steps if plan.steps is not None else float("inf")
     for batch in program.train.epoch(progress.epoch, progress.batch):
         batch = to_device(batch)
-        loss = (
-            None  # frees the graph of the previous step now; freed before that step's update, it costs 10 microseconds
-        )
+        loss = None  # frees the previous step's graph now; freed before that step's update, it costs 10 microseconds
         loss = forward_backward(batch)
         grad_transform()
         optimizer_step()
@@ -78,10 +70,6 @@ def evaluate(program: Program) -> EvaluationResult:
     """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
 
     Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
-
-    Raises:
-        RunError: The validation data gave no batch.
-        ConfigurationError: The metric is not a single number.
     """
     model, ranks = program.export(), program.run.ranks
     if ranks.is_single_process:

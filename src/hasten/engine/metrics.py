@@ -1,7 +1,5 @@
 """Metrics by name, torchmetrics metrics and plain functions, behind one accumulator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +22,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A metric that is a mean over the samples, followed by a function of that mean.
-
-    Attributes:
-        higher_is_better: Whether a larger value is better.
-        per_batch: ``(output, target, loss) -> mean over the batch``.
-        finish: ``(mean) -> metric``.
-    """
+    """A metric that is a mean over the samples, followed by a function of that mean."""
 
     higher_is_better: bool
-    per_batch: Callable[[Any, Any, Any], Any]
-    finish: Callable[[float], float] = float
+    per_batch: Callable[[Any, Any, Any], Any]  # (output, target, loss) -> mean over the batch
+    finish: Callable[[float], float] = float  # mean -> metric
 
 
 def _logits(output: Any) -> Any:
@@ -95,11 +87,7 @@ def name_of(task: Task) -> str:
 
 
 def higher_is_better(task: Task) -> bool:
-    """Whether a larger value of the task's metric is better.
-
-    Raises:
-        ConfigurationError: The metric is unknown, or neither it nor the task states the direction.
-    """
+    """The direction of the task's metric; ConfigurationError if neither the metric nor the task states it."""
     MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
@@ -112,11 +100,7 @@ def higher_is_better(task: Task) -> bool:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over the batches of an evaluation.
-
-    Raises:
-        ConfigurationError: Task(metric=) is neither a known name nor a metric.
-    """
+    """Accumulates the task's metric and loss over the batches of an evaluation."""
 
     def __init__(self, task: Task) -> None:
         metric: Any = task.metric
@@ -155,12 +139,7 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self) -> EvaluationResult:
-        """The metric and the loss over all batches.
-
-        Raises:
-            RunError: There was no batch.
-            ConfigurationError: The metric is not a single number.
-        """
+        """The metric and the loss over all batches; RunError if there was none."""
         if not self.samples:
             raise RunError("the validation data gave no batch, so there is no metric")
         value = float(self._as_number(self.torchmetric.compute() if self.named is None else self.sum / self.samples))

@@ -8,8 +8,6 @@ An observer is called at log points, a few times a second at most, with plain re
 Losses stay on the device until a log point copies all of them at once; no step waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Saves a run to its directory and resumes it: checkpoints, the exported model, the skipped rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
@@ -24,21 +22,14 @@ from hasten.engine.run_dir import RunDirectory, atomic_write
 
 @dataclass
 class RunRecord:
-    """What a run has measured so far; checkpoints include it.
+    """What a run has measured so far; checkpoints include it."""
 
-    Attributes:
-        began: ``perf_counter()`` when this process began.
-        earlier_seconds: Seconds that the run took before it was resumed.
-        split: Seconds by part of the run.
-        evaluations: Every evaluation so far.
-        seconds_at: Seconds of the run at each evaluation.
-    """
-
-    began: float
-    earlier_seconds: float = 0.0
+    began: float  # ``perf_counter()`` when this process began
+    earlier_seconds: float = 0.0  # those that the run took before it was resumed
+    # seconds by part of the run
     split: dict[str, float] = field(default_factory=lambda: {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0})
     evaluations: list[Evaluation] = field(default_factory=list)
-    seconds_at: list[float] = field(default_factory=list)
+    seconds_at: list[float] = field(default_factory=list)  # of the run, at each evaluation
 
     def seconds(self) -> float:
         """Seconds of the run, those before it was resumed included."""
@@ -50,7 +41,6 @@ class RunRecord:
         return {"history": history, "seconds": self.seconds(), "split": dict(self.split)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` returned in an earlier process of the run."""
         self.evaluations = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
         self.earlier_seconds, self.split = state["seconds"], state["split"]
@@ -59,11 +49,8 @@ class RunRecord:
 class Persistence:
     """Saves and resumes one run. All ranks call every method; only rank 0 has the run directory.
 
-    Attributes:
-        folder: The run directory; None if nothing is written, and on all ranks but rank 0.
-        out: Its path, on all ranks; empty if nothing is written.
-        program: The program, with the training batches of a resumed run and an optimizer step that waits for
-            checkpoints.
+    ``folder`` is None if nothing is written, and on all ranks but rank 0; ``out`` is its path, on all ranks. The run
+    must train with ``program``: it has the batches of a resumed run, and an optimizer step that waits for checkpoints.
     """
 
     def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:

@@ -3,8 +3,6 @@
 No method object is consulted after ``build``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,43 +34,24 @@ Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every
 
 @dataclass(frozen=True)
 class Program:
-    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions.
+    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions."""
 
-    Attributes:
-        task: The user's task with loaded data, which defines the metric even if a method changed ``run.task``.
-        run: The context that the methods were built with.
-        plan: How long the run trains.
-        process_context: Global state of the process, such as thread counts.
-        train: The training batches of this rank.
-        source: The same, without the communication between ranks before each step.
-        validation: The validation batches; None without validation data.
-        to_device: ``(batch) -> batch``: copies a batch to the device and transforms it.
-        forward: ``(batch) -> loss``.
-        forward_backward: ``(batch) -> loss``: forward and backward over all microbatches.
-        grad_transform: ``() -> None``: between backward and optimizer step.
-        optimizer_step: ``() -> None``.
-        zero_grad: ``() -> None``.
-        schedule: The learning-rate schedule, stepped once per training step; or None.
-        export: ``() -> module``: the model that is evaluated and saved.
-        effects: Observes the effect of each method in one step.
-    """
-
-    task: Task
-    run: RunContext
-    plan: TrainPlan
-    process_context: ContextFactory
-    train: BatchSource
-    source: BatchSource
+    task: Task  # the user's, with loaded data; defines the metric even if a method changed ``run.task``
+    run: RunContext  # the context that the methods were built with
+    plan: TrainPlan  # how long the run trains
+    process_context: ContextFactory  # global state of the process, such as thread counts
+    train: BatchSource  # the training batches of this rank
+    source: BatchSource  # the same, without the communication between ranks before each step
     validation: BatchSource | None
-    to_device: BatchFn
+    to_device: BatchFn  # copies a batch to the device and transforms it
     forward: ForwardFn
-    forward_backward: ForwardFn
-    grad_transform: StepFn
+    forward_backward: ForwardFn  # over all microbatches
+    grad_transform: StepFn  # between backward and optimizer step
     optimizer_step: StepFn
     zero_grad: StepFn
-    schedule: Any
-    export: Callable[[], torch.nn.Module]
-    effects: EffectObserver
+    schedule: Any  # the learning-rate schedule, stepped once per training step; or None
+    export: Callable[[], torch.nn.Module]  # the model that is evaluated and saved
+    effects: EffectObserver  # observes the effect of each method in one step
 
 
 def build(
@@ -83,14 +62,7 @@ def build(
     seed: int = 0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
-    """Builds the program of a task under a set of methods, in the order of their cards.
-
-    Args:
-        task: The task.
-        methods: The methods, in any order.
-        device: The device of this process.
-        seed: Seed of the run.
-        ranks: The process group.
+    """Builds the program of a task under a set of methods, in the order of their cards, for a device of this process.
 
     Raises:
         ConfigurationError: Methods conflict, or the parts of the task do not fit together.
@@ -100,9 +72,10 @@ def build(
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
+    on_gpu = run.device.type == "cuda"
     for method in methods:
         method.setup(run)
-    process_context = fold("process_context", _device_context(run.device))
+    process_context = fold("process_context", partial(torch.cuda.device, run.device) if on_gpu else nullcontext)
     with process_context():
         set_seeds(seed)
         task = data_adapters.load_data(task)
@@ -112,8 +85,7 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        to_device = _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
-        to_device = fold("batch_transform", to_device)
+        to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
         forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -130,7 +102,7 @@ def build(
             to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
-            grad_transform=fold("grad_transform", _do_nothing),
+            grad_transform=fold("grad_transform", lambda: None),
             optimizer_step=fold("optimizer_step", run.optimizer.step),
             zero_grad=fold("zero_grad", run.optimizer.zero_grad),
             schedule=schedule,
@@ -145,10 +117,6 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
         if hook in hooks_of(method):
             thing = getattr(method, hook)(thing, run)
     return thing
-
-
-def _device_context(device: torch.device) -> ContextFactory:
-    return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 
 def _build_data(
@@ -269,7 +237,3 @@ def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
 
 def _identity(batch: Batch) -> Batch:
     return batch
-
-
-def _do_nothing() -> None:
-    pass

@@ -4,8 +4,6 @@ A method's name is the name of its file in ``hasten/methods`` or ``hasten/method
 installed entry point. A class elsewhere is named by its location: ``./mine.py:Faster`` or ``package.module:Faster``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib
@@ -13,7 +11,7 @@ import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -38,11 +36,7 @@ def method_names() -> list[str]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method.
-
-    Raises:
-        ConfigurationError: There is no such method, or the name leads to something that is not a Method.
-    """
+    """The class of a method; ConfigurationError if there is none of that name."""
     if ":" in name:
         return _class_at(name)
     if point := _installed().get(name):
@@ -89,11 +83,7 @@ def remedies(problem: str) -> str:
 
 
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
-    """Creates a method with checked options.
-
-    Raises:
-        ConfigurationError: The method or an option is unknown, or an option has a wrong type or value.
-    """
+    """Creates a method; ConfigurationError if it is unknown, or an option is unknown or has a wrong type or value."""
     cls = method_class(name)
     fields = options_of(cls)
     types: dict[str, Any] = _import(name, lambda: typing.get_type_hints(cls)) if fields else {}
@@ -130,11 +120,7 @@ def options_of(cls: type[Method]) -> dict[str, object]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module.
-
-    Raises:
-        ConfigurationError: There is no such file, or it raises when it is imported.
-    """
+    """Imports a user's Python file as a module; ConfigurationError if there is no such file, or it raises."""
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
@@ -218,16 +204,9 @@ def _check_option(option: str, value: Any, kind: Any) -> Any:
         return value
     if not OPTION_TYPES.keys() >= set(kinds):
         raise ConfigurationError(f"{option} is a {kind}; options are numbers, texts, true or false")
-    if isinstance(value, bool):
-        accepted = bool in kinds
-    else:
-        accepted = isinstance(value, kinds)
-        if isinstance(value, int) and not accepted and float in kinds:
-            return float(value)
-    if not accepted:
-        raise ConfigurationError(f"{option} must be {_type_names(kinds)}, not {value!r}")
+    if type(value) is int and int not in kinds and float in kinds:
+        return float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(OPTION_TYPES[kind] for kind in kinds)
+        raise ConfigurationError(f"{option} must be {names}, not {value!r}")
     return value
-
-
-def _type_names(kinds: Iterable[type]) -> str:
-    return " or ".join(OPTION_TYPES[kind] for kind in kinds)

@@ -3,8 +3,6 @@
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html and scheduler/sched-bwc.html.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

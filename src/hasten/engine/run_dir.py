@@ -12,8 +12,6 @@
     result.json         written last: a directory with a result is a finished run
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -40,12 +38,6 @@ class RunDirectory:
         resume: Whether to resume the run in the directory.
         resume_key: ``(recipe) -> recipe``: the part of a recipe that must not change when a run is resumed.
 
-    Attributes:
-        begun: Whether the directory holds a run that is resumed.
-        recipe: The recipe to train with.
-        written: The recipe in recipe.toml.
-        environment: environment.json of the run that is resumed.
-
     Raises:
         ConfigurationError: The directory holds something else, or a run that cannot be resumed as requested.
         RunError: The files of the run cannot be read.
@@ -62,11 +54,11 @@ class RunDirectory:
         """Reads what is in the directory and checks it against the arguments; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
-        self.written = self.recipe
-        self.environment: dict[str, Any] = {}
+        self.written = self.recipe  # in recipe.toml
+        self.environment: dict[str, Any] = {}  # environment.json of the run that is resumed
         try:
             names = set(os.listdir(self.path)) if self.path.exists() else set[str]()
-            self.begun = "environment.json" in names
+            self.begun = "environment.json" in names  # by a run that is to be resumed
             foreign = not self.begun and any(map(self._is_foreign, names))
         except OSError as error:
             advice = "choose another --out"
@@ -132,17 +124,14 @@ class RunDirectory:
             os.ftruncate(self._log.fileno(), length)
 
     def write(self, name: str, text: str) -> None:
-        """Writes the file ``name`` of the run directory atomically."""
         atomic_write(self.path / name, lambda file: file.write(text.encode()))
 
     def remove(self, name: str) -> None:
-        """Removes the file ``name`` of the run directory if it exists."""
         with translate_disk_errors(self.path / name, FREE_THE_DISK):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes log.jsonl and times.jsonl, and so releases the lock on the directory."""
-        self._log.close()
+        self._log.close()  # releases the lock
         self._times.close()
 
     def _append(self, file: BinaryIO, records: list[dict[str, Any]]) -> None:
@@ -211,11 +200,7 @@ def to_json_lines(records: list[dict[str, Any]]) -> str:
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """``write`` fills a temporary file, which is renamed to ``path``: a reader finds the old file or the new one.
-
-    Raises:
-        RunError: The disk is full, or the directory cannot be written to.
-    """
+    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new."""
     temporary = path.with_name(path.name + TEMPORARY)
     with translate_disk_errors(path, FREE_THE_DISK):
         try:

@@ -1,7 +1,5 @@
 """Stop signals: Ctrl-C and termination wait for the end of a training step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -28,9 +28,7 @@ from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
-FILE_MODULE_PREFIX = (
-    "hasten_file_"  # of the modules that import_file creates; other processes cannot import them by name
-)
+FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
 
 def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:
@@ -47,17 +45,11 @@ def workload_names() -> list[str]:
 
 @dataclass(frozen=True)
 class TaskRef:
-    """Where a task comes from. ``str(ref)`` is its name.
+    """Where a task comes from. ``str(ref)`` is its name."""
 
-    Attributes:
-        name: ``digits``, ``mine.py:task``, or the name of a function or a Task.
-        file: The absolute path of the user's file, if the task is given as file and function.
-        obj: The Task, or the function that returns one, if the task is given as an object.
-    """
-
-    name: str
-    file: str | None = None
-    obj: Any = None
+    name: str  # ``digits``, ``mine.py:task``, or the name of a function or a Task
+    file: str | None = None  # absolute path of the user's file, if the task is given as file and function
+    obj: Any = None  # the Task, or the function that returns one, if the task is given as an object
 
     @staticmethod
     def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
@@ -78,12 +70,7 @@ class TaskRef:
         raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
 
     def load(self) -> Task:
-        """The task, under the name of the reference.
-
-        Raises:
-            ConfigurationError: The file does not import, has no such function, or the function raises or returns no
-                Task.
-        """
+        """The task, under the name of the reference; ConfigurationError if the user's code gives none."""
         if isinstance(self.obj, Task):
             return self.obj
         function = self.function()
@@ -91,22 +78,14 @@ class TaskRef:
             return _call(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
-        """The function that returns the task.
-
-        Raises:
-            ConfigurationError: The reference is to a Task object, or the file does not import or has no such function.
-        """
+        """The function that returns the task; ConfigurationError for a Task object, or if there is no such function."""
         if isinstance(self.obj, Task):
             raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
         with _with_same_rng():
             return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
     def to_json(self) -> str:
-        """One line of text for another process of this command; contains a pickle if the task is an object.
-
-        Raises:
-            ConfigurationError: The object cannot be pickled.
-        """
+        """One line of text for another process of this command; contains a pickle if the task is an object."""
         if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
         return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": sys.path})

@@ -3,8 +3,6 @@
 Checks the request, builds the run, and releases everything afterwards. The run itself is in ``trainer.py``.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence

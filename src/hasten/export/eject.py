@@ -5,8 +5,6 @@ are left out, options are literals. ``inline_imports`` then copies in the source
 the task, the methods and the parts of the engine that the run uses, such as the training loop.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -124,16 +122,10 @@ def _metrics_entry(metric: Any) -> str:
     if not isinstance(metric, str):
         return ""
     text = inspect.getsource(metrics)
-    tables = (
-        node.value
-        for node in ast.parse(text).body
-        if isinstance(node, ast.Assign) and defined_names(node) == ["METRICS"]
-    )
-    table: Any = next(tables)
-    entries = {
-        key.value: ast.get_source_segment(text, value) for key, value in zip(table.keys, table.values, strict=True)
-    }
-    return f"{literal(metric)}: {entries[metric]}"
+    assignments = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
+    table: Any = next(node.value for node in assignments if defined_names(node) == ["METRICS"])
+    values = {key.value: value for key, value in zip(table.keys, table.values, strict=True)}
+    return f"{literal(metric)}: {ast.get_source_segment(text, values[metric])}"
 
 
 def _join(script: InlinedScript, title: str, function: Callable[[], Task]) -> str:

@@ -4,8 +4,6 @@ Only reachable definitions are copied, with their comments. If two definitions h
 its module as a prefix. Modules for which ``inline`` returns False stay imports.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib
@@ -23,26 +21,18 @@ ANY = "typing", "Any"
 
 @dataclass(frozen=True)
 class InlinedScript:
-    """A program with its modules copied in.
+    """A program with its modules copied in."""
 
-    Attributes:
-        imports: The remaining import lines.
-        modules: (module, source) of each module that was copied in, in an order in which they can be executed.
-        main: The source of the program itself.
-    """
-
-    imports: list[str]
-    modules: list[tuple[str, str]]
-    main: str
+    imports: list[str]  # the remaining import lines
+    modules: list[tuple[str, str]]  # (module, source) of each that was copied in, in an order of execution
+    main: str  # the source of the program itself
 
 
 def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[Symbol, str]) -> InlinedScript:
     """Copies the source of everything that the module text ``main`` names into one file.
 
-    Args:
-        main: The text of the program.
-        inline: ``(module name) -> bool``, whether a module is copied in.
-        replacements: Source to use instead of that of some top-level definitions.
+    ``inline`` decides by name whether a module is copied in; ``replacements`` holds source to use instead of that of
+    some top-level definitions.
 
     Raises:
         ConfigurationError: The source of a definition cannot be found.
@@ -66,9 +56,8 @@ class _Collector:
     imported: dict[Symbol, str] = field(default_factory=dict)  # names that stay imports -> their local name
     submodules: set[str] = field(default_factory=set)  # `a.b` of `import a.b`, where `a` is used
     annotations: list[tuple[ModuleSource, ast.AST, Symbol]] = field(default_factory=list)  # in hasten's modules
-    local_names: dict[Symbol, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # in scope at the symbol's uses
+    # in scope at the uses of each symbol
+    local_names: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, name: str, text: str) -> ModuleSource:
         """Parses a module, and wants all statements of main, or those with side effects of a user's file."""

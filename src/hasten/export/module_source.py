@@ -25,42 +25,25 @@ def is_library(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a module-level name in a statement.
+    """One use of a module-level name in a statement."""
 
-    Attributes:
-        name: The name as written.
-        attribute: The attribute after the dot, or None.
-        node: The node of the name.
-        attribute_node: The node of the name and the attribute.
-        local_names: Local names in scope.
-        in_annotation: Whether it is part of a type annotation.
-    """
-
-    name: str
-    attribute: str | None
-    node: ast.AST
-    attribute_node: ast.AST
-    local_names: frozenset[str]
-    in_annotation: bool = False
+    name: str  # as written
+    attribute: str | None  # after the dot
+    node: ast.AST  # of the name
+    attribute_node: ast.AST  # of the name and the attribute
+    local_names: frozenset[str]  # in scope
+    in_annotation: bool = False  # whether it is part of a type annotation
 
 
 @dataclass
 class ModuleSource:
-    """The parsed source of one module.
+    """The source of a module, and which of its statements are wanted."""
 
-    Attributes:
-        name: The dotted name; empty for the program itself.
-        text: The source.
-        inline: ``(module name) -> bool``, whether a module is copied in.
-        wanted: Indices of the top-level statements to write.
-        references: (AST node, symbol) of each name that the wanted statements use.
-    """
-
-    name: str
+    name: str  # dotted; empty for the program itself
     text: str
-    inline: Callable[[str], bool]
-    wanted: set[int] = field(default_factory=set)
-    references: list[tuple[ast.AST, Symbol]] = field(default_factory=list)
+    inline: Callable[[str], bool]  # (module name) -> whether a module is copied in
+    wanted: set[int] = field(default_factory=set)  # indices of the top-level statements to write
+    references: list[tuple[ast.AST, Symbol]] = field(default_factory=list)  # each name that they use
 
     @cached_property
     def tree(self) -> ast.Module:

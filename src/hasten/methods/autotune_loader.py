@@ -1,7 +1,5 @@
 """Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -11,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
+from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
@@ -110,14 +108,11 @@ class AutotuneLoader(Method):
         if batches.spec is None:
             return None if batches.with_workers else "no other thread or process can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
-            raise ConfigurationError(
-                f"{self.name}: threads and cache require a hasten.data pipeline; pass processes, or add cache_dataset"
-            )
+            advice = "pass processes, or add cache_dataset"
+            raise ConfigurationError(f"{self.name}: threads and cache require a hasten.data pipeline; {advice}")
         if _depends_on_workers(batches):
-            return (
-                "the samples are random, and each worker of this DataLoader draws from a stream of its own; "
-                "pass its dataset as Task(train_data=)"
-            )
+            reason = "the samples are random, and each worker of this DataLoader draws from a stream of its own"
+            return f"{reason}; pass its dataset as Task(train_data=)"
         return None
 
     def _initial_workers(self, current: WorkerConfig) -> WorkerConfig:
@@ -161,7 +156,8 @@ def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
 
     The order that a task's DataLoader draws is drawn once an epoch, as without hasten; its samples must not be random.
     """
-    spec = _spec(batches)
+    spec = batches.spec
+    assert spec is not None, "the caller has excluded pipelines"
     drawn: list[list[int]] = []  # the order of the current epoch
 
     def drawn_order(epoch: int) -> list[list[int]]:
@@ -193,11 +189,6 @@ def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource
         return current[workers]
 
     return with_workers
-
-
-def _spec(batches: BatchSource) -> LoaderSpec:
-    assert batches.spec is not None
-    return batches.spec
 
 
 def _data_type(batches: BatchSource) -> type[Any] | None:

@@ -1,7 +1,5 @@
 """A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,9 +85,7 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
                 return sample
             self.budget -= size
             self.cache[index] = sample
-        return map_tensors(
-            lambda tensor: tensor, self.cache[index]
-        )  # new containers: a collate function may modify them
+        return map_tensors(lambda tensor: tensor, self.cache[index])  # new containers: a collate function may edit them
 
 
 def sample_bytes(sample: Any) -> int:

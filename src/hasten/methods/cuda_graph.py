@@ -56,9 +56,8 @@ class CudaGraph(Method):
         def replay_graph(batch: Batch) -> torch.Tensor:
             fraction = run.progress.microbatch_fraction
             if fraction not in graphs:
-                if (
-                    round(batch_size(batch) / fraction) < run.plan.batch_size
-                ):  # a resumed run may start with a short batch
+                # a resumed run may start with a short batch
+                if round(batch_size(batch) / fraction) < run.plan.batch_size:
                     return forward_backward(batch).detach()  # a live autograd graph would prevent the capture
                 graphs[fraction] = _shapes(batch), _capture(forward_backward, batch, run)
             shapes, replay = graphs[fraction]

@@ -6,8 +6,6 @@ memory causes page faults. Small batches are fetched several at a time, because 
 than copying their bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,9 +30,7 @@ from hasten.utils.tree import tree_leaves
 NUM_BUFFERS = 3  # a batch stays valid until the third one after it is requested
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
 FETCHED_BYTES = 2**18  # fetched at a time; fits into the L2 cache of a core
-ALIGNMENT = (
-    64  # bytes; the alignment of tensors by torch, which every batch must have: kernels may sum in another order
-)
+ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
 
 
 @dataclass(frozen=True)
@@ -199,9 +195,8 @@ class BatchBuffer:
             torch.index_select(field, 0, index.to(field.device), out=tensor.narrow(0, 0, total)).split_with_sizes(sizes)
             for field, tensor in zip(batch_tensors(fields), self.tensors, strict=True)
         ]
-        return [
-            map_tensors(lambda _, parts=parts: next(parts), fields) for parts in map(iter, zip(*fetched, strict=True))
-        ]
+        of_batches = map(iter, zip(*fetched, strict=True))
+        return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
 
     def release(self) -> None:
         """Call it once the consumer has queued its work on the fetched batches: the memory is then reused."""

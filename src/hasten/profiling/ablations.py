@@ -4,8 +4,6 @@ Input and optimizer step can be switched off and on between two blocks of steps,
 with the phase and without it, seconds apart. None of these methods trains anything useful.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
@@ -38,7 +36,6 @@ class ReplayedBatch(Method):
     card = _card("replays one batch: input costs nothing")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        """Wraps the training batches; validation batches stay as they are."""
         if not batches.training:
             return batches
         disabled, progress = disabled_phases(run), run.progress
@@ -46,9 +43,8 @@ class ReplayedBatch(Method):
         def epoch(index: int, start: int) -> Iterator[Batch]:
             replayed, counts = None, (0, 1.0)
             for batch in batches.epoch(index, start):
-                if replayed is None or batch_size(batch) > batch_size(
-                    replayed
-                ):  # the last batch of an epoch may be short
+                # the last batch of an epoch may be short
+                if replayed is None or batch_size(batch) > batch_size(replayed):
                     replayed, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
                 while "input" in disabled:
@@ -64,7 +60,6 @@ class NoUpdate(Method):
     card = _card("skips the optimizer step: the update costs nothing")
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Replaces the optimizer step by nothing while "optimizer_step" is disabled."""
         disabled = disabled_phases(run)
         return lambda: None if "optimizer_step" in disabled else optimizer_step()
 
@@ -75,7 +70,6 @@ class LargerBatch(Method):
     card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Multiplies ``plan.batch_size`` by BATCH_FACTOR; the learning rate and all else stay."""
         return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)
 
 

@@ -3,8 +3,6 @@
 Works from shares of the time, measured ceilings and cards; no method's code is run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hasten.core.card import FACTS, PHASES, Card

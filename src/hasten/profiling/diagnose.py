@@ -1,7 +1,5 @@
 """``diagnose``: where the time of a task's real steps goes, what causes it, and what each phase could give at most."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts about a run that cards refer to: its hardware, model, data and plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -21,7 +19,6 @@ def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
     run, plan, source = program.run, program.plan, program.train
     model = run.model
-    assert model is not None
     facts = {
         "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
         "repeated_blocks": any(_has_repeated_blocks(module) for module in model.modules()),

@@ -3,13 +3,13 @@
 The seconds of an all-reduce follow the model that ``hasten bench-comm`` fits: latency + bytes / bandwidth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from time import perf_counter
 
 import torch
+
+from hasten.engine.devices import synchronize
 
 HALF_PRECISION_SAVING = 0.5  # share of float32's bytes that 16-bit gradients save
 MEASUREMENTS = 3
@@ -52,8 +52,7 @@ def measure_cast_seconds(size: int, device: torch.device) -> float:
     for _ in range(MEASUREMENTS):
         began = perf_counter()
         gradients.copy_(gradients.to(torch.bfloat16))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(perf_counter() - began)
     return min(seconds)
 

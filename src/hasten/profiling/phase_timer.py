@@ -4,8 +4,6 @@ On the CPU a timestamp is the clock. On a GPU it is a CUDA event in the stream, 
 time between two events passed on the device, including its idle time while the host was late.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import Counter
@@ -18,7 +16,7 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.types import BackwardFn, Batch, BatchFn, ForwardFn, OptimizerFactory, StepFn
+from hasten.core.types import Batch, OptimizerFactory
 from hasten.engine.registry import method_names
 
 PHASES = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
@@ -77,6 +75,11 @@ class PhaseTimer:
         return _split_forward_backward(seconds)
 
 
+def _timed(phase: str) -> Callable[..., Callable[..., Any]]:
+    """A hook that records every call of the function that it wraps under a phase."""
+    return lambda method, function, run: _timer(run).timed(phase, function)
+
+
 class TimePhases(Method):
     """Times the phases of a run; its PhaseTimer is ``run.checkpoint_state["phase_timer"]``."""
 
@@ -115,33 +118,12 @@ class TimePhases(Method):
 
         return make_timed
 
-    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
-        """Times the copy to the device."""
-        return _timer(run).timed("copy", to_device)
-
-    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times the forward pass."""
-        return _timer(run).timed("forward", forward)
-
-    def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        """Times the backward pass."""
-        return _timer(run).timed("backward", backward)
-
-    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times forward and backward pass together, as "forward_backward"."""
-        return _timer(run).timed("forward_backward", forward_backward)
-
-    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        """Times the gradient transforms between backward pass and optimizer step."""
-        return _timer(run).timed("grad_transform", grad_transform)
-
-    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Times the optimizer step."""
-        return _timer(run).timed("optimizer_step", optimizer_step)
-
-    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
-        """Times the clearing of the gradients, as part of the optimizer step."""
-        return _timer(run).timed("optimizer_step", zero_grad)
+    batch_transform = _timed("copy")
+    forward = _timed("forward")
+    backward = _timed("backward")
+    forward_backward = _timed("forward_backward")
+    grad_transform = _timed("grad_transform")
+    optimizer_step = zero_grad = _timed("optimizer_step")
 
 
 class _TimedSchedule:
@@ -161,8 +143,8 @@ def _timer(run: RunContext) -> PhaseTimer:
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
     """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
-    forward, backward = (
-        (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
-    )
+    forward, backward = seconds["forward"], seconds["backward"]
+    if not forward:
+        forward, backward = 1.0, BACKWARD_OVER_FORWARD
     scale = both / (forward + backward)
     return {name: seconds[name] for name in PHASES} | {"forward": forward * scale, "backward": backward * scale}

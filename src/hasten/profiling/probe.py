@@ -1,7 +1,5 @@
 """The probe: an arm, in a worker process, that also measures the phases, operations, facts and input of its run."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections import Counter
@@ -74,9 +72,8 @@ class Probe(Arm):
                 program.optimizer_step()
             program.zero_grad()
             steps += 1
-        model = program.run.model
-        assert model is not None
-        dtype = counter.dtypes.most_common(1)[0][0] if counter.dtypes else next(model.parameters()).dtype
+        dtypes = counter.dtypes.most_common(1)
+        dtype = dtypes[0][0] if dtypes else next(program.run.model.parameters()).dtype
         return {"host_reads_per_step": counter.reads / max(1, steps), "dtype": str(dtype).removeprefix("torch.")}
 
     def flops(self, dtype: str) -> dict:

@@ -94,9 +94,8 @@ def diagnose_ranks(
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
         ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
-            cause,
-        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with
-        all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
+        cause, or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process
+        with all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
 
     Raises:
         ConfigurationError: a wrong request, or there is only one rank.
@@ -144,6 +143,9 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
     advice, not_advised = _advise(probe, ceilings, slowest_rank_shares(rows, step), cost, step)
     not_measured = {} if EXCHANGE in ceilings else {EXCHANGE: DDP_ONLY, "straggler": DDP_ONLY}
     switches = sum(block["switches"] for block in rank_blocks[0]["plain"])
+    on_cpu = probe.program.run.device.type == "cpu"
+    # devices (on the CPU: threads) of the job / those of a single process
+    resource_factor = ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
     return {
         "verdict": verdict_of(straggler, ceilings, cost, rows, step),
         "processes": ranks.world_size,
@@ -159,7 +161,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
         "threads": {"per_rank": torch.get_num_threads(), "single_process": single_process_threads()},
-        "efficiency": speedup and speedup.median / _resource_factor(probe, ranks),
+        "efficiency": speedup and speedup.median / resource_factor,
         "not_measured": not_measured | no_speedup,
         "advice": advice,
         "not_advised": not_advised,
@@ -197,10 +199,9 @@ class RankProbe(Arm):
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
-        """Kind of block that this run allows -> phases that are disabled in it."""
-        return {
-            kind: phases for kind, phases in BLOCK_KINDS.items() if self.ddp_model is not None or EXCHANGE not in phases
-        }
+        """The kinds of blocks that this run allows, and what is disabled in each."""
+        exchanges = self.ddp_model is not None
+        return {kind: phases for kind, phases in BLOCK_KINDS.items() if exchanges or EXCHANGE not in phases}
 
     def block(self, count: int, phases: Sequence[str]) -> dict:
         """Trains ``count`` steps with some phases disabled.
@@ -210,10 +211,8 @@ class RankProbe(Arm):
             (seconds by phase) and the list wait_seconds.
         """
         run = self.program.run
-        model = run.unwrapped_model
-        assert model is not None
         timer, disabled = run.checkpoint_state["phase_timer"], disabled_phases(run)
-        weights = list(model.parameters()) if EXCHANGE in phases else []
+        weights = list(run.unwrapped_model.parameters()) if EXCHANGE in phases else []
         before = [weight.detach().clone() for weight in weights]
         run.ranks.any(False)  # a barrier
         self.wait_seconds, self.waited = [], 0.0
@@ -343,12 +342,6 @@ def _single_process_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _resource_factor(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
-    """Devices (on the CPU: threads) of the job / those of a single process."""
-    on_cpu = probe.program.run.device.type == "cpu"
-    return ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
 
 
 def _slowest(rank_blocks: list[dict], kind: str, key: str) -> list[float]:

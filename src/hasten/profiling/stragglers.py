@@ -5,8 +5,6 @@ ranks train as they are. In "barrier" blocks (missing where they cannot be measu
 but meet in a barrier after every backward pass; ``wait_seconds`` of a block lists the seconds in each step's barrier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -78,7 +76,7 @@ def find_straggler(
     links: list[float],
     exposed: float | None,
 ) -> dict | None:
-    """Finds the rank that the others wait for.
+    """The rank that the others wait for: ``{rank, seconds, share, cause, why, sentence}``; None if there is none.
 
     Args:
         rows: result of ``rank_phase_times``.
@@ -86,9 +84,6 @@ def find_straggler(
         step: seconds per step.
         links: seconds that a message takes from each rank to the next one.
         exposed: seconds by which the exchange of gradients makes a step longer; None: unknown.
-
-    Returns:
-        ``{rank, seconds, share, cause, why, sentence}``, or None if there is no straggler.
     """
     late = _late_rank(rows, rank_blocks, step)
     if late is None:

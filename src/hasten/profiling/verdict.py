@@ -1,7 +1,5 @@
 """The diagnosis of one process in a sentence: the largest cause, and what removing it could give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
@@ -43,12 +41,7 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
 
 
 def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
-    """One sentence that names the largest cause and its gain.
-
-    Args:
-        profile: the measured run.
-        gains: result of ``possible_gains``.
-    """
+    """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)
     if gains[cause] >= MIN_GAIN:

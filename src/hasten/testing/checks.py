@@ -1,7 +1,5 @@
 """The checks of the contract. Each takes a Subject and raises AssertionError, or SkipTest if it does not apply here."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math
@@ -174,9 +172,8 @@ def is_independent_of_recipe_order(subject: Subject) -> None:
                 first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
             except ConfigurationError:  # the cards exclude the combination
                 continue
-            assert _same_bits(first, second), (
-                f"the weights depend on whether {subject.name} or {companion} is named first"
-            )
+            problem = f"the weights depend on whether {subject.name} or {companion} is named first"
+            assert _same_bits(first, second), problem
 
 
 def is_as_exact_as_its_card_states(subject: Subject) -> None:
@@ -202,9 +199,8 @@ def saves_its_state(subject: Subject) -> None:
         assert new.keys() == old.keys(), f"a new run has the state of {sorted(new)}, the old one of {sorted(old)}"
         for name, state in new.items():
             state.load_state_dict(loaded[name])
-            assert bitwise_equal(state.state_dict(), saved[name]), (
-                f"the state of {name} is not restored as it was saved"
-            )
+            is_restored = bitwise_equal(state.state_dict(), saved[name])
+            assert is_restored, f"the state of {name} is not restored as it was saved"
 
 
 class InterruptedRunError(Exception):

@@ -4,8 +4,6 @@ Each is a function that returns a new ``Task``; keyword arguments replace fields
 ``perceptron(epochs=3, batch_size=8)``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Leave-one-out ablation: the contribution of each member of a recipe, as the recipe without it against the recipe."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from hasten.core.card import Exactness
@@ -13,15 +11,12 @@ MIN_CONTRIBUTION = 1.01  # a member with a lower speed-up leaves the recipe
 
 
 def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
-    """Removes members without a contribution from the best recipe, one at a time.
-
-    Returns:
-        ``[{method, speedup}]`` of the members that remain.
-    """
+    """Removes members without a contribution from the best recipe; ``[{method, speedup}]`` of those that remain."""
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best)):
         found = measured
-        useless = [row for row in found if _is_useless(row["speedup"])]
+        # a single timed run has no interval, and is not enough to decide
+        useless = [row for row in found if row["speedup"]["low"] and row["speedup"]["median"] < MIN_CONTRIBUTION]
         if not useless:
             break
         worst = min(useless, key=lambda row: row["speedup"]["median"])
@@ -31,18 +26,12 @@ def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
     return [row for row in found if row["method"] in incumbents.best.methods]
 
 
-def _is_useless(speedup: dict) -> bool:
-    """Whether a method contributes too little to stay. False for a single timed run, which has no interval."""
-    return speedup["low"] is not None and speedup["median"] < MIN_CONTRIBUTION
-
-
 def contributions(study: Study, recipe: Recipe) -> list[dict]:
     """``[{method, speedup}]`` of the recipe's methods, as many as can be measured before the budget ends."""
     rows = []
     with suppress(OutOfBudgetError):
         for name in recipe.methods:
-            speedup = _contribution(study, recipe, name)
-            if speedup:
+            if speedup := _contribution(study, recipe, name):
                 rows.append({"method": name, "speedup": speedup})
     return rows
 

@@ -22,33 +22,24 @@ MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 @dataclass
 class Candidates:
-    """The methods to try in a search, sorted into groups that are judged in different ways.
+    """What to try: methods that change the speed of the same steps, and methods that change the training.
 
-    Attributes:
-        systems: methods that are judged by the speed of the same steps.
-        training: methods that change the training, and are judged by the time to the target.
-        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
-            first.
-        not_tried: (method, reason) of each method that is not worth a trial.
+    The first are judged by their speed, the others by the time to the target. Methods that reduce communication so much
+    that every later trial gets shorter are tried first.
     """
 
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
-    not_tried: list[tuple[str, str]] = field(default_factory=list)
+    not_tried: list[tuple[str, str]] = field(default_factory=list)  # (method, reason)
     communication: list[Candidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """The methods that the user asked for.
+    """The methods that the user asked for."""
 
-    Attributes:
-        only: the only methods to try, with their options; None: all.
-        offered: methods from the user's files, to try besides.
-    """
-
-    only: Recipe | None
-    offered: Recipe
+    only: Recipe | None  # the only methods to try; None: all
+    offered: Recipe  # methods from files, to try besides
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
@@ -83,9 +74,7 @@ def _refuse_warmup(recipe: Recipe) -> None:
 def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> Candidates:
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
-    Args:
-        diagnosis: result of ``diagnose``; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
-        selection: the methods that the user selected.
+    The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
     """
     found, only = Candidates(), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
@@ -93,8 +82,7 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
         name = advice["method"]
         if only is not None and name not in only.methods:
             continue
-        why = method_class(name).card.not_searched
-        if why:
+        if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
             chosen.append(candidate(name, advice["bound"], None if only is None else only.methods[name]))
@@ -132,20 +120,15 @@ def _order(item: Candidate) -> tuple:
     card = item.card
     classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
     exactness = 0 if card.exactness in EXACT else classes.index(card.exactness)
-    saves_memory = (
-        "full_weights" in card.invalidates
-    )  # more communication: pays only if the model does not fit otherwise
-    is_strategy = "parallelize" in card.replaces
-    gain = card.gain[1] if card.gain else 1.0
     return (
         not item.offered,
         exactness,
-        saves_memory,
-        not is_strategy,
+        "full_weights" in card.invalidates,  # more communication: pays only if the model does not fit otherwise
+        "parallelize" not in card.replaces,
         card.high_setup_cost,
         not card.strong_baseline,
         -card.trial_priority,
         -(item.bound or 1.0),
-        -gain,
+        -(card.gain[1] if card.gain else 1.0),
         item.name,
     )

@@ -7,8 +7,6 @@ the next one would, an exact recipe follows: a few seeds prove it, so there is a
 passes wins.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,36 +37,22 @@ ERROR = 0.05
 
 @dataclass
 class Confirmation:
-    """The results of a finalist on fresh seeds.
-
-    Attributes:
-        speedup: in the time to the target: ``block_speedup`` or, if it is clearly lower, ``measured_speedup``.
-        block_speedup: from seconds per sample of the interleaved comparison, and samples of the paired runs.
-        measured_speedup: from the seconds of the paired runs.
-        uses_measured: whether ``speedup`` is ``measured_speedup``.
-        over_strong_baseline: the speed-up over the strong baseline.
-        baseline_runs, tuned_runs: seed -> result of ``Study.run``; ``tuned_runs`` may have further seeds.
-        comparison: result of ``Study.compare_speed`` with the original.
-        samples: samples to the target, one tuple a seed; see ``time_to_target``.
-        seconds: seconds to the target by arm: baseline, strong_baseline, tuned.
-        looks: how many times the seeds were judged so far.
-        over: whether the recipe has been decided, so that no more seeds are run.
-    """
+    """The results of a recipe on fresh seeds."""
 
     recipe: Recipe
     gate: NonInferiorityResult
-    speedup: Ratio | None = None
-    block_speedup: Ratio | None = None
-    measured_speedup: Ratio | None = None
-    uses_measured: bool = False
+    speedup: Ratio | None = None  # in the time to the target; one of the next two
+    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the paired runs
+    measured_speedup: Ratio | None = None  # seconds of the paired runs
+    uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower
     over_strong_baseline: Ratio | None = None
-    baseline_runs: dict[int, dict] = field(default_factory=dict)
-    tuned_runs: dict[int, dict] = field(default_factory=dict)
-    comparison: dict = field(default_factory=dict)
-    samples: list[tuple[int, ...]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    looks: int = 0
-    over: bool = False
+    baseline_runs: dict[int, dict] = field(default_factory=dict)  # by seed
+    tuned_runs: dict[int, dict] = field(default_factory=dict)  # by seed; there may be further seeds
+    comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
+    samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, by seed, see ``time_to_target``
+    seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
+    looks: int = 0  # how many times the seeds were judged
+    over: bool = False  # more seeds would not change the result
     why: str = ""
 
     @property
@@ -82,21 +66,13 @@ class Confirmation:
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
-        """Ends the attempt to confirm this recipe; ``why`` is the reason for the report."""
         self.over, self.why = True, why
 
 
 def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: float) -> Confirmation | None:
-    """Finds the fastest recipe that passes. Every attempt is noted.
+    """The fastest recipe that passes; without one the fastest finalist, or None if there is none.
 
-    Args:
-        study: the measurements.
-        incumbents: the best recipes of the search.
-        baseline: the original's runs in the search, with margin and target.
-        seconds: budget of each comparison of speed, in seconds.
-
-    Returns:
-        The winner; without one the fastest finalist, or None if there is none.
+    Every attempt is noted. ``seconds`` is the budget of each comparison of speed.
     """
     no_seed = gate.not_passed("no seed was run", baseline.margin)
     attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(incumbents.recipes)]
@@ -178,7 +154,9 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
     attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
-    check = _check_exactness(study, attempt.recipe)
+    check = {}  # of the whole recipe; impossible if a member may cost quality
+    if not _quality_risks(attempt.recipe):
+        check = study.check_exactness(Recipe(), attempt.recipe, _loosest_exactness(attempt.recipe))
     attempt.looks += 1
     for enough in sorted({EXACT_PAIRS if check.get("passed") else MIN_SEEDS, pairs}):
         try:
@@ -190,17 +168,12 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
             return attempt.finish(why)
         _judge(attempt, index, baseline, check)
         if attempt.over:
-            return None
+            break
     return None
 
 
 def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
     return study.compare_speed(a, b, looks=SPEED_LOOKS, seconds=seconds, salt="confirmation")
-
-
-def _check_exactness(study: Study, recipe: Recipe) -> dict:
-    """Result of the exactness check of the recipe against the original; {} if a method may cost quality."""
-    return {} if _quality_risks(recipe) else study.check_exactness(Recipe(), recipe, _loosest_exactness(recipe))
 
 
 def _loosest_exactness(recipe: Recipe) -> Exactness:
@@ -248,16 +221,11 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
             return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
         if recipe and run["seconds_to_target"] is None:
             return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
-    tuned, original = attempt.tuned_runs[seed], attempt.baseline_runs[seed]
-    if _must_be_identical(study, attempt.recipe) and _metrics(tuned) != _metrics(original):
+    is_bit_exact = not _quality_risks(attempt.recipe) and _loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
+    tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
+    if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"
     return None
-
-
-def _must_be_identical(study: Study, recipe: Recipe) -> bool:
-    """Whether the recipe must give the original's metrics bit for bit: BIT_EXACT methods only, on the CPU."""
-    is_bit_exact = not _quality_risks(recipe) and _loosest_exactness(recipe) is Exactness.BIT_EXACT
-    return study.device == "cpu" and is_bit_exact
 
 
 def _metrics(run: dict) -> list[float]:
@@ -303,10 +271,8 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     comparison. If the measured seconds of the paired runs show clearly less, a run pays for something that no block
     shows (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
 
-    Args:
-        attempt: the attempt, with at least two pairs of runs.
-        same_steps: the exactness check passed, so that both arms train the same steps. Rounding may still carry a seed
-            across the target one evaluation earlier or later; both are then read at the original's evaluation.
+    With ``same_steps`` the exactness check has passed, and both arms train the same steps. Rounding may still carry a
+    seed across the target one evaluation earlier or later; both are then read at the original's evaluation.
     """
     arms = [(attempt.baseline_runs[seed], attempt.tuned_runs[seed]) for seed in attempt.paired]
     pairs = [_evaluations_at_target(original, tuned) for original, tuned in arms]
@@ -401,10 +367,8 @@ def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tupl
 def _mean_ratio(times: list[tuple[float, float]], min_spread: float = 0.0, half_width: float = 0.0) -> Ratio:
     """The mean ratio of paired times with its t interval.
 
-    Args:
-        times: pairs of seconds.
-        min_spread: least standard deviation of the logarithms to assume.
-        half_width: half-width of the interval of an independent error of the logarithm, which is added.
+    ``min_spread`` is the least standard deviation of the logarithms to assume; ``half_width`` that of the interval of
+    an independent error of the logarithm, which is added.
     """
     logs = [math.log(x / y) for x, y in times]
     count, center, of_seeds = len(logs), fmean(logs), 0.0

@@ -5,8 +5,6 @@ stay inside the margin. An arm that is cheap may be run on further seeds: its ow
 fails closed: a missing, constant or non-finite metric has not passed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,29 +20,18 @@ MIN_SEEDS = LOOKS[0]
 
 @dataclass(frozen=True)
 class NonInferiorityResult:
-    """The result of the gate after some seeds.
+    """The result of the gate after some seeds."""
 
-    Attributes:
-        baseline, tuned: mean of the final metrics of each arm.
-        margin: in the metric's unit.
-        difference: ``mean``, ``low`` and ``high``; positive is better, whatever the metric's direction.
-        seeds: seeds that both arms were run on.
-        passed: whether the recipe is surely not worse by more than the margin.
-        settled: whether more seeds would not change the result.
-        why: the reason, in words.
-    """
-
-    baseline: float | None
-    tuned: float | None
-    margin: float
-    difference: dict[str, float] | None
-    seeds: list[int]
-    passed: bool
-    settled: bool
-    why: str
+    baseline: float | None  # mean of the final metrics
+    tuned: float | None  # the same, with the recipe
+    margin: float  # in the metric's unit
+    difference: dict[str, float] | None  # mean, low and high; positive is better, whatever the metric's direction
+    seeds: list[int]  # those that both arms were run on
+    passed: bool  # the recipe is not worse by more than the margin
+    settled: bool  # more seeds would not change the result
+    why: str  # the reason, in words
 
     def to_json(self) -> dict:
-        """All attributes as a dict of JSON values."""
         return asdict(self)
 
 
@@ -102,9 +89,8 @@ def quality_gate(
         return NonInferiorityResult(*means, margin, None, seeds, False, False, why)
     error, freedom = _standard_error(known, after, len(before))
     if not error:
-        return not_passed(
-            "no seed changes the metric of either arm: it measures nothing", margin, seeds, settled=enough
-        )
+        why = "no seed changes the metric of either arm: it measures nothing"
+        return not_passed(why, margin, seeds, settled=enough)
     mean = (means[1] - means[0]) * (1 if higher_is_better else -1)
     half_width = float(stdtrit(freedom, confidence)) * error
     low, high = mean - half_width, mean + half_width

@@ -1,7 +1,5 @@
 """The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,29 +22,19 @@ from hasten.tuning.study import Study, exactness_of
 
 @dataclass
 class SearchState:
-    """What a search has found so far.
+    """What a search has found so far."""
 
-    Attributes:
-        diagnosis: result of ``diagnose``.
-        one_process: speed-up of the task's own training in one process over the job of several.
-        winner_in_one_process: speed-up of the winner, without its distributed methods, in one process over the job.
-        comparison_seconds: budget of each comparison of speed in the confirmation, in seconds.
-        strong_baseline: recipe that an experienced user sets by hand.
-        ablated: the recipe that ``contributions`` belong to: the best of the search, or the winner.
-        step_profiles: seconds of each phase per 1000 samples, of "baseline" and "tuned".
-    """
-
-    diagnosis: dict = field(default_factory=dict)
+    diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
-    one_process: Ratio | None = None
-    winner_in_one_process: Ratio | None = None
-    comparison_seconds: float = 0.0
-    strong_baseline: Recipe = field(default_factory=Recipe)
+    one_process: Ratio | None = None  # speed-up of the task's own training in one process over the job of several
+    winner_in_one_process: Ratio | None = None  # the same of the winner, without its distributed methods
+    comparison_seconds: float = 0.0  # budget of a comparison of the confirmation
+    strong_baseline: Recipe = field(default_factory=Recipe)  # what an experienced user sets by hand
     incumbents: Incumbents = field(default_factory=Incumbents)
-    ablated: Recipe = field(default_factory=Recipe)
+    ablated: Recipe = field(default_factory=Recipe)  # the recipe that the contributions belong to
     contributions: list[Any] = field(default_factory=list)
-    step_profiles: dict[str, dict] = field(default_factory=dict)
+    step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     confirmation: Confirmation | None = None
 
     @property
@@ -78,11 +66,7 @@ class SearchState:
 def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
     """The content of result.json. Speed-up and quality come from the confirmation alone.
 
-    Args:
-        study: measurements and notes of the search.
-        state: what the search found.
-        metric: name of the metric.
-        offered: methods from the user's files.
+    ``metric`` is the name of the task's metric, and ``offered`` holds the methods that the user offered.
     """
     confirmation, baseline = state.confirmation, state.baseline
     assert baseline is not None
@@ -139,18 +123,11 @@ def _interval(ratio: Ratio | None) -> Any:
 
 
 def write(folder: Path, result: Any) -> None:
-    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
+    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result."""
     result["recipe_file"] = str(folder / "recipe.toml")
-    texts = {
-        "recipe.toml": Recipe(result["recipe"]).to_toml(),
-        "result.json": json.dumps(result, indent=1, allow_nan=False),
-    }
-    for name, text in texts.items():
-        atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
+    toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
+    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))
+    atomic_write(folder / "result.json", lambda file: file.write(text.encode()))
 
 
 def machine_and_versions(device: str) -> dict:
@@ -198,15 +175,16 @@ def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
         key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}
         for key in ("samples_to_target", "seconds_to_target")
     }
-    curves = {
-        arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
-    }
-    return to_target | {"curves": curves}
+    return to_target | {"curves": {arm: _curves(runs) for arm, runs in arms.items()}}
 
 
-def _curve(seed: int, run: dict) -> Curve:
-    points = [Point(**{key: row[key] for key in ("seconds", "samples", "metric")}) for row in run["evaluations"]]
-    return {"seed": seed, "points": points}
+def _curves(runs: dict[int, dict]) -> list[Curve]:
+    keys, curves = ("seconds", "samples", "metric"), []
+    for seed, run in runs.items():
+        if "evaluations" in run:
+            points = [Point(**{key: row[key] for key in keys}) for row in run["evaluations"]]
+            curves.append(Curve(seed=seed, points=points))
+    return curves
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:

@@ -32,19 +32,13 @@ MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to try.
-
-    Attributes:
-        presets: options to try, mildest first.
-        bound: upper bound of its speed-up (2.0: twice as fast); None: unknown.
-        offered: whether it comes from a file of the user: its card is unverified, so exactness is checked first.
-    """
+    """A method to try."""
 
     name: str
     card: Card
-    presets: tuple[dict, ...]
-    bound: float | None = None
-    offered: bool = False
+    presets: tuple[dict, ...]  # options to try, mildest first
+    bound: float | None = None  # the highest speed-up that it could give; None: unknown
+    offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
 
 
 def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
@@ -88,11 +82,9 @@ class Incumbents:
 
     @property
     def best(self) -> Recipe:
-        """The best recipe so far, which candidates must beat; empty at the start."""
         return self.recipes[-1]
 
     def push(self, recipe: Recipe) -> None:
-        """Adds a recipe that is better than all before; it becomes ``best``."""
         self.recipes.append(recipe)
 
 
@@ -101,14 +93,8 @@ def search_systems(
 ) -> None:
     """Tries methods that only change the speed of the same steps.
 
-    A method is accepted if it is surely faster, earns back the time of its start, and passes its exactness check.
-
-    Args:
-        study: the measurements.
-        incumbents: the accepted recipes are added to it.
-        candidates: methods in the order in which to try them.
-        samples: samples that a run trains until its target; the start of a method is spread over them.
-        seconds: budget of each comparison, in seconds.
+    A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run trains
+    until its target, and passes its exactness check. ``seconds`` is the budget of each comparison.
     """
     for item in candidates:
         base, best, losses = incumbents.best, None, 0
@@ -175,12 +161,9 @@ def _failure_verdict(message: str) -> str:
 
 
 def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
-    """Speed-up of a whole run by b over a, the start of both included.
+    """Speed-up of a whole run of ``samples`` by b over a, the start of both included.
 
-    Args:
-        outcome: result of ``Study.compare_speed`` of a and b.
-        samples: samples that b trains.
-        samples_of_a: samples that a trains; None: as many as b.
+    ``outcome`` is that of ``Study.compare_speed``; ``samples_of_a`` is the number that a trains, if different.
     """
     start, seconds_of_a = outcome["start_seconds"], outcome["seconds_per_1000_samples"]["a"]
     a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * seconds_of_a
@@ -208,19 +191,12 @@ def conflict_reason(recipe: Recipe) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a recipe on the search's seeds.
+    """The result of a recipe on the search's seeds."""
 
-    Attributes:
-        verdict: "kept", "no gain", "refused", "failed" or "no effect".
-        why: the reason for the verdict.
-        runs: results of ``Study.run``, in the order of the search's seeds.
-        fastest: an earlier incumbent that reached the target sooner and ended worse.
-    """
-
-    verdict: str
+    verdict: str  # "kept", "no gain", "refused", "failed" or "no effect"
     why: str
-    runs: tuple[dict, ...]
-    fastest: Outcome | None = None
+    runs: tuple[dict, ...]  # results of ``Study.run``, in the order of the search's seeds
+    fastest: Outcome | None = None  # an earlier incumbent that reached the target sooner and ended worse
 
     @property
     def seconds(self) -> float:
@@ -320,14 +296,8 @@ def search_training(study: Study, incumbents: Incumbents, candidates: list[Candi
 def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
-    Args:
-        study: the measurements.
-        recipe: the recipe to run.
-        best: outcome of the best recipe so far.
-        baseline: the original's runs, with margin and target.
-        seen: evaluations of the other presets on the first seed; those of this one are added. A preset that changes
-            nothing in a run of this length is no gain, because only the noise of the measured seconds could make it
-            faster.
+    ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
+    changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
     """
     runs, best_seconds = [], best.to_target("seconds", 1)
     time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)

@@ -4,8 +4,6 @@ One JSON line per trial, with a key made of everything that its outcome depends 
 started again makes the same decisions, and finds the outcomes here.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -32,18 +30,12 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
 
 
 class TrialStore:
-    """The trials of one search.
-
-    Attributes:
-        settings: what all trials share (task, device, versions, machine); part of every key.
-        outcomes: key of a trial -> its outcome.
-        reused: number of trials that were answered from the file of an earlier search.
-    """
+    """The trials of one search. ``settings``, part of every key: what all share (task, device, versions, machine)."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
-        self.outcomes: dict[str, dict] = {}
-        self.reused = 0
+        self.outcomes: dict[str, dict] = {}  # by key
+        self.reused = 0  # number of trials that were answered from the file of an earlier search
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / LOCK).open("a")
@@ -68,12 +60,8 @@ class TrialStore:
     ) -> tuple[str, dict]:
         """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
-        Args:
-            kind: kind of the trial, such as "run"; part of the key.
-            what: everything else that the outcome depends on, as plain data.
-            measure: returns the outcome, with ``failed`` if the trial failed.
-            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
-                fix.
+        The key is made of ``kind`` and ``what``. The outcome has ``failed`` if the trial failed; it is written to the
+        file unless ``failure_lasts`` is False, as for the task's own failures, which the user may fix.
 
         Raises:
             RunError: the file cannot be written.

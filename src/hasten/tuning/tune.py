@@ -6,8 +6,7 @@ The margin and the target are fixed before the first candidate is tried. Everyth
 that was killed continues where it stopped.
 """
 
-from __future__ import annotations
-
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,11 +47,8 @@ MIN_BUDGET_S = 160.0  # below this the worker processes themselves are the cost
 SYSTEMS_SHARE, TRAINING_SHARE = 0.4, 0.75  # of the budget left when each begins
 MIN_COMPARISON_S, SCREENING_S = 5.0, 8.0  # budget of a comparison of the search
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
-MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = (
-    30.0,
-    1 / 8,
-    2.0,
-)  # seconds, of the budget, runs of the task: the largest
+# the timeout is the largest of: seconds, share of the budget, runs of the task
+MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
 RESERVED_RUNS = 5.0  # runs of the task reserved for the confirmation: three seeds of both arms, and further ones
 
 
@@ -110,7 +106,7 @@ def tune(
             "tune needs a task with validation_data and a metric, to check that the quality does not suffer"
         )
     higher, selection = higher_is_better(loaded), MethodSelection.of(methods, extra)  # checked before anything runs
-    folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(task))}"
+    folder = Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(task)))
     settings = {
         "task": task.fingerprint(),
         "target": loaded.target,
@@ -158,9 +154,8 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
     )["seconds"]
     total = study.budget.total = budget if budget is not None else max(MIN_BUDGET_S, BUDGET_RUNS * seconds)
     study.timeout = timeout or max(MIN_TIMEOUT_S, total * TIMEOUT_FRACTION, TIMEOUT_RUNS * seconds)
-    message = (
-        f"one run of the task takes about {_format_duration(seconds)}; the search may take {_format_duration(total)}"
-    )
+    run_time, search_time = _format_duration(seconds), _format_duration(total)
+    message = f"one run of the task takes about {run_time}; the search may take {search_time}"
     warnings.warn(message, ProgressWarning, stacklevel=3)
     if total / seconds < MIN_BUDGET_RUNS:
         message = (
@@ -314,10 +309,6 @@ def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
                 best = recipe
             break
     return best
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
 def _format_duration(seconds: float) -> str:

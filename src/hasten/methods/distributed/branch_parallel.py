@@ -103,8 +103,12 @@ class BranchParallel(Method):
         def compute_all(model: nn.Module, blocks: list[BranchBlock]) -> None:
             _replace_blocks(model, graphs, blocks, _compute_all)
 
+        def divide(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment) -> None:
+            make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
+            _replace_blocks(model, graphs, blocks, make)
+
         def exchange(model: nn.Module, blocks: list[BranchBlock]) -> None:
-            _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run))
+            divide(model, blocks, assign_branches([[1.0] * len(block.branches) for block in blocks], size))
 
         plans = [PartitionPlan(compute_all), PartitionPlan(exchange, everywhere=False)]
         blocks, more = verify_partition(model, candidates, plans, self.name, run)
@@ -119,18 +123,13 @@ class BranchParallel(Method):
         run.tuned_settings[self.name] = {"assignment": "-".join(str(rank) for ranks in assignment for rank in ranks)}
         if run.ranks.is_main_process:
             _report(model, blocks, assignment, rejected, size)
-        make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
-        _replace_blocks(model, graphs, blocks, make)
+        divide(model, blocks, assignment)
         _keep_local_branches(model, blocks, assignment, run)
         run.observe_effect(self, partial(observe_collectives, "broadcast_", "send", "recv_", "allgather_"))
         return model
 
     def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:
-        """The option ``assignment`` ("0-1-1": a rank per branch) as ranks of the branches of each block.
-
-        Raises:
-            ConfigurationError: not one rank from 0 to ``size`` - 1 per branch, or only one rank for some block.
-        """
+        """The option ``assignment``, if it has all branches, known ranks and several ranks for each block."""
         words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
         ranks = iter([int(word) if word.isdecimal() else size for word in words])
         assignment = [list(islice(ranks, len(block.branches))) for block in blocks]
@@ -165,11 +164,9 @@ def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment
 
 
 def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[dict[str, float], set[str]]:
-    """Measures every node of the traced graphs on one batch, on rank 0. All ranks must call it.
+    """(seconds of each node, the shortest of several runs; nodes that draw random numbers), measured on rank 0.
 
-    Returns:
-        Seconds of each node, the shortest of several runs, and the nodes that draw random numbers. Nodes that were not
-        computed, because the model does not call them or the traced graph fails, are missing.
+    Nodes that were not computed, because the model does not call them or the traced graph fails, are missing.
     """
     message = b""
     if run.ranks.is_main_process:
@@ -233,10 +230,9 @@ def _report(
 ) -> None:
     lines: list[str] = []
     for block, ranks in zip(blocks, assignment, strict=True):
-        branches = [
-            f"{block.describe(branch)} on rank {rank}" for branch, rank in zip(block.branches, ranks, strict=True)
-        ]
-        lines.append(f"{', '.join(branches)}; they join in {block.outer(block.join.name)}")
+        places = zip(block.branches, ranks, strict=True)
+        branches = ", ".join(f"{block.describe(branch)} on rank {rank}" for branch, rank in places)
+        lines.append(f"{branches}; they join in {block.outer(block.join.name)}")
     divided = {
         id(tensor): tensor.numel()
         for block in blocks
@@ -297,13 +293,6 @@ def _check_not_recomputing() -> None:
         )
 
 
-def _exchange_balanced(blocks: list[BranchBlock], run: RunContext) -> MakeBlockFn:
-    """``_exchange_outputs`` with the branches of each block divided evenly by number, not by measured time."""
-    assert run.parallel is not None
-    assignment = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
-    return partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
-
-
 def _exchange_outputs(
     block: BranchBlock, branches: list[torch.fx.GraphModule], assignment: dict[BranchBlock, list[int]], run: RunContext
 ) -> BlockFn:
@@ -334,9 +323,8 @@ def _exchange_outputs(
         for output, header, source in zip(computed, headers[key], sources, strict=True):
             tensor = empty_from_meta(header, run.device) if output is None else output.detach()
             if output is not None and (output.shape, output.dtype) != decode_meta(header):
-                raise RunError(
-                    f"branch_parallel: outputs of {block} vary in shape for inputs of one shape; use another strategy"
-                )
+                problem = f"outputs of {block} vary in shape for inputs of one shape"
+                raise RunError(f"branch_parallel: {problem}; use another strategy")
             pending.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs.append(cast(Any, ReceiveOutput).apply(token, [tensor]) if output is None else output)
         for work in pending:

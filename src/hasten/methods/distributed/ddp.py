@@ -34,10 +34,8 @@ class DDP(Method):
         applies_to={"distributed"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=(
-            {"bucket_cap_mb": 1.0},
-            {"static_graph": True},
-        ),  # without options it is the default of distributed runs
+        # without options it is the default of distributed runs
+        presets=({"bucket_cap_mb": 1.0}, {"static_graph": True}),
         default_for={"distributed"},
         remedy_for={"unused_parameters": {"find_unused_parameters": True}},
     )

@@ -40,12 +40,7 @@ from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
-from hasten.distributed.collectives import (
-    broadcast_module,
-    broadcast_tensors,
-    has_local_batch_norm,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
 from hasten.distributed.fx.pipeline_split import (
     check_no_shared_weights,
     extract_stage,
@@ -105,23 +100,22 @@ class Pipeline(Method):
         if "shards" not in run.parallel.mesh_dim_owner:
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
-            raise ConfigurationError(
-                "pipeline:balance=memory cannot be combined with tensor_parallel, which needs the full model"
-            )
+            problem = "cannot be combined with tensor_parallel, which needs the full model"
+            raise ConfigurationError(f"pipeline:balance=memory {problem}")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         parallel = run.parallel
         assert parallel is not None
         microbatches = self.microbatches or 2 * parallel.pp_size
         self._check_options(microbatches, parallel.pp_size, run)
-        has_batch_norm = has_local_batch_norm(model)
+        has_batch_norm = collectives.has_local_batch_norm(model)
         if microbatches > 1:
             remedy = f"; a batch passes in as many microbatches, up to {microbatches}, as divide it"
-            warn_local_batch_norm(model, remedy, "each microbatch")
+            collectives.warn_local_batch_norm(model, remedy, "each microbatch")
         elif parallel.model_parallel_size < run.ranks.world_size:
-            warn_local_batch_norm(model)
+            collectives.warn_local_batch_norm(model)
         if self.balance == "time" and parallel.tp_size == 1:  # else tensor_parallel has broadcast it
-            broadcast_module(model, run.device)
+            collectives.broadcast_module(model, run.device)
         num_stages = parallel.pp_size * SCHEDULES[self.schedule][1]
         graph, segments = find_split_points(model, num_stages, run.services.peek_batch)
         ends, loads = self._stage_ends(model, graph, segments, num_stages, microbatches, run)
@@ -133,12 +127,10 @@ class Pipeline(Method):
         position = mesh.get_local_rank()
         if run.ranks.is_main_process:
             _report(stages, loads)
-        local: dict[int, nn.Module] = {
-            index: stage for index, stage in enumerate(stages) if index % parallel.pp_size == position
-        }
+        local = dict[int, nn.Module]((i, stage) for i, stage in enumerate(stages) if i % parallel.pp_size == position)
         local_tensors = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
-            broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
+            collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
         run.observe_effect(self, partial(observe_collectives, "send", "recv_"))
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
         return PipelinedModel(
@@ -168,7 +160,8 @@ class Pipeline(Method):
         ]
         return balance_on_main_process(
             lambda: cast(
-                list[list[float]], estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight)
+                list[list[float]],
+                estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight),
             ),
             run,
         )
@@ -176,13 +169,11 @@ class Pipeline(Method):
     def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
         setting = f"pipeline:microbatches={microbatches}"
         if run.task.loss is None:
-            raise ConfigurationError(
-                "pipeline computes the loss apart from the model, on the last stage; pass Task(loss=)"
-            )
+            problem = "pipeline computes the loss apart from the model, on the last stage"
+            raise ConfigurationError(f"{problem}; pass Task(loss=)")
         if self.schedule != "gpipe" and microbatches < pp_size:
-            raise ConfigurationError(
-                f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}; take {pp_size}"
-            )
+            problem = f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}"
+            raise ConfigurationError(f"{problem}; take {pp_size}")
         if SCHEDULES[self.schedule][1] > 1 and microbatches % max(1, microbatches // pp_size):
             multiple = -(-microbatches // pp_size) * pp_size
             raise ConfigurationError(f"{setting} does not fill the rounds of schedule={self.schedule}; take {multiple}")
@@ -204,17 +195,10 @@ class Pipeline(Method):
 
 
 class PipelinedModel(nn.Module):
-    """A model of which this rank holds some stages.
+    """A model of which this rank holds some stages, given as index -> module.
 
-    Args:
-        module: the full model; its forward is replaced by that of the pipeline.
-        stages: index -> module of the stages on this rank.
-        num_stages: number of stages of the model, on all ranks.
-        mesh: the "stages" dimension of the device mesh.
-        schedule: name of torch's schedule class.
-        microbatches: maximum number of microbatches per batch.
-        pads: whether short microbatches may be padded with rows that the loss ignores.
-        run: the run.
+    The forward of ``module``, the full model, is replaced by that of the pipeline. ``mesh`` is the "stages" dimension
+    of the device mesh, ``schedule`` names torch's schedule class; ``pads``: short microbatches may be padded.
     """
 
     def __init__(
@@ -241,7 +225,6 @@ class PipelinedModel(nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """Global rank of the process that holds the last stage of this replica."""
         return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -61,19 +61,12 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers that are sharded together.
+    """Linear layers that are sharded together, by their names."""
 
-    Attributes:
-        first: names of the layers that are sharded by columns.
-        last: name of the layer that is sharded by rows.
-        elementwise: whether only element-wise functions lie between them, not an attention.
-        dropouts: names of the dropout layers between them; a rank draws the full mask and uses its shard.
-    """
-
-    first: tuple[str, ...]
-    last: str
-    elementwise: bool
-    dropouts: tuple[str, ...] = ()
+    first: tuple[str, ...]  # the layers that are sharded by columns
+    last: str  # the layer that is sharded by rows
+    elementwise: bool  # whether only element-wise functions lie between them, not an attention
+    dropouts: tuple[str, ...] = ()  # dropout layers between them; a rank draws the full mask and uses its shard
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -140,9 +133,7 @@ class TensorParallel(Method):
         return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights = [
-            weight for group in run.optimizer.param_groups for weight in group["params"] if hasattr(weight, "full")
-        ]
+        weights = [p for group in run.optimizer.param_groups for p in group["params"] if hasattr(p, "full")]
 
         def step_with_dtensor_grads() -> None:
             for weight in weights:
@@ -232,9 +223,9 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
             pending += node.all_input_nodes
     inside = {*first, *between, last}
     elementwise = all(_operation(node, modules) in ELEMENTWISE for node in between)
-    readers = (
-        inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
-    )
+    readers = set(inside)
+    if not elementwise:
+        readers |= {user for node in inside for user in node.users if is_shape_value(user)}
     widths = {cast(nn.Linear, modules[str(node.target)]).out_features for node in first}
     widths.add(cast(nn.Linear, modules[str(last.target)]).in_features)
     is_read_outside = any(user not in readers for node in (*first, *between) for user in node.users)
@@ -261,11 +252,8 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
     layers = [cast(nn.Linear, model.get_submodule(name)) for block in blocks for name in block.layers]
     fraction = sum(layer.weight.numel() for layer in layers) / total
-    for line in [
-        *blocks,
-        *(f"not sharded: {reason}" for reason in rejected),
-        f"{fraction:.0%} of the weights are sharded",
-    ]:
+    not_sharded = [f"not sharded: {reason}" for reason in rejected]
+    for line in [*blocks, *not_sharded, f"{fraction:.0%} of the weights are sharded"]:
         warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 

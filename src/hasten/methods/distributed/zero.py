@@ -37,13 +37,7 @@ from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import RunContext
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
-from hasten.distributed.collectives import (
-    broadcast_module,
-    broadcast_tensors,
-    buckets,
-    sync_on_last_microbatch,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
 from hasten.distributed.deferred_init import module_tensors
 from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
 from hasten.utils.observe_step import observe_collectives
@@ -85,9 +79,9 @@ class Zero(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         assert run.parallel is not None
         self._check_options(run)
-        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
-        collectives = ("allreduce_",) if self.stage == 1 else ("_allgather_base_", "_reduce_scatter_base_")
-        run.observe_effect(self, partial(observe_collectives, *collectives))
+        collectives.warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        names = ("allreduce_",) if self.stage == 1 else ("_allgather_base_", "_reduce_scatter_base_")
+        run.observe_effect(self, partial(observe_collectives, *names))
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
@@ -107,7 +101,7 @@ class Zero(Method):
         if self.init == "meta":
             device = torch.device("cpu") if self.cpu_offload else run.device
             return _shard_meta_model(model, partial(_shard, options=options), device, run)
-        broadcast_module(model)
+        collectives.broadcast_module(model)
         return _shard(model, options)
 
     def _check_options(self, run: RunContext) -> None:
@@ -161,7 +155,8 @@ class Zero(Method):
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if self.stage > 1 or run.plan.microbatches == 1:
             return forward_backward  # stages 2 and 3 reduce after every microbatch: they never hold full gradients
-        return sync_on_last_microbatch(forward_backward, run.progress, cast(DistributedDataParallel, run.model).no_sync)
+        no_sync = cast(DistributedDataParallel, run.model).no_sync
+        return collectives.sync_on_last_microbatch(forward_backward, run.progress, no_sync)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
@@ -175,7 +170,7 @@ class Zero(Method):
             for shard in shards:
                 shard.grad = None if shard.full.grad is None else _as_dtensor(shard.full.grad, mesh)
             optimizer_step()
-            for bucket in buckets(trained):
+            for bucket in collectives.buckets(trained):
                 _gather(bucket, ranks)
 
         return step_and_gather
@@ -218,7 +213,7 @@ def _shard_meta_model(
     tensors = list({id(tensor): tensor for *_, tensor in uses}.values())
     model = shard(model).to_empty(device=device)
     for index, tensor in run.parallel.materialize(tensors):
-        broadcast_tensors([tensor], device=run.device)
+        collectives.broadcast_tensors([tensor], device=run.device)
         for module, name in ((module, name) for module, name, meta in uses if meta is tensors[index]):
             target = getattr(module, name)
             if target.is_meta:  # neither a parameter nor a buffer
