@@ -77,6 +77,7 @@ class Arm:
         program = self.program_of(task)
         program.effects.require_effect = True
         program.effects.check()
+        program.effects.warmup_steps = WARM_UP_STEPS  # the observed step, which takes longer, counts nowhere
         self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _endless(program, self._epoch)

@@ -75,10 +75,10 @@ class EffectObserver:
     def _observe_next(self, steps: Iterator[T]) -> list[T]:
         """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""
         running: dict[str, Generator[None, None, str]] = {}
-        for name, check in self.checks.items():
-            running[name] = _as_generator(check)
-            self._advance(name, running)
         try:
+            for name, check in self.checks.items():
+                running[name] = _as_generator(check)
+                self._advance(name, running)
             items = [*islice(steps, 1)]
             if items:
                 for name in reversed([*running]):  # contexts that the checks opened close in reverse order

@@ -80,6 +80,8 @@ def _observe(blocks: list[torch.nn.Module]) -> Generator[None, None, str]:
     recomputed: set[int] = set()
 
     def note(index: int, *_: Any) -> None:
+        if torch.compiler.is_compiling():  # the step may compile a graph, which must not contain this function
+            return
         (recomputed if inside_backward() else called).add(index)
 
     layers = [(index, layer) for index, block in enumerate(blocks) for layer in block.children()]

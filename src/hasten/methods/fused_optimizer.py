@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class FusedOptimizer(Method):
                 run.report_no_effect(self, obstacle)
             else:
                 _fuse(optimizer)
-                run.observe_effect(self, _observe)
+                run.observe_effect(self, partial(_observe, optimizer))
             return made
 
         return make_fused
@@ -65,12 +66,26 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _observe() -> Generator[None, None, str]:
-    with OpRecorder() as recorder:
-        yield
-    if calls := recorder.count("_fused_"):
+def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:
+    """Effect check: the operations of the optimizer alone, because other methods call ``_foreach_`` kernels, too."""
+    inside = OpRecorder()
+
+    def begin(*_: Any) -> None:
+        recorder.ops = {}
+
+    def end(*_: Any) -> None:
+        inside.ops, recorder.ops = recorder.ops, {}
+
+    handles = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
+    try:
+        with OpRecorder() as recorder:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if calls := inside.count("_fused_"):
         return f"the step called {calls} fused kernel{'s' * (calls > 1)} of the optimizer"
-    if recorder.count("_foreach_") or recorder.count("addcdiv_"):
+    if inside.ops:
         raise NoEffectError("the optimizer updated the parameters without a fused kernel")
     return f"{NOT_CHECKED}: the optimizer did not update the parameters in this step"
 

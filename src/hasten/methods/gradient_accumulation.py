@@ -1,5 +1,6 @@
 """Gradient accumulation: each batch in several microbatches, whose gradients are added up."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +11,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.utils.op_recorder import NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,16 @@ class GradientAccumulation(Method):
             run.report_no_effect(self, "each batch is a single microbatch")
         else:
             run.plan.microbatches = self.accumulation_steps
-            run.observe_effect(self, partial(_describe, run))
+            run.observe_effect(self, partial(_observe, run))
         return model
 
 
-def _describe(run: RunContext) -> str:
+def _observe(run: RunContext) -> Generator[None, None, str]:
+    before = run.progress.samples
+    yield
+    samples = run.progress.samples - before
+    if samples < 2 * run.ranks.world_size:
+        return f"{NOT_CHECKED}: the observed step had {samples} samples, too few for two microbatches on each rank"
     fraction = run.progress.microbatch_fraction  # of the last microbatch of the observed step
     if fraction == 1.0:
         raise NoEffectError("the step was computed in one piece")

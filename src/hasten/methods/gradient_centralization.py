@@ -11,6 +11,7 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.utils.observe_step import observe_gradients
+from hasten.utils.op_recorder import NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ class GradientCentralization(Method):
 def _inspect(centralized: list[torch.nn.Parameter], parameters: list[torch.nn.Parameter]) -> str:
     known = set(centralized)
     gradients = [p.grad for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return f"{NOT_CHECKED}: no parameter had a gradient in this step"
     done = 0
     for g in gradients:
         means = g.mean(dim=tuple(range(1, g.ndim)))
-        done += bool((means.abs() <= 1e-3 * g.abs().amax() + 1e-30).all())
+        rounding = max(1e-3, 4 * torch.finfo(g.dtype).eps)  # of the gradients after the mean was subtracted
+        done += bool((means.abs() <= rounding * g.abs().amax() + 1e-30).all())
     if not done:
         raise NoEffectError(f"no row of the {len(gradients)} gradients had the mean zero when the optimizer used them")
     return f"{done} of {len(parameters)} gradients were centralized"

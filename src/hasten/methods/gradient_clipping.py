@@ -44,13 +44,15 @@ class GradientClipping(Method):
             grad_transform()
             clip_norm(parameters, self.max_norm, run.global_grad_norm, run.duplicate_params)
 
-        run.observe_effect(self, partial(observe_gradients, run, self._inspect))
+        run.observe_effect(self, partial(observe_gradients, run, partial(self._inspect, parameters)))
         return clip_gradients
 
-    def _inspect(self, parameters: list[torch.nn.Parameter]) -> str:
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    def _inspect(self, clipped: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> str:
+        known = set(clipped)  # the optimizer may have others, such as those of the loss
+        gradients = [p.grad for p in parameters if p in known and p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         if norm > 1.01 * self.max_norm:
             raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}, above max_norm={self.max_norm:g}")
         if norm > 0.99 * self.max_norm:
-            return f"{len(parameters)} gradients were clipped to norm {self.max_norm:g}"
-        return f"the norm of {len(parameters)} gradients was {norm:.3g}, below max_norm={self.max_norm:g}"
+            return f"{len(gradients)} gradients were clipped to norm {self.max_norm:g}"
+        return f"the norm of {len(gradients)} gradients was {norm:.3g}, below max_norm={self.max_norm:g}"

@@ -8,13 +8,14 @@ Inside a replayed CUDA graph it sees nothing.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from hasten._torch_compat import TorchDispatchMode, is_view_op
+from hasten._torch_compat import TorchDispatchMode, in_place_version, is_view_op
 from hasten.utils.tree import tree_leaves
 
 NOT_CHECKED = "effect not checked"  # how the evidence begins where a check cannot look
@@ -50,6 +51,8 @@ class OpRecorder(TorchDispatchMode):
         ops: (name, precision of the first floating-point input or None) -> OpStats.
     """
 
+    supports_higher_order_operators = True  # such as torch.cond and flex_attention, which would raise otherwise
+
     def __init__(self, timed: bool = False) -> None:
         super().__init__()
         self.timed = timed
@@ -62,19 +65,24 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_view_op(func):
+        if is_view_op(func) or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         began = self._now(tensors) if self.timed else 0.0
-        output = func(*args, **kwargs)
         packet = func.overloadpacket
+        changed = args[0] if packet.__name__.startswith("_foreach_") and packet.__name__.endswith("_") else []
+        versions = [in_place_version(tensor) for tensor in changed]
+        output = func(*args, **kwargs)
+        if changed and versions == [in_place_version(tensor) for tensor in changed]:
+            torch.autograd.graph.increment_version(changed)  # torch forgets to, under a mode
         stats = self.ops.setdefault((packet.__name__, floating[0].dtype if floating else None), OpStats())
         stats.count += 1
         if self.timed:
             stats.seconds += self._now(tensors) - began
         if packet in flop_registry:
-            stats.flops += flop_registry[packet](*args, **kwargs, out_val=output)
+            with suppress(Exception):  # torch's formulas do not know all shapes; the step must go on
+                stats.flops += int(flop_registry[packet](*args, **kwargs, out_val=output))
         if packet.__name__ in CONVOLUTIONS and floating[0].ndim == 4:
             last = floating[0].is_contiguous(memory_format=torch.channels_last)
             first = floating[0].is_contiguous()  # with one channel, or one pixel, it is both

@@ -6,6 +6,7 @@ section 2.3: the loss of each shard stays independent of the others); it is a di
 few samples per rank.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +14,12 @@ from torch import nn
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.utils.observe_step import observe_collectives
+from hasten.utils.op_recorder import NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -60,5 +62,14 @@ class SyncBatchNorm(Method):
             group = SyncGroup(run.progress, run.ranks.world_size)
             for norm in norms:
                 convert_sync_batchnorm(norm, group)
-            run.observe_effect(self, partial(observe_collectives, "allgather_", "_allgather_base_"))
+            run.observe_effect(self, partial(_observe, group))
         return model
+
+
+def _observe(group: SyncGroup) -> Generator[None, None, str]:
+    try:
+        return (yield from observe_collectives("allgather_", "_allgather_base_"))
+    except NoEffectError:
+        if group.is_sharded:
+            raise
+        return f"{NOT_CHECKED}: the observed step had fewer samples than there are ranks"
