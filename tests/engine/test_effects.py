@@ -80,6 +80,44 @@ def test_effect_of_a_run_that_ends_before_the_observed_step_is_not_checked():
     assert program.effects.evidence == {"test_effects": "effect not checked: the run was too short"}
 
 
+@dataclass(frozen=True)
+class Yields(Method):
+    """Its check is a function that returns a generator, which is called after the step."""
+
+    card = CARD
+
+    def setup(self, run):
+        def check():
+            yield
+            return "seen"
+
+        run.observe_effect(self, lambda: check())
+
+
+def test_check_that_is_no_generator_function_is_named():
+    program, _ = steps_of(Yields())
+    assert "no generator function" in program.effects.evidence["test_effects"] and not program.run.no_effect
+
+
+def test_reason_that_a_method_reported_itself_is_the_only_one():
+    class Late(Method):
+        card = CARD
+
+        def grad_transform(self, grad_transform, run):
+            def check():
+                raise NoEffectError("found by the check")
+
+            def transform():
+                run.report_no_effect(self, "found by the method")
+                grad_transform()
+
+            run.observe_effect(self, check)
+            return transform
+
+    program, _ = steps_of(Late())
+    assert [reason for _, reason in program.run.no_effect] == ["found by the method"]
+
+
 def test_method_without_a_check_is_marked():
     class States(Method):
         card = CARD

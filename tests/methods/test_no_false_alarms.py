@@ -1,5 +1,6 @@
 """Methods that act are not reported as without effect, whatever the observed step, the third, is like."""
 
+from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
 
@@ -10,12 +11,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 
 from hasten.benchmarking.arm import Arm
+from hasten.benchmarking.process_state import restored
+from hasten.core.errors import NoEffectError
 from hasten.data import arrays
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.tasks import TaskRef
 from hasten.methods.malloc_tuning import _describe as describe
+from hasten.methods.tf32 import _describe as tf32_effect
 from hasten.testing import tasks
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
@@ -215,3 +219,12 @@ def test_observed_step_counts_neither_as_start_nor_as_step_of_an_arm(monkeypatch
     arm = Arm(TaskRef.of(tasks.perceptron), {"bfloat16": {}}, "cpu", 0)
     arm.build()
     assert steps == [3]  # the first of several blocks, of which the fastest counts
+
+
+@pytest.mark.parametrize(("precision", "acts"), [("medium", True), ("high", True), ("highest", False)])
+def test_tf32_of_a_task_that_sets_the_precision_itself(precision, acts):
+    with restored():
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = True
+        with nullcontext() if acts else pytest.raises(NoEffectError, match="switched TF32 off"):
+            tf32_effect()

@@ -83,6 +83,8 @@ class EffectObserver:
             if items:
                 for name in reversed([*running]):  # contexts that the checks opened close in reverse order
                     self._advance(name, running)
+                for name in running:
+                    self.evidence[name] = f"{NOT_CHECKED}: the check yields twice, or is no generator function"
                 self.checks = {}
             return items
         finally:
@@ -105,7 +107,8 @@ class EffectObserver:
 
     def _report(self, name: str, reason: str) -> None:
         self.evidence.pop(name, None)
-        self.run.no_effect.append((name, reason))
+        if name not in dict(self.run.no_effect):  # the method may have reported a better reason itself
+            self.run.no_effect.append((name, reason))
 
 
 def _as_generator(check: EffectCheck) -> Generator[None, None, str]:

@@ -64,6 +64,6 @@ def _already_set() -> str | None:
 
 
 def _describe() -> str:
-    if torch.get_float32_matmul_precision() != "high" or not torch.backends.cudnn.allow_tf32:
+    if _already_set() is None:  # "medium", or the new switches, which the task may have set since, are as good
         raise NoEffectError("something has switched TF32 off during the run")
     return "float32 matrix products and convolutions may use TF32"

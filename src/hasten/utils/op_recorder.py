@@ -65,7 +65,7 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_view_op(func) or not isinstance(func, torch._ops.OpOverload):
+        if is_view_op(func) or not hasattr(func, "overloadpacket"):  # an operation of higher order has no overloads
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
