@@ -129,6 +129,7 @@ def test_diagnose(here, capfd):
     assert code == 0
     assert told.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
     assert isinstance(told["verdict"], str) and told["verdict"]
+    assert told["operations"] is None, "only with --ops"
     assert told["phases"].keys() <= PHASES.keys() and sum(told["phases"].values()) == pytest.approx(1.0)
     assert all(0 <= share <= 1 for share in told["phases"].values())
     assert told["ceilings"] and all(ratio["median"] > 0 for ratio in told["ceilings"].values())

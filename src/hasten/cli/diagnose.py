@@ -9,6 +9,7 @@ from typing import Any
 
 from hasten.cli import argument_types
 from hasten.cli.output import CommandResult
+from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
@@ -22,10 +23,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
     argument_types.add_timeout(parser)
     argument_types.add_measuring_budget(parser)
+    parser.add_argument(
+        "--ops",
+        action="store_true",
+        help="also show which operations of a step run in which precision; needs a recipe with lower precision",
+    )
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Measure in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
+    if options.ops and (options.processes > 1 or in_job()):
+        from hasten.profiling.ops import ONE_PROCESS
+
+        raise ConfigurationError(ONE_PROCESS)
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
@@ -39,6 +49,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     else:
         from hasten.profiling.diagnose import diagnose
 
+        diagnose = partial(diagnose, ops=options.ops)
     result = diagnose(
         options.task,
         recipe=argument_types.recipe_from_options(options),

@@ -166,6 +166,7 @@ class RunContext:
         checkpoint_state: Name -> object with ``state_dict()`` and ``load_state_dict()`` that checkpoints include.
         no_effect: (method, reason) of each method that found nothing to act on.
         effect_checks: Method -> check of its effect; see ``observe_effect``.
+        loss_scale: ``() -> (factor of the loss, whether the last step overflowed)``, where a method scales the loss.
         tuned_settings: Method -> options that it found while it ran, for the next run.
         parallel: The run as one of several processes; None in a single process.
         services: What the engine looks up for methods.
@@ -182,6 +183,7 @@ class RunContext:
     checkpoint_state: dict[str, Any] = field(default_factory=dict)
     no_effect: list[tuple[str, str]] = field(default_factory=list)
     effect_checks: dict[str, EffectCheck] = field(default_factory=dict[str, EffectCheck])
+    loss_scale: Callable[[], tuple[float, bool]] | None = None
     tuned_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel: ParallelContext | None = None
     services: EngineServices = field(default_factory=lambda: EngineServices())

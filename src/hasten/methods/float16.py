@@ -51,9 +51,9 @@ class Float16(Method):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = LossScale(
-            self.scale, run.device
-        )  # without it, the hooks below change nothing
+        scale = LossScale(self.scale, run.device)
+        run.checkpoint_state[self.name] = scale  # without it, the hooks below change nothing
+        run.loss_scale = lambda: (scale.value, scale.overflow)
         device = run.device.type
         run.observe_effect(self, partial(observe_precision, torch.float16))
 

@@ -18,6 +18,7 @@ from hasten._torch_compat import TorchDispatchMode, is_view_op
 from hasten.utils.tree import tree_leaves
 
 NOT_CHECKED = "effect not checked"  # how the evidence begins where a check cannot look
+CONVERSION = "_to_copy"  # behind Tensor.to: to another precision, another device or another memory format
 CONVOLUTIONS = ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
 
@@ -47,7 +48,8 @@ class OpRecorder(TorchDispatchMode):
         timed: Also measures seconds, which makes each operation on a GPU wait for the one before.
 
     Attributes:
-        ops: (name, precision of the first floating-point input or None) -> OpStats.
+        ops: (name, precision of the first floating-point input or None) -> OpStats. A conversion to another precision
+            is named with its target: ``_to_copy to bfloat16``.
     """
 
     def __init__(self, timed: bool = False) -> None:
@@ -62,20 +64,23 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_view_op(func):
+        if is_view_op(func) or func.namespace == "profiler":
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         began = self._now(tensors) if self.timed else 0.0
         output = func(*args, **kwargs)
         packet = func.overloadpacket
-        stats = self.ops.setdefault((packet.__name__, floating[0].dtype if floating else None), OpStats())
+        name = packet.__name__
+        if name == CONVERSION and output.dtype != tensors[0].dtype:
+            name += f" to {str(output.dtype).removeprefix('torch.')}"
+        stats = self.ops.setdefault((name, floating[0].dtype if floating else None), OpStats())
         stats.count += 1
         if self.timed:
             stats.seconds += self._now(tensors) - began
         if packet in flop_registry:
             stats.flops += flop_registry[packet](*args, **kwargs, out_val=output)
-        if packet.__name__ in CONVOLUTIONS and floating[0].ndim == 4:
+        if name in CONVOLUTIONS and floating[0].ndim == 4:
             last = floating[0].is_contiguous(memory_format=torch.channels_last)
             first = floating[0].is_contiguous()  # with one channel, or one pixel, it is both
             stats.channels_last += last and not first
