@@ -10,7 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import ops
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_schema import validate
+from hasten.reporting.result_schema import Operations, validate
 from hasten.testing.tasks import CLASSES, Labeled, perceptron
 
 WARMUP_STEPS = 15  # of an arm
@@ -36,17 +36,17 @@ KNOWN = FORWARD | LOSS | BACKWARD | CONVERSIONS | UPDATE
 def normed(**changes):
     return perceptron(
         model=lambda: nn.Sequential(nn.LayerNorm(12), nn.Linear(12, CLASSES)),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-5),
         **changes,
     )
 
 
-def observed(task, recipe: str) -> dict:
+def observed(task, recipe: str) -> Operations:
     return ops.measure_operations(TaskRef.of(task), Recipe.coerce(recipe), device="cpu", seed=0)
 
 
 @pytest.fixture(scope="module")
-def in_bfloat16() -> dict:
+def in_bfloat16() -> Operations:
     return observed(normed(), "bfloat16")
 
 
@@ -66,8 +66,8 @@ def test_the_shares_are_those_of_all_operations(in_bfloat16):
 
 
 def exploding(output, target):
-    """Its gradients overflow in float16 with a scale above 2**16 / 2000."""
-    return 2000 * nn.functional.mse_loss(output[:, 0], target.float(), reduction="sum")
+    """Its gradients overflow in float16 until the scale has fallen to about 2**7."""
+    return 100 * nn.functional.mse_loss(output[:, 0], target.float())
 
 
 def test_the_loss_scale_falls_with_each_overflow():
@@ -79,7 +79,7 @@ def test_the_loss_scale_falls_with_each_overflow():
         after == (before / 2 if step["overflow"] else before)
         for before, after, step in zip(values[:-1], values[1:], history, strict=True)
     )
-    assert not history[-1]["overflow"], "the scale found its level"
+    assert 2.0**4 < history[-1]["value"] < 2.0**11 and not history[-1]["overflow"], "the scale found its level"
 
 
 def test_a_compiled_run_names_what_is_not_visible():
@@ -109,8 +109,9 @@ def test_a_recipe_without_lower_precision_is_refused_before_anything_is_measured
 
 def test_diagnose_returns_the_operations_as_its_schema_has_them():
     result = diagnose(normed(), recipe="bfloat16", device="cpu", budget=1.0, ops=True)
-    assert validate(result)["operations"] == result["operations"]
-    assert {(row["op"], row["dtype"]) for row in result["operations"]["rows"]} >= KNOWN.keys()
+    operations = result.get("operations")
+    assert operations and validate(result)["operations"] == operations
+    assert {(row["op"], row["dtype"]) for row in operations["rows"]} >= KNOWN.keys()
 
 
 def test_loading_is_not_an_operation_of_the_step():

@@ -261,3 +261,11 @@ def test_many_trials_and_long_runs_stay_small(tmp_path):
 def test_input_rates_are_written_without_exponents(tmp_path):
     text = text_of(page_of(tmp_path, samples.diagnosed()))
     assert "52,000" in text and "e+0" not in text
+
+
+def test_the_operations_of_a_step_are_a_table(tmp_path):
+    text = text_of(page_of(tmp_path, samples.diagnosed()))
+    for needed in ("bfloat16 42 100 % 58 %", "float32 to bfloat16 40 8 %", "Loss scale: 65536 after step 1"):
+        assert needed in text
+    without = samples.diagnosed() | {"operations": None}
+    assert "Operations of a step" not in text_of(page_of(tmp_path, without))

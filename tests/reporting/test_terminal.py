@@ -70,7 +70,16 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
         (
             "diagnose",
-            ["waits for its data", "71 %", "3.4×", "23 ms", "in_memory_batches 3.4× samples can be read by index"],
+            [
+                "waits for its data",
+                "71 %",
+                "3.4×",
+                "23 ms",
+                "in_memory_batches 3.4× samples can be read by index",
+                "bfloat16 42 100 % 58 %",
+                "float32 to bfloat16 40 8 %",
+                "loss scale 65536 after step 1, 32768 after step 2; 1 step of 2 overflowed",
+            ],
         ),
         (
             "train",

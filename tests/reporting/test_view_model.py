@@ -96,3 +96,37 @@ def test_what_was_measured_comes_before_what_was_ruled_out():
         ][0]
         == "diagnosis"
     )
+
+
+def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
+    rows = samples.operations()["rows"]
+    groups = {group["name"]: group for group in view_model.operation_groups(rows)}
+    assert [*groups] == ["bfloat16", "float32", "conversions", "no floating-point input"]
+    assert sum(group["time_share"] for group in groups.values()) == pytest.approx(1)
+    assert [row["op"] for row in groups["bfloat16"]["rows"]] == ["addmm", "mm", "gelu"]
+    assert [row["op"] for row in groups["conversions"]["rows"]] == ["float32 to bfloat16", "bfloat16 to float32"]
+    assert groups["bfloat16"]["flops_share"] == 1 and groups["conversions"]["calls_per_step"] == 74
+    listed = [row["op"] for group in groups.values() for row in group["rows"]]
+    others = [name for name in listed if "other" in name]
+    assert len(listed) - len(others) == view_model.MAX_OPERATIONS and others == ["3 others", "1 other"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([], ""),
+        ([(65536.0, False)] * 3, "65536 after step 1; 0 steps of 3 overflowed"),
+        (
+            [(32768.0, True), (32768.0, False), (16384.0, True)],
+            "32768 after step 1, 16384 after step 3; 2 steps of 3 overflowed",
+        ),
+        (
+            [(2.0**-step, True) for step in range(9)],
+            "1 after step 1, 0.5 after step 2, 0.25 after step 3, 0.125 after step 4, 0.0625 after step 5, \u2026, "
+            "0.00390625 after step 9; 9 steps of 9 overflowed",
+        ),
+    ],
+)
+def test_the_loss_scale_in_a_sentence(steps, sentence):
+    history = [{"value": value, "overflow": overflow} for value, overflow in steps]
+    assert view_model.loss_scale_sentence(history) == sentence
