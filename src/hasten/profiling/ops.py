@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hasten._torch_compat import compile_seconds, without_modes
 from hasten.benchmarking.arm import Arm
@@ -72,18 +72,29 @@ def measure_operations(
         return arm.call("record", count=OBSERVED_STEPS)
 
 
+@runtime_checkable
+class ScalesLoss(Protocol):
+    """What a method that scales the loss has in ``RunContext.checkpoint_state``.
+
+    Attributes:
+        value: The factor of the loss in the next step.
+        overflow: Whether the gradients of the last step overflowed.
+    """
+
+    value: float
+    overflow: bool
+
+
 class RecordedArm(Arm):
     """An arm, in a worker process, that records the operations of its steps. It has no evaluations."""
 
     def program_of(self, task: Task) -> Program:
         program, self.loss_scale = super().program_of(task), list[LossScaleStep]()
-        loss_scale = program.run.loss_scale
+        scales = [state for state in program.run.checkpoint_state.values() if isinstance(state, ScalesLoss)]
 
         def zero_grad() -> None:  # the last function of a step
             program.zero_grad()
-            if loss_scale is not None:
-                value, overflow = loss_scale()
-                self.loss_scale.append({"value": value, "overflow": overflow})
+            self.loss_scale.extend({"value": scale.value, "overflow": scale.overflow} for scale in scales)
 
         return dataclasses.replace(program, validation=None, zero_grad=zero_grad)
 

@@ -179,7 +179,7 @@ def operation_groups(rows: Sequence[Json]) -> list[Json]:
 
     Returns:
         ``{"name", "calls_per_step", "flops_share", "time_share", "rows"}`` per group, with sums over its rows. The
-        MAX_OPERATIONS that take longest have a row each; the last row of a group sums up its others.
+        MAX_OPERATIONS that take longest have a row each; the last row of a group that has one sums up its others.
     """
     ordered = sorted(rows, key=lambda row: -(row["time_share"] or 0.0))
     groups: dict[str, list[Json]] = {}
@@ -190,7 +190,7 @@ def operation_groups(rows: Sequence[Json]) -> list[Json]:
     for name, members in groups.items():
         listed = [row | {"op": _operation_name(row)} for row in members if id(row) in shown]
         others = [row for row in members if id(row) not in shown]
-        if others:
+        if listed and others:
             listed.append(_summed_up(formatting.count(len(others), "other", "others"), others))
         result.append(_summed_up(name, members) | {"name": name, "rows": listed})
     return sorted(result, key=lambda group: -group["time_share"])
