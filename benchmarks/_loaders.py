@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of data loading: measures loaders in turns, and prints tables of their rates."""
+"""Shared by the benchmarks of data loading: measures loaders in turns and prints tables of their rates."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def rate(made: Iterable, seconds: float) -> float:
         count, began = 0, time.perf_counter()
         for batch in batches:
             count += rows_in(batch)
-            del batch  # as a training loop does
+            del batch  # a training loop does the same
             if (took := time.perf_counter() - began) >= seconds:
                 return count / took
 
 
 def seconds_of_a_pass(make: Callable[[], Iterable]) -> float:
-    """Returns seconds from opening to the end of the first epoch."""
+    """Returns seconds from opening a loader to the end of its first epoch."""
     began, count = time.perf_counter(), 0
     for batch in make():
         count += rows_in(batch)

@@ -1,16 +1,16 @@
-"""hasten's recipe against what loadtune 0.3 recommends for the same task.
+"""hasten's recipe against the recommendation of loadtune 0.3 for the same task.
 
-loadtune is run as its documents say (``loadtune tune FILE``), with more patience than its defaults: three repeats, two
-rounds and batch sizes allowed. What it recommends is then trained by hasten's engine, whose methods of the same meaning
-are switched on (workers, threads, compile, autocast), so the engines are the same and only the choices differ. Both
-recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the
-times to the target, and what becomes of the metric is told for both.
+loadtune runs as documented (``loadtune tune FILE``) with a larger budget than its defaults: three repeats, two rounds,
+batch sizes allowed. hasten's engine then trains with its recommendation, translated to the hasten methods of the same
+meaning (workers, threads, compile, autocast). So both sides use the same engine and only the choices differ. Both
+recipes are timed in turns (``hasten.compare``) and trained to the end on the same seeds. The printed ratio is that of
+the times to the target; the final metrics of both are printed, too.
 
-hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now.
-``--proven`` takes the one that the newest record of the workload has proven instead, which spares the search but not
-the comparison. pytorch-autotune 2 needs CUDA and is not measured here.
+hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``), which is made now if it does not exist.
+``--proven`` takes the recipe of the newest record of the workload instead: no search, but the same comparison.
+pytorch-autotune 2 requires CUDA and is not measured here.
 
-Figure: hasten's recipe is never slower, and faster on most.
+Figure: hasten's recipe is never slower, and faster on most workloads.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hasten import ConfigurationError, Recipe, RunError
 
 WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
 HERE = Path(__file__).parent
-FIRST_SEED = 200  # which neither tuner has seen
+FIRST_SEED = 200  # seeds that neither tuner has used
 PATIENCE = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
-TIE = 0.02  # loadtune's own: below it a configuration is not better
+TIE = 0.02  # loadtune's tie threshold: a smaller gain is not an improvement
 
 
 def loadtunes_choice(workload: str, steps: int) -> dict:
-    """What loadtune recommends: {"knobs", "recipe", "claimed", "seconds"}; the empty recipe where nothing beat its
+    """Returns loadtune's recommendation: {"knobs", "recipe", "claimed", "seconds"}; an empty recipe if nothing beat its
     baseline.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
 
 
 def chosen(told: dict) -> dict:
-    """By loadtune's own rule (``loadtune.experiment.best_trial``): of those within its tie, the one with fewest
+    """Applies loadtune's own rule (``loadtune.experiment.best_trial``): within its tie, the configuration with fewest
     workers.
     """
     good = [trial for trial in told["trials"] if trial["result"] and not trial["result"].get("error")]
@@ -87,7 +87,10 @@ def chosen(told: dict) -> dict:
 
 
 def as_recipe(knobs: dict) -> Recipe:
-    """Loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
+    """Translates loadtune's configuration to a hasten recipe.
+
+    The batch size is loadtune's only on a GPU.
+    """
     if knobs["batch_size"]:
         raise ConfigurationError("loadtune changed the batch size, which it does on GPUs only; that is not translated")
     recipe = Recipe()
@@ -110,7 +113,7 @@ def as_recipe(knobs: dict) -> Recipe:
 
 
 def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
-    """Time to the target of both, on the same seeds."""
+    """Measures the time to the target of both recipes on the same seeds."""
     from hasten.tuning.confirm import time_to_target
 
     pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, watch=watch)
@@ -132,7 +135,7 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
 
 
 def _samples(run: dict) -> int:
-    """To the target; a run that never got there took at least all of its own."""
+    """Returns samples to the target; a run that never reached it counts with all its samples."""
     return run["samples_to_target"] or run["samples"]
 
 
@@ -161,7 +164,7 @@ def against(workload: str, options) -> dict:
 
 
 def proven(workload: str) -> dict:
-    """What an earlier search on a CPU said."""
+    """Returns the recipe of the newest CPU record of the workload."""
     found = newest_records().get(workload)
     if not found or found["device"] != "cpu":
         raise ConfigurationError(f"no record of {workload} on a CPU")

@@ -59,7 +59,7 @@ def program():
 
 
 class Arms:
-    """Each way to save: the seconds that the training stood still, and those of the whole leg."""
+    """All ways to save. Each leg returns the seconds for which training stood still, and its total seconds."""
 
     def __init__(self, built, folder: Path, steps: int):
         from hasten.engine.async_checkpoint import AsyncCheckpointer
@@ -68,7 +68,7 @@ class Arms:
         self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
         self.built = dataclasses.replace(
             built, optimizer_step=self._updating(built.optimizer_step)
-        )  # as engine/trainer.py does
+        )  # as in engine/trainer.py
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:
@@ -93,7 +93,7 @@ class Arms:
         from hasten.engine import checkpoint
 
         checkpoints = checkpoint.Checkpoints(self.folder)
-        checkpoints.whole = [self.folder]  # the first one of a run is also read back
+        checkpoints.whole = [self.folder]  # the first checkpoint of a run is also read back
         self.saving.begin(
             checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save
         )

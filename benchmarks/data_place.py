@@ -81,7 +81,7 @@ def loader(kind, rows: int, workers: int):
     made = kind(
         Batched(rows), batch_size=BATCH, collate_fn=identity, num_workers=workers, persistent_workers=workers > 0
     )
-    exhaust(made)  # starts its workers
+    exhaust(made)  # starts the workers
     return made
 
 

@@ -39,7 +39,7 @@ def digests(batches) -> list[str]:
 
 
 class Ours:
-    """hasten, with random numbers drawn for every row; ``ahead``: as in ``prefetch``."""
+    """hasten, with random numbers drawn for every row; ``ahead`` is the number of prefetched batches."""
 
     def __init__(self, x, y, **ahead):
         self.x, self.y, self.ahead = x, y, ahead
@@ -62,7 +62,7 @@ def noisy(batch, rng):
 
 
 class Bound:
-    """What cannot be left out: an order of all samples, and one batch."""
+    """The bound: a random order of all samples, and one batch."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -73,7 +73,9 @@ class Bound:
 
 
 class Peer:
-    """Its place is saved when a pass comes by there: once for all places, as the way to each of them is long."""
+    """Another loader. Its states at all positions are saved during one epoch, because reaching each position takes
+    long.
+    """
 
     def __init__(self, make, save, load, places: list[int]):
         self.make, self.load, self.saved, self.expected = make, load, {}, {}
@@ -93,7 +95,7 @@ class Peer:
 
 
 def taken_up(arm, number: int, expected: list[str] | None) -> tuple[float, bool]:
-    """(seconds to the first batch, whether it and those after it are as expected)."""
+    """Returns (seconds to the first batch, whether this batch and those after it equal the expected ones)."""
     began = time.perf_counter()
     batches = arm.taken_up(number)
     first = next(batches)
@@ -176,7 +178,7 @@ def main() -> int:
     tell("an undisturbed pass: hasten")
     undisturbed = digests(ours["hasten"].made())
     at_places = {number: undisturbed[number : number + AFTER] for number in places}
-    expected = dict.fromkeys(ours, at_places) | {BOUND: {}}  # ahead or not, it must be the same
+    expected = dict.fromkeys(ours, at_places) | {BOUND: {}}  # prefetching must not change the batches
     arms, missing = {**ours, BOUND: Bound(x, y)}, {}
     for name, (make, module) in peers.items():
         if why := installed(module):
@@ -218,7 +220,7 @@ def main() -> int:
 
 
 def _at_places(arm, places: list[int], expected: dict[int, list[str]]):
-    """The arm at one place after the other: the same ones for all."""
+    """Runs the arm at the given positions, which are the same for all arms."""
     coming = iter(places)
 
     def at_the_next() -> tuple[float, bool]:

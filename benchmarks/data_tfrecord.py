@@ -133,7 +133,7 @@ THEIRS = {
 
 
 class Bound:
-    """The bytes of as many records, copied into memory that is warm."""
+    """The bound: the bytes of as many records, copied into memory that is already mapped."""
 
     def __init__(self, paths, records: int):
         self.bytes = numpy.concatenate([numpy.fromfile(path, numpy.uint8) for path in paths])
@@ -152,7 +152,7 @@ def fits(batch) -> bool:
 
 
 def sums(made) -> dict[str, float]:
-    """Of each column, over a pass: alike for all who read the same records, in whatever order."""
+    """Returns the sum of each column over an epoch; it is the same for any order of the records."""
     total: dict[str, float] = {}
     for batch in made:
         for name, column in batch.items():
@@ -161,7 +161,7 @@ def sums(made) -> dict[str, float]:
 
 
 def compared(kind: str, ready: dict) -> None:
-    """Makes sure that all read the same."""
+    """Checks that all loaders read the same values."""
     tell(f"compare what they give of {kind}")
     all_of_them = {name: sums(made) for name, made in ready.items()}
     for name, theirs in all_of_them.items():
@@ -171,7 +171,7 @@ def compared(kind: str, ready: dict) -> None:
 
 
 def from_nothing(loader: Loader, records: int) -> float:
-    """Records a second of a first pass, without what is kept of the passes before."""
+    """Returns records per second of a first epoch, without the caches of earlier epochs."""
     shutil.rmtree(os.environ["HASTEN_CACHE"], ignore_errors=True)
     return records / seconds_of_a_pass(loader.make)
 
@@ -189,7 +189,7 @@ def main() -> int:
     numbers, ratios = {}, {}
     options.records = (
         -(-options.records // (FILES * BATCH)) * FILES * BATCH
-    )  # whole batches in every file, however they are read
+    )  # full batches in every file, for any way of reading
     with scratch() as folder:
         for kind in KINDS:
             paths = write(folder, kind, options.records)

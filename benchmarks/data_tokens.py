@@ -85,7 +85,7 @@ def stateful(path):
 
 
 def litdata(path):
-    """Its loader for tokens, on its own chunks."""
+    """Litdata's loader for tokens, on its own chunks."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
     place = str(path.parent / "litdata")
@@ -103,7 +103,7 @@ def litdata(path):
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """What this process and those that it starts print meanwhile goes nowhere."""
+    """Discards the output of this process and of those that it starts."""
     sys.stdout.flush()
     kept = [os.dup(place) for place in (1, 2)]
     try:
@@ -124,7 +124,7 @@ def pieces(path):
 
 
 class Bound:
-    """Tokens that lie together, converted into memory that is warm."""
+    """The bound: contiguous tokens, converted into memory that is already mapped."""
 
     def __init__(self, path):
         self.data = torch.from_numpy(numpy.fromfile(path, numpy.uint16)).view(torch.int16)
@@ -137,7 +137,7 @@ class Bound:
 
 def fits(batch) -> bool:
     x, y = batch
-    one_on = torch.equal(x[:, 1:], y[:, :-1]) or torch.equal(x, y)  # the bound's are the same tokens twice
+    one_on = torch.equal(x[:, 1:], y[:, :-1]) or torch.equal(x, y)  # the bound converts the same tokens twice
     return x.shape == y.shape == (BATCH, LENGTH) and x.dtype == torch.int64 and one_on
 
 

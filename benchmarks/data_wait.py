@@ -43,11 +43,12 @@ TEXTBOOK = "textbook"
 TUNED = "autotune_loader"
 METHODS = ("in_memory_batches", "loader_workers", TUNED)
 STORE = (
-    256_000_000  # bytes of the store that the bound gathers from, where the data are that many: more than a cache holds
+    # bytes of the store that the bound gathers from, if the data are that large: more than the CPU caches hold
+    256_000_000
 )
 GATHERS = 50
-FEWEST = 5  # steps of a block
-PATIENCE = 12.0  # seconds in which a tuner may settle before it is timed
+FEWEST = 5  # steps per block
+PATIENCE = 12.0  # seconds in which an autotuner may converge before it is timed
 HEADINGS = (
     "workload",
     "loader",
@@ -62,10 +63,10 @@ HEADINGS = (
 
 
 class Waiting(Probe):
-    """An arm that tells how long it waited, and what it could not have avoided."""
+    """An arm that measures how long its steps wait for data, and the bounds of that wait."""
 
     def warm_up(self, seconds: float) -> None:
-        """Steps until buffers are full, processes there, and a tuner has settled."""
+        """Trains until buffers are full, workers run, and an autotuner has converged."""
         began, autotuner = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
         while (passed := time.perf_counter() - began) < seconds or (
             autotuner and autotuner.wait_fraction is None and passed < PATIENCE
@@ -73,12 +74,12 @@ class Waiting(Probe):
             self.train(1)
 
     def wait_fraction(self, steps: int) -> dict:
-        """Seconds of a block of steps, and those of them that were spent waiting for batches."""
+        """Returns the seconds of a block of steps and the part of them spent waiting for batches."""
         block = self.timed_block(steps)
         return {"seconds": block["seconds"], "waited": block["phases"]["input"], "steps": steps}
 
     def reading(self, seconds: float) -> dict:
-        """Samples of the dataset, and seconds to read one of them; for an arm that reads samples."""
+        """Reads samples of the dataset; returns seconds per sample. For an arm that reads samples."""
         dataset, taken = self.program.train.spec.dataset, []
         began = time.perf_counter()
         for number in torch.randperm(len(dataset)).tolist():
@@ -104,7 +105,7 @@ class Waiting(Probe):
 
 
 def task_of(workload: str) -> TaskRef:
-    """The workload without its validation data: nothing is evaluated here."""
+    """Returns the workload without its validation data: nothing is evaluated here."""
 
     def training():
         return dataclasses.replace(TaskRef.of(workload).load(), validation_data=None)
@@ -116,7 +117,7 @@ def task_of(workload: str) -> TaskRef:
 def arms_of(
     workload: str, stack: ExitStack, warm_up: float
 ) -> tuple[dict[str, Worker], dict[str, dict], dict[str, str]]:
-    """(arms that run, standing still; their plans; why others do not)."""
+    """Returns (suspended arms that can run, their plans, reasons why the others cannot)."""
     arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
     for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
         tell(f"{workload}: {name}")
@@ -139,10 +140,11 @@ def arms_of(
 
 
 def measured(workload: str, options) -> dict:
-    """Blocks of all arms in turn, and what the bounds are made of.
+    """Measures blocks of all arms in turn, and the values that the bounds are computed from.
 
     Raises:
-        Refusal, Failure: the workload does not run here.
+        ConfigurationError: the workload cannot run on this machine.
+        RunError: the workload fails on this machine.
     """
     with ExitStack() as stack:
         arms, plans, missing = arms_of(workload, stack, options.warm_up)
@@ -192,7 +194,7 @@ def outcome(told: dict) -> dict[str, dict]:
 
 
 def share_of_a_run(told: dict, start: float, waited: float, work: float) -> float:
-    """What starting and waiting take of a run whose steps wait and work for so many seconds each."""
+    """Returns the fraction of a run spent on starting and waiting, from the seconds that steps wait and work."""
     waiting = start + told["steps_of_a_run"] * waited
     return waiting / (waiting + told["steps_of_a_run"] * work)
 
@@ -202,7 +204,7 @@ def fastest(arms: dict[str, dict]) -> str:
 
 
 def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
-    """The workload's part of the table, in the order of HEADINGS."""
+    """Returns the workload's rows of the table, in the order of HEADINGS."""
     rows = []
     for name, arm in arms.items():
         step = Interval(*(1e3 * each for each in dataclasses.astuple(arm["step"])))

@@ -40,8 +40,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 BATCH, SAMPLES, CLASSES = 128, 2048, 10
 WANTED, BEHIND = 0.93, 0.01
 ONE, BOUND, OURS, THEIRS = "one process", "both, without a word", "hasten", "torch"
-RAY, POLLED = "ray", 0.01  # seconds between two looks whether it is its turn
-ANSWER = "DDP_SCALING_ANSWER"  # where rank 0 leaves the exit code
+RAY, POLLED = "ray", 0.01  # seconds between two checks of whose turn it is
+ANSWER = "DDP_SCALING_ANSWER"  # environment variable: the file into which rank 0 writes the exit code
 
 
 def model() -> nn.Module:
@@ -74,7 +74,7 @@ def optimizer(net: nn.Module) -> torch.optim.Optimizer:
 def by_hand(
     net: nn.Module, loader, backward: Callable = torch.Tensor.backward, updated: Callable = optimizer
 ) -> Iterator[float]:
-    """A step at a time, for ever."""
+    """A hand-written loop; yields after each step."""
     update = updated(net)
     for epoch in count():
         if isinstance(loader.sampler, DistributedSampler):
@@ -151,7 +151,7 @@ def deepspeed() -> Iterator:
 
 
 class _Steps:
-    """DeepSpeed's engine as an optimizer: it zeroes the gradients itself."""
+    """DeepSpeed's engine as an optimizer; it zeroes the gradients itself."""
 
     def __init__(self, engine):
         self.step = engine.step
@@ -164,7 +164,7 @@ PEERS = {"accelerate": accelerate, "lightning": lightning, "deepspeed": deepspee
 
 
 class Ray:
-    """Two workers of Ray Train, and a folder through which rank 0 tells them when it is their turn."""
+    """Two workers of Ray Train, and a folder through which rank 0 signals their turns."""
 
     def __init__(self, folder: str, steps: int):
         import ray
@@ -176,7 +176,7 @@ class Ray:
             "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
         }
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]  # this process has joined its job; Ray's would take torchrun's store for theirs
+            del os.environ[name]  # this process has joined its own job; Ray would take torchrun's store for its store
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
         trainer = TorchTrainer(
             _in_rays_worker,
@@ -187,7 +187,7 @@ class Ray:
         Thread(target=trainer.fit, daemon=True).start()
 
     def leg(self) -> float:
-        """Seconds of a step, on the slower worker."""
+        """Returns seconds per step on the slower worker."""
         (self.folder / f"go-{self.turn}").touch()
         answers = [self.folder / f"{self.turn}-of-{rank}" for rank in range(2)]
         while not all(answer.exists() for answer in answers):
@@ -227,7 +227,7 @@ def main() -> int:
     with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
         arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
-        for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
+        for name in (name for name in PEERS if name not in missing):  # in the same order on all ranks
             arms[name] = PEERS[name]()
         ways = {
             name: lambda name=name: leg(
@@ -251,7 +251,7 @@ def main() -> int:
 
 
 def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
-    """Seconds of a step, on the slowest rank."""
+    """Returns seconds per step on the slowest rank."""
     ranks.any(False)
     began = perf_counter()
     if not idle:
@@ -288,7 +288,7 @@ def told(options, taken: dict[str, list[float]], missing: dict[str, str], world:
 
 
 def both() -> int:
-    """Starts this script in two processes, with torchrun."""
+    """Starts this script in two processes with torchrun."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name})

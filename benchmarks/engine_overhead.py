@@ -46,7 +46,7 @@ def hasten_train(loader) -> None:
 
 
 def ignite(loader) -> None:
-    """With a step function of our own, which is leaner than ``create_supervised_trainer``."""
+    """With a step function of its own, which is leaner than ``create_supervised_trainer``."""
     from ignite.engine import Engine
 
     net = model()
@@ -95,9 +95,7 @@ def lightning(loader) -> None:
 
 
 def composer(loader) -> None:
-    """No algorithm, no callback, no logger. Its last release does not support the PyTorch that is used here; it runs
-    all the same.
-    """
+    """No algorithm, callback or logger. Its last release runs, but does not support this version of PyTorch."""
     from composer import ComposerModel, Trainer
 
     class Module(ComposerModel):
@@ -143,7 +141,7 @@ def main() -> int:
     _quieten()
     missing = {name: why for name in PEERS if (why := installed(name))}
     arms = OURS | {name: arm for name, arm in PEERS.items() if name not in missing}
-    for name, arm in list(arms.items()):  # a peer that does not run here is told, not dropped
+    for name, arm in list(arms.items()):  # a peer that cannot run here is listed with the reason
         try:
             relay({name: arm}, WIDTH, BATCH, steps=10, legs=1)
         except Exception as error:
@@ -177,7 +175,7 @@ def main() -> int:
 
 
 def _over_by_hand(micro: dict[str, list[float]]) -> dict:
-    """Leg by leg, what each arm took more than the loop by hand."""
+    """Returns, by leg, the additional time of each arm over the hand-written loop."""
     return {name: interval(a - b for a, b in zip(legs, micro["by hand"], strict=True)) for name, legs in micro.items()}
 
 

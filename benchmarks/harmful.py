@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from hasten import Card, Exactness, Method
 
-ONE_IN = 10  # samples get a wrong label
+ONE_IN = 10  # one sample in this many gets a wrong label
 DIVIDED_BY = 30
 
 
 class Kept:
-    """A dataset whose samples are read once."""
+    """A dataset that reads each sample once and then returns it from memory."""
 
     def __init__(self, dataset):
         self.dataset, self.samples = dataset, {}
@@ -37,7 +37,7 @@ class Kept:
 
 
 class Mislabelled(Kept):
-    """The same, but some samples carry the label of another one far away."""
+    """The same, but some samples carry the label of a distant sample."""
 
     def read(self, index):
         sample = self.dataset[index]
@@ -90,4 +90,4 @@ HARMFUL = {
     for exactness in Exactness
     if (cls := _claiming(harm, exactness))
 }
-globals().update(HARMFUL)  # so that each can be named as ./harmful.py:Class
+globals().update(HARMFUL)  # so that each class can be named as ./harmful.py:Class

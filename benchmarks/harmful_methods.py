@@ -1,10 +1,10 @@
-"""Methods that silently harm, offered to the tuner as if they were speed-ups (``harmful.py``).
+"""Harmful methods offered to the tuner as if they were speed-ups (``harmful.py``).
 
-Each is offered alone, as ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness that it may claim,
-and truly makes the training faster. All searches share a folder, so what the original does is measured once. The other
-side is the honest bait, which must be taken: a tuner that refuses everything would be no use.
+Each runs in a search of its own, ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness class that it
+may claim, and really makes training faster. All searches share a folder, so the original is measured once. One honest
+method is offered, too, and must be accepted: a tuner that refuses everything is useless.
 
-Figure: every harmful method refused, with a reason; the honest one taken.
+Figure: every harmful method is refused with a reason; the honest method is accepted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from harmful import HARMFUL
 from hasten import RunError, tune
 
 FILE = Path(__file__).parent / "harmful.py"
-BESIDE = ("fused_optimizer",)  # the only other method to be tried: the search is about what is offered
+BESIDE = ("fused_optimizer",)  # the only other method that is tried: the search is about the offered method
 
 
 def offered(name: str, options) -> dict:
-    """What became of one method."""
+    """The verdict on one method."""
     method = f"{FILE}:{name}"
     try:
         result = tune(
@@ -47,7 +47,7 @@ def offered(name: str, options) -> dict:
 
 
 def _measured(fate: dict) -> bool:
-    """Whether it lost in a trial; one that the budget never reached has not been refused."""
+    """Returns whether the method lost in a trial; one that the budget never reached was not refused."""
     return bool(fate["trials"]) and fate["trials"][-1]["verdict"] in ("refused", "no gain", "slower")
 
 

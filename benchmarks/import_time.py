@@ -1,6 +1,6 @@
-"""How long one waits for nothing: ``import hasten`` and ``hasten --help``, each in a new process.
+"""Start-up time: ``import hasten`` and ``hasten --help``, each in a new process.
 
-Beside them, as the scale: an empty Python (the bound), ``import torch``, and the help of peers.
+The other side: an empty Python process (the bound), ``import torch``, and the help of peers.
 
 Figure: both below 0.3 s, and torch is not imported.
 """

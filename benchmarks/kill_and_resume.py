@@ -1,8 +1,8 @@
-"""``kill -9`` at random moments of a run that saves after every step, so most kills fall into a checkpoint; then
+"""``kill -9`` at random moments of a run that saves after every step, so that most kills hit a checkpoint; then
 ``resume``.
 
-A front to ``tests/helpers/killing.py``: the same run, killed once and taken up again, as often as is asked for. The
-undisturbed run is the other side: weights and log have to be the same, byte for byte.
+Runs ``tests/helpers/killing.py`` as often as requested. The other side is the undisturbed run: weights and log must be
+equal to it byte for byte.
 
 Figure: 20 of 20 bit-identical.
 """
@@ -29,7 +29,7 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     from helpers.killing import METHOD, TASK, kill_and_resume
 
-    torch.set_num_threads(1)  # as in the process that takes it up: sums in another order have other bits
+    torch.set_num_threads(1)  # as in the process that resumes the run: sums in another order have other bits
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Path(folder) / "undisturbed"

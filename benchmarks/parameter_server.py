@@ -30,7 +30,7 @@ from ddp_scaling import ANSWER, data, leg, model, optimizer
 from torch.nn.functional import cross_entropy
 
 WANTED, SLEEP, EVERY = 1.1, 0.020, 3
-BATCH = 32  # samples a process and step
+BATCH = 32  # samples per process and step
 RING, BEST, ROOM = "ddp", "parameter_server:staleness=2", "parameter_server:staleness=8"
 RECIPES = (RING, "parameter_server:staleness=0", BEST, ROOM)
 TURNS = "in turns"
@@ -60,7 +60,7 @@ def program_of(recipe: str, ranks):
 
 
 def sleeping(steps, slow, rank: int):
-    """The steps, before some of which this rank sleeps."""
+    """Yields the steps; this rank sleeps before some of them."""
     for number, _ in enumerate(steps):
         if slow(rank, number):
             time.sleep(SLEEP)
@@ -68,7 +68,7 @@ def sleeping(steps, slow, rank: int):
 
 
 def rank_of_a_job(options) -> None:
-    """Measures every recipe in every case, and leaves the numbers where the first process finds them."""
+    """Measures every recipe in every case; rank 0 writes the results to a file."""
     from contextlib import ExitStack
 
     from hasten.distributed.process_group import init_process_group
@@ -95,7 +95,7 @@ def rank_of_a_job(options) -> None:
 
 
 def measured(world: int) -> dict[str, dict[str, list[float]]]:
-    """What so many processes, started with torchrun, have taken: by case and recipe."""
+    """Returns the measurements of that many processes, started with torchrun, by case and recipe."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name}, check=True)

@@ -1,13 +1,14 @@
-"""What is planted must be found: a speed-up of known size, and a harm of known size at the edge of the margin.
+"""Planted effects: a speed-up of known size must be found, and a harm at the edge of the margin must be refused.
 
-Speed: every batch of a training comes after 20 ms; a method shortens the wait to a known share. What the step itself
-takes is measured beside, so the true ratio is known, and the interval of ``hasten.compare`` has to hold it.
-Harm: final metrics with a known spread over the seeds are given to the gate, look after look, as the tuner does. A
-recipe whose metric is worse by exactly the margin must be refused at least 95 times of 100; the power (how often a
-recipe that is as good passes) is printed beside, for a gate that refuses everything would be no use.
+Speed: a training waits 20 ms for each batch, and a method shortens this wait by a known factor. The rest of the step is
+measured separately, so the true ratio is known, and the interval of ``hasten.compare`` must contain it.
 
-Figures: the true ratio inside the interval in at least 95 % of the comparisons; harm at the margin refused in at least
-95 %.
+Harm: final metrics with a known spread over the seeds are passed to the gate after each seed, as the tuner does. A
+recipe whose metric is worse by exactly the margin must be refused in at least 95 of 100 cases. The power (how often an
+equally good recipe passes) is printed, too, because a gate that refuses everything is useless.
+
+Figures: the true ratio lies in the interval in at least 95 % of the comparisons; harm at the margin is refused in at
+least 95 %.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ HERE = Path(__file__).parent
 SHARES = (0.5, 0.8, 0.9, 0.95)
 CERTAIN = 0.95
 MARGIN = 0.005
-SPREADS = (0.1, 0.3, 1.0, 3.0)  # of the metric over the seeds, in margins
-EARLIER_SEEDS = 3  # of the baseline, which the tuner has before the gate
+SPREADS = (0.1, 0.3, 1.0, 3.0)  # standard deviation of the metric over the seeds, in margins
+EARLIER_SEEDS = 3  # seeds of the baseline that the tuner has before the gate
 
 
 def step_seconds(steps: int = 200) -> tuple[float, float]:
-    """What a step takes beside the wait: from the lower to the upper quartile."""
+    """Returns the time of a step without the wait: lower and upper quartile."""
     from hasten.engine.loop import train_steps as training_steps
     from hasten.engine.plan import build
 
@@ -72,9 +73,9 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
 
 
 def gate_passes(harm: float, spread: float, further: int, chance: random.Random) -> bool:
-    """Whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as the tuner asks it.
+    """Returns whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as in the tuner.
 
-    ``further``: seeds of the recipe alone for each pair.
+    ``further``: additional seeds of the recipe for each pair.
     """
     from hasten.tuning.gate import LOOKS, quality_gate
 

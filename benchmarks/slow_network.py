@@ -1,11 +1,11 @@
-"""What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against
-DistributedDataParallel.
+"""``hasten tune`` for two processes on a slow network, 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
 
-Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``network_emulation.py``,
-and nothing else is told to it: it measures the original (ddp), tries what it knows, one process too, and confirms the
-winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
+Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes communicate through
+``network_emulation.py``. The tuner gets no hint: it measures the original (ddp), tries its methods and a single
+process, and confirms the winner on fresh seeds. Each emulated machine has one core. The link is measured, too (``hasten
+bench-comm``).
 
-Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
+Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TASK = f"{HERE / 'slow_network_task.py'}:task"
 
 
 def on_the_cable(*words: str) -> dict:
-    """The answer of a command there."""
+    """Runs a command on the emulated network and returns its JSON result."""
     command = [
         sys.executable,
         str(HERE / "network_emulation.py"),

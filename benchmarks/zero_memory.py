@@ -39,7 +39,7 @@ FORMULAS = {
     "zero:stage=2": lambda n: 16 / n,
     "zero:stage=3": lambda n: 16 / n,
 }
-ANSWER = "ZERO_MEMORY_ANSWER"  # where rank 0 leaves what was measured
+ANSWER = "ZERO_MEMORY_ANSWER"  # environment variable: the file into which rank 0 writes the measurement
 STRATEGY = "ZERO_MEMORY_STRATEGY"
 
 
@@ -77,13 +77,13 @@ def main() -> int:
 
 
 def in_ranks(strategy: str, world: int) -> list[float]:
-    """Bytes a weight that each rank has."""
+    """Returns bytes per weight on each rank."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         subprocess.run(
             [*agent, __file__], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name, STRATEGY: strategy}
         )
-        return json.loads(answer.read())  # of ranks that came to an end, however their interpreters then fared
+        return json.loads(answer.read())  # of ranks that returned, whatever the exit code of their interpreters
 
 
 def measure() -> int:
@@ -95,7 +95,7 @@ def measure() -> int:
     from hasten.engine.registry import make_methods
 
     def trained(width: int, ranks) -> int:
-        """What is resident just before an update of a network so wide."""
+        """Returns the resident memory just before an update of a network of this width."""
         rows, readings = torch.randn(64, width), []
         task = Task(
             model=lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))),
@@ -117,7 +117,7 @@ def measure() -> int:
         return readings[-1]
 
     with init_process_group("cpu") as ranks:
-        before = trained(SMALL, ranks)  # with all that is imported on the way
+        before = trained(SMALL, ranks)  # including everything imported on the way
         own = (trained(WIDTH, ranks) - before) / (LAYERS * (WIDTH + 1) * WIDTH)
         everybodys = [json.loads(each) for each in ranks.all_gather(json.dumps(own).encode())]
         if ranks.is_main_process:
@@ -126,7 +126,7 @@ def measure() -> int:
 
 
 def resident() -> int:
-    """Bytes, after the allocator has given back what it holds in vain."""
+    """Returns resident bytes after the allocator has returned its unused memory."""
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 

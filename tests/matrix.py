@@ -1,8 +1,8 @@
-"""Runs unit tests on every supported pair of torch and Python that can be installed here: ``make test-matrix``.
+"""Runs unit tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
 
-Each pair gets an environment of its own under ``.matrix/``, which a second call finds done. A torch without a CPU build
-at the configured package index is installed as its CUDA build of several GB, which runs on the CPU as well;
-``--cpu-only`` reports it as not installed instead. The exit code is 1 where a test failed or no pair could be run.
+Each pair gets an environment of its own under ``.matrix/``, which later calls reuse. A torch without a CPU build at the
+configured package index is installed as its CUDA build of several GB, which runs on the CPU as well; ``--cpu-only``
+reports it as not installed instead. The exit code is 1 if a test failed or no pair could be run.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str,
 
 
 class NotInstalledError(Exception):
-    """A pair cannot be installed here, and why."""
+    """A pair cannot be installed here, with the reason."""
 
 
 def make_environment(folder: Path, torch: str, python: str, is_cpu_only: bool) -> Path:

@@ -1,4 +1,4 @@
-"""The private PyTorch APIs behind ``hasten._torch_compat``: one test each, and a scan that finds them nowhere else."""
+"""The private PyTorch APIs behind ``hasten._torch_compat``: one test each, and a scan that finds no other use."""
 
 import ast
 import multiprocessing
@@ -369,7 +369,7 @@ def test_autograd_error_kind():
 
 
 def run_ranks(function, *args) -> list:
-    """What ``function(rank, *args)`` returns in each of two gloo ranks; a rank that dies returns None."""
+    """Returns what ``function(rank, *args)`` returns in each of two gloo ranks; None for a rank that dies."""
     system = multiprocessing.get_context("fork")
     queue = system.SimpleQueue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -423,7 +423,7 @@ def test_peer_failure_of_other_errors():
 
 
 def timeouts_of_new_groups(rank: int) -> list[float]:
-    """Seconds that a barrier waits for a rank that is late, in a group made inside and in one made outside."""
+    """Returns the timeout of a barrier in a group created inside the context and in one created outside."""
     with compat.default_process_group_timeout(1.0):
         inside = dist.new_group([0, 1])
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Comparisons by real processes: a thing with itself, a planted speed-up of known size, wrong requests."""
+"""Comparisons in real processes: a task with itself, a planted speed-up of known size, invalid requests."""
 
 import dataclasses
 import time
@@ -52,7 +52,7 @@ def test_a_thing_with_itself_is_not_called_different():
 @pytest.mark.timing
 @pytest.mark.slow
 def test_a_planted_speed_up_is_found_with_its_size():
-    """The cache takes the wait away; what is left is measured on a task that never waits."""
+    """The cache removes the wait; the remaining time is measured on a task that never waits."""
     slow, fast = sleepy(0.004), sleepy(0.0)
     gained = hasten.compare(slow, "baseline", "cache_dataset", budget=8)
     rest = hasten.compare(fast, "cache_dataset", "cache_dataset", budget=3)["seconds_per_1000_samples"]["a"]
@@ -63,7 +63,7 @@ def test_a_planted_speed_up_is_found_with_its_size():
 
 
 def diverging(data) -> Task:
-    """Its weights are beyond all numbers after a step or two."""
+    """A task whose weights overflow after one or two steps."""
     return Task(
         model=lambda: torch.nn.Linear(4, 1),
         train_data=data,
@@ -106,7 +106,7 @@ def with_a_hole(make=lambda data: data) -> Task:
     ids=["samples", "loader", "shuffled loader", "training"],
 )
 def test_a_loss_that_is_no_number_is_told_as_in_a_training(task, told):
-    """At once: before there is anything to compare."""
+    """The error is raised before there is anything to compare."""
     with pytest.raises(RunError, match=told):
         hasten.compare(task, budget=3)
     with pytest.raises(RunError, match=told):
@@ -157,7 +157,7 @@ def test_an_arm_that_tampers_with_its_clock_is_found_out(tmp_path):
 
 
 class Late:
-    """Stands in for an arm whose first answers come late, as on a busy machine."""
+    """Stands in for an arm whose first results arrive late, as on a busy machine."""
 
     def __init__(self, times: int):
         self.times = times
@@ -179,7 +179,7 @@ def test_a_late_answer_is_taken_anew():
     [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)],
 )
 def test_a_block_holds_whole_repetitions(step, sync_period, steps):
-    """Or a method whose processes talk seldom would be timed between two talks."""
+    """Otherwise a method that communicates every few steps would be timed between two exchanges."""
     assert block_steps({"step": step, "sync_period": sync_period}) == steps
 
 

@@ -1,4 +1,4 @@
-"""Workers: isolation, suspension, death, errors, and the main modules that they work from."""
+"""Workers of the fork server: isolation, suspension, death, errors, and the main modules of their parent."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ class ProcessIds(torch.utils.data.Dataset):
 
 
 class Service:
-    """Lives in a worker; found there by this file's path on sys.path."""
+    """Runs in a worker, which imports it through this file's directory on sys.path."""
 
     def __init__(self, start: int = 0):
         self.count = start
@@ -47,7 +47,7 @@ class Service:
         return os.environ.get("LEFT_BEHIND"), torch.initial_seed()
 
     def start_loader(self) -> list[int]:
-        """Process IDs of this worker and of two loader workers that stay."""
+        """Returns the process IDs of this worker and of two persistent loader workers."""
         self.loader = iter(torch.utils.data.DataLoader(ProcessIds(), num_workers=2, persistent_workers=True))
         return [os.getpid(), *sorted({int(next(self.loader)) for _ in range(8)})]
 
@@ -133,7 +133,7 @@ def test_leaving_ends_the_process():
 
 
 def status_of(pid: int) -> str:
-    """A zombie has ended, too."""
+    """Returns the status of a process; a zombie counts as ended."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -196,7 +196,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 SLOW = [
     pytest.param(way, marks=pytest.mark.slow) for way in ("python -c", "standard input")
-]  # each imports torch twice
+]  # each process imports torch twice
 
 
 @pytest.mark.parametrize("way", ["script without a guard", *SLOW])
@@ -219,7 +219,7 @@ def test_refusals_come_through_as_they_are():
     with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
         one.call("refuse")
     with worker() as one, pytest.raises(ConfigurationError, match="no whole file"):
-        one.call("lose")  # a kind of its own that lives in a room above
+        one.call("lose")  # a HastenError subclass defined in a higher package
 
 
 def test_other_errors_become_failures_with_their_own_words():
@@ -256,7 +256,7 @@ def test_what_user_code_prints_does_not_disturb_the_answers():
 
 def test_what_is_noticed_over_there_is_told_here_once():
     with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         one.call("notice", text="3 rows were left out")
         other.call("notice", text="5 rows were left out")
         assert one.call("add", number=1) == 1
@@ -267,7 +267,7 @@ def test_what_is_noticed_over_there_is_told_here_once():
 def test_what_was_told_here_no_worker_tells_again():
     reset_shown_warnings()
     with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         with mark_warnings_shown():
             warnings.warn("2 columns are rounded", HastenWarning, stacklevel=1)
             warnings.warn("a library's own", UserWarning, stacklevel=1)
@@ -284,7 +284,7 @@ def test_what_was_told_here_no_worker_tells_again():
 
 def test_children_of_a_worker_do_not_speak_in_between():
     with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
         assert one.call("add", number=1) == 1
     assert not told

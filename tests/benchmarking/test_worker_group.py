@@ -20,7 +20,7 @@ HERE = f"{__name__}:Service"
 
 
 class Service:
-    """Lives on every rank; found there by this file's path on sys.path."""
+    """Runs on every rank, which imports it through this file's directory on sys.path."""
 
     def __init__(self, start: int = 0):
         self.start, self.context = start, ExitStack()
@@ -42,7 +42,7 @@ class Service:
         return available_cpus()
 
     def fail_on(self, rank: int, how: str) -> None:
-        """That rank fails while the others wait for it."""
+        """Raises on one rank while the others wait for it."""
         if self.ranks.rank == rank:
             self._fail(how)
         self.ranks.any(False)
@@ -62,7 +62,7 @@ class Service:
         raise RunError("all of us")
 
     def feel_it_first(self) -> None:
-        """Rank 0 tells at once that another has failed, and rank 1 a moment later that it was it."""
+        """Rank 0 reports at once that another rank has failed; rank 1 reports a moment later that it is the cause."""
         if os.environ["RANK"] == "0":
             raise PeerFailure("another rank has ended")
         time.sleep(0.5)

@@ -1,5 +1,4 @@
-"""The benchmarks' own arithmetic: an interval that covers what it says, turns that are fair, verdicts that fail
-closed."""
+"""Shared functions of the benchmarks: coverage of the interval, fair turns, verdicts that fail closed."""
 
 import argparse
 import json
@@ -24,7 +23,7 @@ def common(monkeypatch):
 
 @pytest.mark.parametrize("count", [6, 10, 25])
 def test_interval_covers_the_median(common, count):
-    """In at least 95 of 100 samples, of a distribution that is neither symmetric nor without outliers."""
+    """In at least 95 of 100 samples of a skewed distribution with outliers."""
     chance, truth = random.Random(0), math.log(2)  # the median of the exponential distribution
     found = [common.interval(chance.expovariate(1) for _ in range(count)) for _ in range(2000)]
     assert sum(each.low <= truth <= each.high for each in found) / len(found) > 0.94
@@ -34,7 +33,8 @@ def test_interval_leaves_out_no_more_than_it_may(common):
     assert common.interval(range(1, 11)) == common.Interval(5.5, 2, 9)  # the sign test's interval of ten values
     assert common.interval([3.0]) == common.Interval(3.0, 3.0, 3.0)
     assert common.interval([1, 2, 3, 4, 5]) == common.Interval(3, 1, 5)
-    assert abs(common.interval(range(3000)).low - (1500 - 1.96 * 3000**0.5 / 2)) < 2  # beyond what floats can count
+    # more values than a float can represent
+    assert abs(common.interval(range(3000)).low - (1500 - 1.96 * 3000**0.5 / 2)) < 2
 
 
 def test_turns_go_forth_and_back(common):

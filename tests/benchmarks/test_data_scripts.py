@@ -1,4 +1,4 @@
-"""The benchmarks of data: none is forgotten, and those that are quick do run."""
+"""The data benchmarks: all are listed in the Makefile and the README, and the quick ones run."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_each_states_its_figure_can_be_looked_at_quickly_and_ends_with_a_verdict
 
 
 def run_quickly(name: str, folder: Path) -> dict:
-    """The raw numbers of ``--quick``. Whether a busy machine reaches a figure is not for tests to say."""
+    """Returns the raw numbers of ``--quick``. Tests do not check whether a busy machine reaches the figure."""
     file = folder / f"{name}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
     done = subprocess.run(
@@ -49,14 +49,13 @@ def test_keeping_the_place(tmp_path):
 @pytest.mark.timing
 @pytest.mark.slow
 def test_the_wait_for_data(tmp_path, monkeypatch):
-    """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are
-    shares."""
+    """The textbook loader waits for most of a step of digits, batched loading for little; fractions lie in 0..1."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait
 
     monkeypatch.setattr(
         data_wait, "METHODS", ("in_memory_batches", "loader_workers")
-    )  # the third is given 12 s to settle
+    )  # the third arm has 12 s to converge
     monkeypatch.setattr(
         sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")]
     )

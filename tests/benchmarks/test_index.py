@@ -43,7 +43,7 @@ def test_index_keeps_one_valid_record_per_subject(make_index):
 
 
 def test_index_names_methods_as_they_are_called_today(make_index):
-    """Besides methods, a trial is named after what it measures: the baseline, one process, or the search itself."""
+    """A trial is named after its methods or what it measures: the baseline, one process, or the search itself."""
     trials = [trial["what"] for entry in make_index.read() for trial in entry["trials"]]
     names = {name for what in trials for name in make_index._members(what)}
     assert names and names <= make_index.METHOD_FILES | {"baseline", "one process", "search"}

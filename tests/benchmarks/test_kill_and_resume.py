@@ -1,4 +1,4 @@
-"""The script about killed runs, which is a front to a test and breaks with it."""
+"""The kill-and-resume benchmark, which runs a test helper."""
 
 import json
 import os

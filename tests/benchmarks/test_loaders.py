@@ -1,4 +1,4 @@
-"""The benchmarks of data loading: what is counted as a rate, and that whoever does not run is told."""
+"""Shared functions of the data-loading benchmarks: rates, and reasons for loaders that cannot run."""
 
 import sys
 import time

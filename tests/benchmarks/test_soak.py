@@ -1,5 +1,4 @@
-"""The soak can see what it looks for: leaks that forked workers share, names that nobody uses; and its short form
-passes."""
+"""The data soak detects what it looks for, memory shared by forked workers and unused names; its short form passes."""
 
 import json
 import mmap
@@ -57,7 +56,7 @@ def test_a_name_is_left_when_nobody_uses_it(soak):
 
 
 def soaked(folder, *length):
-    """(exit code, what it says, its raw numbers)."""
+    """Returns (exit code, output, raw numbers)."""
     command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
@@ -67,8 +66,7 @@ def soaked(folder, *length):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_short_form_passes(tmp_path):
-    """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only
-    grows."""
+    """If the epochs are too few to tell growth from noise, as on a busy machine, more are run: a leak only grows."""
     for length in (["--quick"], ["--minutes", "1"]):
         code, said, told = soaked(tmp_path, *length)
         assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values()), said

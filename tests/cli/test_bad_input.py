@@ -1,4 +1,4 @@
-"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no
+"""Every invalid request: exit code 2 (1 for a run that cannot continue), exactly one line on standard error, no
 traceback."""
 
 import json
@@ -150,7 +150,7 @@ FILES = {
     "huge.toml": "#" * (1 << 20) + "\n",
 }
 
-# words after `hasten`, what the line has to say
+# arguments of `hasten`, required content of the error line
 WRONG = [
     ("trian digits", "did you mean train?"),
     ("train", "TASK"),
@@ -299,7 +299,7 @@ GOES_ON = [("train mine.py:no_length", "no length")]
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with good and bad files."""
+    """A folder with valid and invalid files."""
     folder = tmp_path_factory.mktemp("bad_input")
     for name, text in FILES.items():
         (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -326,7 +326,7 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
     ids=" ".join,
 )
 def test_an_empty_name_is_none(words, here, monkeypatch, capfd):
-    """As an unset variable of a shell script gives it."""
+    """An unset variable of a shell script gives an empty name."""
     monkeypatch.chdir(here)
     assert_one_line(" ".join(words), "", main(words), 2, capfd)
 
@@ -339,7 +339,7 @@ def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
 
 @pytest.mark.parametrize(("words", "says"), GOES_ON, ids=lambda value: value[:60])
 def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
-    """The run goes on; one line says what the user may not have meant."""
+    """The run continues; one line warns of a probable mistake."""
     monkeypatch.chdir(here)
     assert main([*words.split(), "--json"]) == 0
     err = capfd.readouterr().err
@@ -351,7 +351,7 @@ def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
     ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
 def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
-    """The recipe's ``mine.py`` lies beside it, wherever the program runs; its settings hold."""
+    """The recipe's ``mine.py`` lies beside it, whatever the current directory is; its options apply."""
     monkeypatch.chdir(here)
     (here / "elsewhere").mkdir(exist_ok=True)
     for name in ("mine.py", "with_code.toml"):
@@ -367,7 +367,7 @@ class Hostile:
 
 @pytest.fixture
 def broken_off(here, tmp_path, monkeypatch):
-    """The checkpoints, oldest first, of a run of mine.py:longer that was broken off, and the words that take it up."""
+    """Returns the checkpoints, oldest first, of an interrupted mine.py:longer, and the arguments that resume it."""
     monkeypatch.chdir(here)
 
     def break_off(records):

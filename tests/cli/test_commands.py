@@ -1,4 +1,4 @@
-"""The program, mostly in a process of its own: answers, JSON, exit codes, interruption."""
+"""The command line, mostly in a process of its own: results, JSON, exit codes, interruption."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def here(tmp_path):
 
 def test_json_is_one_object_whatever_the_task_prints(here):
     done = run_hasten("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
-    assert done.returncode == 1, done.stderr  # the target of 2 is beyond reach
+    assert done.returncode == 1, done.stderr  # the target of 2 cannot be reached
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result.keys() >= {"metric", "best_metric", "steps", "seconds", "seconds_to_target", "out"}
@@ -129,7 +129,7 @@ def test_one_method_told_as_data():
 
 
 def test_a_method_page_tells_what_can_be_typed(capfd):
-    """And what it is otherwise; None is nothing that one could type."""
+    """Options and their defaults; None is not a value that can be typed."""
     for name, *told in (
         ("autotune_loader", "threads: chosen by the method unless given (int, at least 0 and at most 256)"),
         ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
@@ -201,8 +201,10 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 
 @pytest.mark.slow
 def test_a_reader_of_the_progress_that_left_stops_no_work(here):
-    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's
-    own is its own."""
+    """A broken pipe of the progress output must not end the measuring process, as its result would be awaited for ever.
+
+    A broken pipe of the task is the task's own error.
+    """
     quiet = [
         line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line
     ]
@@ -258,7 +260,7 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
 
 
 def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
-    """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
+    """Returns (exit code, output, error) of the program, which gets Ctrl-C as soon as a file exists."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
         process = start_hasten(*words, cwd=here, out=out.fileno(), err=err.fileno())
         wait_for(ready)
@@ -279,7 +281,7 @@ def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder)
 
 @pytest.mark.slow
 def test_an_impatient_hand_still_gets_the_answer(here):
-    """Ctrl-C goes on while the program clears up; the user's own clearing up takes a moment here, as torch's does."""
+    """Ctrl-C is repeated while the program cleans up; the task's own cleanup takes a moment here, as torch's does."""
     with open(here / "slow.py", "a") as file:
         file.write("\nimport atexit, time\natexit.register(time.sleep, 0.3)\n")
     words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
@@ -388,10 +390,10 @@ def test_a_closed_output_is_none(here):
 
 @pytest.fixture(autouse=True, scope="module")
 def nobody_is_left():
-    """Of what was started and not seen to its end; others look at whether there are children."""
+    """Asserts that no started process is left; other helpers check child processes."""
     yield
     for child in [other for direct in live_children() for other in (direct, *direct.children(recursive=True))]:
-        with suppress(psutil.NoSuchProcess):  # it went with another
+        with suppress(psutil.NoSuchProcess):  # ended together with its parent
             child.kill()
             child.wait(10)
 

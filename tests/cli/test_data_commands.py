@@ -1,4 +1,4 @@
-"""`hasten data`: answers for people and programs, exit codes, one line for what is wrong."""
+"""`hasten data`: terminal output and JSON, exit codes, one line per error."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""The verbs that measure, each run to its end on a tiny task: the keys that programs rely on, exit codes that agree
-with the verdict, one JSON object on standard output and nothing else. And the page about a real search."""
+"""The measuring commands, each run to its end on a tiny task: JSON keys, exit codes that agree with the verdict,
+exactly one JSON object on standard output; and the HTML report of a real search."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def task():
 """
 INTERVAL = {"median", "low", "high"}
 SEARCHES = [
-    pytest.param(("tf32", 150.0), id="nothing helps", marks=pytest.mark.slow),  # on a CPU it has nothing to act on
+    pytest.param(("tf32", 150.0), id="nothing helps", marks=pytest.mark.slow),  # has no effect on a CPU
     pytest.param(("in_memory_batches", 150.0), id="something may help", marks=pytest.mark.slow),
 ]
 
@@ -68,7 +68,7 @@ def here(folder, monkeypatch):
 
 
 class Search(NamedTuple):
-    """What was asked for, how the program ended, and what it answered."""
+    """The request of a search, its finished process, and its result."""
 
     method: str
     seconds: float
@@ -84,8 +84,10 @@ def measure_shortly() -> None:
 
 @pytest.fixture(scope="module", params=SEARCHES)
 def search(request, folder) -> Search:
-    """A whole search by the program in a process of its own. Where nothing is to be found, it is looked for with short
-    measurements."""
+    """A complete search by the program in a process of its own.
+
+    If there is nothing to find, measurements are short.
+    """
     method, seconds = request.param
     words = [
         "tune",
@@ -106,14 +108,13 @@ def search(request, folder) -> Search:
 
 
 def the_object(out: str) -> dict:
-    """The one object that may stand on standard output."""
+    """Returns the one JSON object that standard output must contain."""
     assert out.count("\n") == 1 and out.endswith("\n")
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def asked_quietly(capfd, *words: str) -> tuple[int, dict]:
-    """The exit code and the answer. All else that is said is what the task's own file says, of which its owner may be
-    fond."""
+    """Returns the exit code and the JSON result. Standard error may only contain output of the task's own file."""
     code = main([*words, "--json", "--quiet", "--device", "cpu"])
     out, err = capfd.readouterr()
     assert set(err.splitlines()) <= {PRINTED}
@@ -179,7 +180,7 @@ def test_tune(search, here):
 
 
 def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
-    """The second search finds in a copy of the first what was measured there."""
+    """The second search finds the measurements of the first in a copy of its folder."""
     assert search.told["budget_seconds"] == search.seconds
     shutil.copytree(search.told["out"], again := f"{search.method}-again")
     code, told = asked_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
@@ -197,8 +198,10 @@ def test_the_recipe_of_a_search_trains(search, here, capfd):
 
 
 class Page(HTMLParser):
-    """A page as a browser takes it: what can be read there, and what would be fetched. A tag that is left open, or
-    closed twice, is an error."""
+    """An HTML page as a browser reads it: its text, and the resources that it would fetch.
+
+    A tag that is not closed, or closed twice, is an error.
+    """
 
     VOID = {"meta", "link", "br", "wbr", "img", "hr", "input", "col", "source"}
     FETCHED = {

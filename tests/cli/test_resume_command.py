@@ -1,4 +1,4 @@
-"""``hasten train --resume``: the run that is meant, under its own recipe; a mistyped folder is no reason to begin."""
+"""``hasten train --resume``: finds the requested run and its recipe; a mistyped folder does not start a new run."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ def test_code_from_outside_has_to_be_named_again(here, capfd):
 
 
 def test_a_metric_that_is_mended_costs_no_step(here):
-    """That it gives no number shows at the first evaluation; what was trained by then is kept."""
+    """The missing number is found at the first evaluation; the training up to it is kept."""
     unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
     with pytest.raises(hasten.ConfigurationError, match="must return one number; it returned 'high'"):
         hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
@@ -163,7 +163,7 @@ def test_an_odd_recipe_is_a_failure_in_one_line(odd, here, capfd):
 
 
 def test_a_run_whose_recipe_is_unknown_does_not_resume_without_methods(here, capfd):
-    """recipe.toml holds what the methods found while they ran, so it does not replace the recipe of the request."""
+    """recipe.toml holds settings that methods found while they ran, so it does not replace the requested recipe."""
     break_off("run", "ema:decay=0.5")
     before = told(here)
     del before["recipe"]

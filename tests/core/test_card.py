@@ -1,4 +1,4 @@
-"""Cards: the words that are computed with are held to the known ones; those for people are free."""
+"""Cards: fields that hasten evaluates accept known words only; descriptive fields accept any text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Recipes as text: what joins methods, and what is no TOML."""
+"""Recipes as text: separators between methods, and invalid TOML."""
 
 import pytest
 

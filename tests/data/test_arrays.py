@@ -1,4 +1,4 @@
-"""Arrays of all kinds, and what is refused."""
+"""Arrays of all kinds, and arguments that are refused."""
 
 import os
 
@@ -80,8 +80,7 @@ def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatc
 
 
 def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeypatch):
-    """Its identity is taken before it is mapped, so a file in its place has another one, even of the same size and
-    time."""
+    """The fingerprint is taken before the file is mapped, so a replaced file differs even with equal size and time."""
     monkeypatch.chdir(tmp_path)
     numpy.save("x.npy", numpy.zeros(8))
     pipeline = arrays("x.npy").batch(20)

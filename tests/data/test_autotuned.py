@@ -1,5 +1,5 @@
-"""prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one,
-and its cache."""
+"""prefetch("auto"): the same batches for any worker configuration, few workers for a fast source, enough for a slow
+one, and its cache."""
 
 import dataclasses
 import itertools
@@ -28,11 +28,11 @@ from hasten.loading.autotuner import LoaderAutotuner
 from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
 from helpers.process import live_children
 
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
 
 
 class Restless(LoaderAutotuner):
-    """Looks at one crew after the other, for ever."""
+    """An autotuner that never converges: it tries one configuration after the other."""
 
     crews = (
         WorkerConfig(),
@@ -51,13 +51,13 @@ class Restless(LoaderAutotuner):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """One batch makes a look, however short."""
+    """One batch makes a measurement, however short."""
     for name, value in {"MIN_BATCHES": 1, "MIN_SECONDS": 0.0, "BATCHES_PER_WORKER": 0, "WARMUP_BATCHES": 0}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
 def restless(pipeline):
-    """The pipeline, whose crew changes every few batches, and the crews that were seen."""
+    """The pipeline, whose worker configuration changes every few batches, and the configurations used."""
     autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
     return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
 
@@ -67,7 +67,7 @@ def nothing_left(before: list[threading.Thread]) -> bool:
 
 
 def plain(rows=ROWS):
-    """Nothing in it is anybody's own, so that threads may compute it."""
+    """A pipeline without user functions, so that threads may run it."""
     from hasten.data import normalize, random_horizontal_flip
 
     pictures = torch.arange(rows * 3 * 4 * 4).remainder(251).to(torch.uint8).view(rows, 3, 4, 4)
@@ -127,7 +127,7 @@ def napping(batch):
 
 
 def until_settled(pipeline, step):
-    """Passes with steps of so many seconds, until the climber has settled."""
+    """Runs epochs with steps of that many seconds until the autotuner has converged."""
     end = time.perf_counter() + PATIENCE
     while not pipeline.runner.autotuner.converged:
         for _ in pipeline:
@@ -221,7 +221,7 @@ def test_the_engine_is_given_the_crew_and_may_name_another():
     assert batches.map_iterator(iter).with_workers is None
 
 
-# ---- keeping the samples
+# ---- caching the samples
 
 
 def slowly(sample):
@@ -234,7 +234,7 @@ def drawing(sample):
 
 
 class Own:
-    """Draws from a generator that nobody else knows of."""
+    """Draws from a generator that hasten cannot know."""
 
     def __init__(self):
         self.generator = random.Random(1)
@@ -251,7 +251,7 @@ def caches(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), ("disk", 600e-9)])
 def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches):
-    """In memory, or on the disk where their 640 bytes are too many for that."""
+    """In memory, or on disk if their 640 bytes exceed the memory budget."""
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
     whole = arrays(numbers).shuffle(seed=1).batch(8)
@@ -270,8 +270,7 @@ def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches)
 
 
 def waiting(pipeline):
-    """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples
-    helps."""
+    """A pipeline whose autotuner has converged while steps still wait, so that a cache is tried next."""
     pipeline.runner.autotuner.wait_fraction, pipeline.runner.autotuner.seconds_per_batch = 0.5, 1e-9
     return pipeline
 
@@ -287,7 +286,7 @@ def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_
 
 
 def left_as_they_are(told):
-    """That a Notice tells why samples that are too many for the memory are not kept, and nothing else is changed."""
+    """Asserts that a HastenWarning gives the reason why samples are not cached on disk, and nothing else changes."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match=f"not cached .disk.*{told}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
@@ -326,7 +325,7 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
 
 
 class Versioned(Source):
-    """Rows that are what their version says."""
+    """Rows whose values depend on their version."""
 
     def __init__(self):
         self.version = 1
@@ -370,7 +369,7 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
         assert len(list(pipeline)) == 8
     assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():
-        # warned about once; tuned settings may be reported now
+        # warned about once; the tuned settings may be reported now
         warnings.filterwarnings("error", message=".*not cached")
         assert len(list(pipeline)) == 8
 

@@ -1,4 +1,4 @@
-"""Bad rows: counted once, up to a number, and never in silence."""
+"""Bad rows: counted once, up to a limit, and always reported."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from helpers.pipelines import Bad
 
 
 class Known(Bad):
-    """Tells of its bad rows before they are read."""
+    """A source that reports its bad rows before they are read."""
 
     def known_bad_rows(self):
         return [BadRow(row, "numbers.txt", "no number") for row in sorted(self.bad)]
 
 
 class Subset(Source):
-    """Somebody's own: the first rows of another source."""
+    """A user's own source: the first rows of another source."""
 
     def __init__(self, source, count):
         self.source, self.count = source, count
@@ -101,7 +101,7 @@ def test_what_is_known_is_told_through_what_stands_before_it(around):
 
 
 def test_only_the_source_itself_is_asked_what_is_known():
-    """What somebody's own source keeps under any name may be anything, and not all of it is asked for."""
+    """An attribute of a user's source may be anything, so only the innermost source is asked."""
     named = Bad([], rows=20)
     named.source = "numbers.txt"
     assert rows(Pipeline(named).batch(10)) == [*range(20)]

@@ -1,5 +1,4 @@
-"""How much memory may be filled and how many cores kept busy: what the control groups of a container leave to one of
-several ranks."""
+"""Memory and cores that one of several ranks may use: the limits of the container's control groups."""
 
 import psutil
 import pytest
@@ -31,7 +30,7 @@ def groups(request, tmp_path, monkeypatch):
 
 
 def test_what_the_group_leaves_is_divided_among_the_ranks(groups, monkeypatch):
-    assert resources.free_memory() == 1_000_000 - 600_000 + 150_000  # what the system keeps of files is free
+    assert resources.free_memory() == 1_000_000 - 600_000 + 150_000  # memory of the system's file cache is free
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resources.free_memory() == 550_000 // 4
 

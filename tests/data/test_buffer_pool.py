@@ -1,4 +1,4 @@
-"""Memory is used again as soon as nobody holds it, and never before."""
+"""The buffer pool reuses memory as soon as it is unreferenced, and never before."""
 
 import gc
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Caches: the same batches, in the budget, every row read once, bad rows as without them."""
+"""Caches: the same batches, within the budget, every row read once, bad rows as without a cache."""
 
 import os
 import re
@@ -110,10 +110,8 @@ print(peak() - before)
     not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most"
 )
 def test_the_memory_taken_is_what_was_allowed():
-    """0.2 GB of rows; chunks of 16 MB are read at a time."""
-    at_once = {
-        "MALLOC_MMAP_THRESHOLD_": "1000000"
-    }  # what is freed goes back to the system, as far as the C library is glibc
+    """0.2 GB of rows, read in chunks of 16 MB."""
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory is returned to the system if the C library is glibc
     asked = subprocess.run(
         [sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True, env=os.environ | at_once
     )

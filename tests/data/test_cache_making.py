@@ -1,5 +1,4 @@
-"""Caches on disk are never half, and one for all processes: damage, locks, deaths while they are made, disks that
-fail."""
+"""Disk caches are complete or absent, and shared by processes: damage, locks, killed writers, failing disks."""
 
 import resource
 import shutil
@@ -49,7 +48,7 @@ def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_lin
     list(arrays(NUMBERS).cache("disk").batch(ROWS))
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
-    made.with_suffix(".lock").mkdir()  # as good as one that may not be opened
+    made.with_suffix(".lock").mkdir()  # equivalent to a lock file that may not be opened
     with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
         list(arrays(NUMBERS).cache("disk").batch(ROWS))
     assert "\n" not in str(told.value)
@@ -70,11 +69,11 @@ def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path
     assert not lock.exists()
 
 
-PATIENCE = 120  # seconds, on a busy machine; none of it is used
+PATIENCE = 120  # seconds, for a busy machine; mostly unused
 
 
 class Slow(Source):
-    """Forty rows of 1.6 MB, whose reading pauses before each chunk but the first."""
+    """Forty rows of 1.6 MB; reading pauses before each chunk but the first."""
 
     def __init__(self, folder, pause):
         self.folder, self.pause = folder, pause
@@ -106,7 +105,7 @@ def making(folder, pause, room, told):
 
 
 def maker(folder, pause=0.25, room=None):
-    """A process that makes a cache in four chunks, and where it tells what came of it."""
+    """A process that writes a cache in four chunks, and the queue of its result."""
     told = FORK.SimpleQueue()
     return start_process(making, folder, pause, room, told), told
 
@@ -128,7 +127,7 @@ def test_two_processes_share_one_making(tmp_path):
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
     assert (
         sum("another process is filling the cache" in notice for _, notices in said for notice in notices) <= 1
-    )  # none, if the first was done
+    )  # nothing is read if the first process was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
@@ -138,13 +137,13 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
     process.kill()
     process.join()
     assert list((tmp_path / "cache").glob("*.making"))
-    list(arrays(NUMBERS).cache("disk").batch(BATCH))  # of something else: it sweeps up
+    list(arrays(NUMBERS).cache("disk").batch(BATCH))  # a cache of other data: it removes partial files
     assert not list((tmp_path / "cache").glob("*.making"))
     assert told_by(*maker(tmp_path))[0] == sum(range(40))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    """A limit on the size of files stands for the disk: writing fails in the middle all the same."""
+    """A limit on file sizes stands in for the full disk: writing fails in the middle as well."""
     said, _ = told_by(*maker(tmp_path, room=20_000_000))
     assert "cannot write" in said and "incomplete cache was removed" in said and "\n" not in said
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))

@@ -1,5 +1,4 @@
-"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for
-again by itself."""
+"""Scattered remote rows are requested concurrently, and only those; each failed request is repeated by itself."""
 
 import threading
 import time
@@ -15,7 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot a
 from helpers.web import Answer, serving
 
 ROWS, BYTES = 200, 100_000
-PATIENCE = 20.0  # seconds, on a busy machine; most of it is never used
+PATIENCE = 20.0  # seconds, for a busy machine; mostly unused
 SCATTERED = numpy.arange(7, ROWS, 9)
 
 
@@ -30,8 +29,7 @@ def web(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a
-    time."""
+    """The server's concurrent requests and total bytes. It responds once ``together`` requests have arrived."""
     given, changed, seen = (
         Answer.given,
         threading.Condition(),
@@ -50,7 +48,7 @@ def loads(monkeypatch):
                 and size > 1
                 and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE)
             ):
-                seen["together"] = 0  # in vain: the others need not wait for it as well
+                seen["together"] = 0  # the other requests need not wait for it in vain
         time.sleep(0.05)
         if answer.command == "GET":
             seen["bytes"] += size

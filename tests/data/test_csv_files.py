@@ -1,5 +1,4 @@
-"""CSV: types that are guessed, names and delimiters that are said, and lines with more or fewer fields than the
-others."""
+"""CSV: inferred types, given names and delimiters, and lines with more or fewer fields than the others."""
 
 import gzip
 import json
@@ -94,7 +93,7 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
 
 
 def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
-    """It has swallowed all lines after it."""
+    """The unclosed quote extends over all following lines."""
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
     with pytest.raises(
         ConfigurationError,

@@ -1,5 +1,4 @@
-"""Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in
-silence."""
+"""Bytes damaged after they were written: the damage is reported, and never ends the process."""
 
 import os
 import pickle
@@ -27,7 +26,7 @@ TABLE = pa.table({"n": numpy.arange(ROWS) + 7_000_000, "words": [f"word number {
 
 
 def changed(path, old, new):
-    """The file with some bytes of it exchanged, which must be there once."""
+    """Replaces bytes of the file that must occur in it exactly once."""
     content = path.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
     path.write_bytes(content.replace(old, new))
@@ -84,7 +83,7 @@ def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gi
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("where", ["offset", "letter"])
 def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes):
-    """An offset that leads far out of its column would be followed by who believes it: the process would be killed."""
+    """An offset far out of its column: following it would end the process."""
     arrow_feather.write_feather(TABLE, tmp_path / "t.feather", compression="uncompressed", chunksize=RUN)
     if where == "offset":
         lengths = [len(f"word number {row}") for row in range(RUN, RUN + 3)]
@@ -130,12 +129,12 @@ os._exit(0)
     ("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
 )
 def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
-    long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB once decoded, some kilobytes in the file
+    long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB decoded, some kilobytes in the file
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
         writer.write_table(long.slice(0, 10), row_group_size=10)
         writer.write_table(long, row_group_size=len(long))
     command = [sys.executable, "-c", LACKING, lacking, tmp_path / "t.parquet"]
-    at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # others keep a gigabyte in reserve
+    at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators keep a gigabyte in reserve
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | at_once)
     assert re.match(said, done.stdout), done.stdout + done.stderr
 
@@ -157,7 +156,7 @@ for path in sys.argv[2:]:
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
 def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
-    """Bytes anywhere in the file, and files cut off anywhere."""
+    """Changed bytes anywhere in the file, and files truncated anywhere."""
     random, paths = numpy.random.default_rng(0), []
     words = pa.array(["some", "words"] * 50).dictionary_encode()
     table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": words})
@@ -192,7 +191,7 @@ def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
 
 
 def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
-    """Rows are counted in the heads of the record batches: one that says another number than its columns have."""
+    """The heads of the record batches state the number of rows; here it differs from that of the columns."""
     arrow_feather.write_feather(
         pa.table({"n": numpy.arange(1_000_003)}),
         tmp_path / "t.feather",

@@ -87,7 +87,7 @@ FILES = {
 
 
 def write(folder, old="", new=""):
-    """The user's modules, something in them said otherwise."""
+    """Writes the user's modules with some text replaced."""
     assert any(old in text for text in FILES.values())
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -95,12 +95,12 @@ def write(folder, old="", new=""):
 
 
 def of(folder, old="", new="", what="f"):
-    """The fingerprint of an expression over modules written out now."""
+    """Returns the fingerprint of an expression over modules written now."""
     write(folder, old, new)
     importlib.invalidate_caches()
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(folder)
-        patched.setattr(sys, "dont_write_bytecode", True)  # which would be taken for that of the next text
+        patched.setattr(sys, "dont_write_bytecode", True)  # a cached module would be taken for the next text
         try:
             return fingerprint(eval(what, vars(importlib.import_module("user_code"))))
         finally:
@@ -125,7 +125,7 @@ def of(folder, old="", new="", what="f"):
         ("return a + b", "return a - b"),
         ("a // 5", "a // 6"),  # through a chain of the user's own modules
         ("a % 9", "a % 8"),  # imported inside the function
-        ("a | 4", "a | 3"),  # a module taken from another one there
+        ("a | 4", "a | 3"),  # imported from another module there
         ("n * 7", "n * 6"),  # behind functools.cache
     ],
 )

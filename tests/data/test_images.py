@@ -1,4 +1,4 @@
-"""Pictures: decoded and resized as Pillow does it, labelled by folder, and every way a picture can be bad."""
+"""Images: decoded and resized as Pillow does, labeled by folder, and every kind of bad image."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def decoder(request, monkeypatch):
 
 
 def smooth(height, width, seed=0):
-    """A picture as photos are: no hard edges, which JPEG and resizing would treat in their own ways."""
+    """A photo-like image without hard edges, which JPEG and resizing treat in different ways."""
     coarse = numpy.random.default_rng(seed).integers(0, 256, (6, 6, 3), numpy.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
@@ -88,7 +88,7 @@ def test_real_photos_are_read_as_pillow_reads_them(decoder):
     for row, small, picture in zip(rows, pictures, whole, strict=True):
         expected = Image.open(source.files.path(row)).convert("RGB")
         assert numpy.abs(picture.numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 1
-        if min(expected.size) < 4 * 224:  # bigger ones are decoded at half their size
+        if min(expected.size) < 4 * 224:  # larger ones are decoded at half their size
             assert numpy.abs(small.numpy().astype(int) - as_pillow_resizes(expected, 224, 224)).mean() < 1
 
 
@@ -126,7 +126,7 @@ def test_threads_get_the_pictures_that_one_gets(tmp_path):
 
 
 def bomb(height, width):
-    """A PNG file of a hundred bytes that says it is huge."""
+    """A PNG file of a hundred bytes whose header states a huge size."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -136,7 +136,7 @@ def bomb(height, width):
 
 
 def jpeg_bomb():
-    """A small JPEG whose header is changed to say 65000 x 65000."""
+    """A small JPEG whose header is changed to 65000 x 65000."""
     file = io.BytesIO()
     smooth(16, 16).save(file, "JPEG")
     data = bytearray(file.getvalue())
@@ -255,7 +255,7 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
     smooth(9, 9).save(root / "dog" / "new.png")
     assert len(list_folder(root, (".png",))) == 7 and walks
     (kept,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
-    kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is no list
+    kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is ignored
     assert len(list_folder(root, (".png",))) == 7
 
 

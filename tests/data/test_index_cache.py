@@ -1,5 +1,5 @@
-"""First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a
-long one is told."""
+"""The index cache: the index of a file is stored until the file changes, validated before use, and its progress is
+reported."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ from helpers.assertions import same
 from helpers.process import FORK, join_process, start_process
 from helpers.tar_files import npy, pack
 
-SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together they are worth a walk
+SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together enough to be worth an index
 MAKERS = {"tfrecord": tfrecord, "tar": webdataset}
 DATA = {"tfrecord": "data", "tar": "bin"}  # the column of these bytes
 
@@ -40,11 +40,11 @@ def _heard(event, arguments):
         _opened[str(arguments[0])] += 1
 
 
-sys.addaudithook(_heard)  # of Python itself, which tells of every file that is opened
+sys.addaudithook(_heard)  # Python's audit hook, which reports every opened file
 
 
 def written(path, sizes=SIZES * 3):
-    """A file of samples of these sizes: in another order it is as long, and every sample lies elsewhere."""
+    """A file of samples of these sizes; in another order it has the same length with every sample elsewhere."""
     contents = [numpy.random.default_rng(size).bytes(size) for size in sizes]
     if path.suffix == ".tar":
         numbered = [(f"{number:02}", content) for number, content in enumerate(contents)]
@@ -59,7 +59,7 @@ def everything(source):
 
 
 def opened(path):
-    """(a source, how often its file was opened for it)."""
+    """Returns (a source, how often opening it opened its file)."""
     paths._mapped.cache_clear()
     _watched.add(str(path))
     before = _opened[str(path)]
@@ -68,8 +68,7 @@ def opened(path):
 
 
 def asked(web, path, query=""):
-    """(a source, how often something of its file was asked for); in a thread of its own, which has no connections from
-    before."""
+    """Returns (a source, how many requests it made); in a new thread, which has no open connections."""
     before = len(web.asked)
     with ThreadPoolExecutor(1) as another:
         source = another.submit(lambda: MAKERS[path.rpartition(".")[2]](f"{web.address}{path}{query}").source).result()
@@ -88,7 +87,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Files that were written just now are taken for old ones."""
+    """Makes files that were just written count as old."""
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
 
 
@@ -128,7 +127,7 @@ def test_a_changed_file_is_walked_through_anew(tmp_path, settled, kind):
     before, size = everything(opened(path)[0]), path.stat().st_size
     written(path, SIZES[::-1] * 3)
     assert path.stat().st_size == size
-    for expected in (True, False):  # and then that is what is kept
+    for expected in (True, False):  # the same content is stored again
         source, times = opened(path)
         assert (times > 0) is expected
         assert not same(everything(source), before) and {*map(len, everything(source)[DATA[kind]])} == {*SIZES}
@@ -249,7 +248,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled,
     assert second[1] > 0 and same(everything(first[0]), everything(second[0]))
 
 
-# ---- what is told
+# ---- progress and warnings
 
 
 def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):

@@ -1,4 +1,4 @@
-"""Settings that make no sense, and files that are no data: one clear line at the call, from every maker of sources."""
+"""Invalid arguments and files without data: one clear line at the call, from every function that makes a source."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A good file of every kind."""
+    """A valid file of every kind."""
     folder = tmp_path_factory.mktemp("data")
     table = pa.table({"a": [1.0, 2.0], "b": [1, 2], "label": [0, 1]})
     arrow_parquet.write_table(table, folder / "t.parquet")
@@ -288,13 +288,12 @@ def test_tokens_are_local():
     )
 
 
-# ---- files that are not what they seem
+# ---- files of another format
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly everything is text of some kind
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly any bytes are text of some kind
 def test_one_format_for_another(folder, tmp_path, name):
-    """Each maker gets the files of all the others under its own ending, and some that are nothing: never more than one
-    line."""
+    """Each function gets the files of all others under its own suffix, and some invalid ones: always one line."""
     others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
     others |= {
         "empty": b"",
@@ -318,7 +317,7 @@ def test_one_format_for_another(folder, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["parquet", "feather", "tfrecord", "images", "webdataset", "arrays"])
 def test_pickled_arrays_are_never_loaded(tmp_path, name):
-    """What would be executed if somebody unpickled it leaves a file behind."""
+    """The file would leave another file behind if it were unpickled."""
     proof = tmp_path / "executed"
 
     class Executed:

@@ -1,5 +1,4 @@
-"""What stands for missing values: never in a target that was not named, never another number than was said, never in
-silence."""
+"""Fill values for missing ones: never in a target that was not named, always the given value, always reported."""
 
 import datetime
 from decimal import Decimal
@@ -160,7 +159,7 @@ def test_whole_numbers_that_no_tensor_holds_are_refused(tmp_path):
     assert parquet(tmp_path / "t.parquet", columns=["x"]).source.read(numpy.arange(2))["x"].tolist() == [1, 2]
 
 
-# ---- fields that are empty throughout a file of a guessed type
+# ---- fields that are empty throughout a file of an inferred type
 
 
 def two_files(folder, first, second):
@@ -263,7 +262,7 @@ def test_classes_are_words_in_order(tmp_path, classes, told):
         csv(labelled(tmp_path), target="kind", classes=classes)
 
 
-# ---- text that is harder to take apart
+# ---- text that is harder to parse
 
 
 def test_lines_may_end_within_quotes_also_in_long_files(tmp_path):

@@ -1,5 +1,4 @@
-"""Values of unequal length and nested ones: the same batches without a map, with one that changes nothing, and from a
-cache."""
+"""Ragged and nested values: the same batches without a map, with a map that changes nothing, and from a cache."""
 
 import random
 
@@ -79,7 +78,7 @@ def unchanged(sample):
 
 
 def rebuilt(sample):
-    """The same parts in another dict or tuple."""
+    """Rebuilds the same values in another dict or tuple."""
     if isinstance(sample, dict):
         return {name: rebuilt(part) if name == "point" else part for name, part in sample.items()}
     return tuple(part for part in sample)
@@ -95,7 +94,7 @@ def test_a_map_that_changes_nothing_changes_nothing(tmp_path, build, way):
 
 
 def test_a_batch_of_one_row_is_nested_as_the_others_are(tmp_path):
-    """Where rows are alike by chance, as those of one row always are, they are no tensor all of a sudden."""
+    """Rows of equal length by chance, as in a batch of one row, are not stacked to a tensor."""
     plain = table(tmp_path)
     one, same_one = next(iter(plain.batch(1))), next(iter(plain.map(unchanged).batch(1)))
     assert isinstance(one["some"], list) and isinstance(one["equal"], list) and same(one, same_one)
@@ -145,7 +144,7 @@ def test_who_says_how_samples_become_a_batch_gets_that(tmp_path):
 
 
 class Numbers(Source):
-    """Rows that are numbers, and what is not told from them by identity: Python has each small number once."""
+    """Rows of small integers, which Python interns: identity cannot distinguish them."""
 
     def __len__(self):
         return 6
@@ -166,7 +165,7 @@ def test_numbers_of_a_map_are_never_taken_for_those_of_a_list():
 
 
 class Resizing:
-    """Changes the pictures of every third row, or of all but these; the others are handed on, or copied."""
+    """Changes the images of every third row, or of all but these; the others are passed through or copied."""
 
     def __init__(self, when, copies=False):
         self.when, self.copies = when, copies
@@ -178,7 +177,7 @@ class Resizing:
 
 
 class Pictures(Source):
-    """Pictures of one size in a list, as if they had not been resized; the first cannot be read where ``bad``."""
+    """Images of one size in a list, as if not resized; ``bad`` makes the first unreadable."""
 
     def __init__(self, bad=False):
         self.bad = bad
@@ -196,7 +195,7 @@ class Pictures(Source):
 
 
 def shared(pipeline, size, world):
-    """What all ranks get until it is refused, and why it is, if it is."""
+    """Returns the batches of all ranks up to the error, and the error or None."""
     batches, why = [], []
     for rank in range(world):
         try:
@@ -217,7 +216,7 @@ def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, s
 
     batches, why = shared(built(), size, world)
     assert why and all("returns sample['deep'][1] unchanged for some rows" in each and "\n" not in each for each in why)
-    expected = torch.Tensor if 0 in when else list  # what the first row says
+    expected = torch.Tensor if 0 in when else list  # the nesting that the first row has
     assert all(isinstance(batch["deep"][1], expected) and isinstance(batch["as it was"], list) for batch in batches)
     batches, why = shared(built(copies=True), size, world)
     assert not why and all(
@@ -242,7 +241,7 @@ def drawing_more(batch):
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 3}], ids=str)
 def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
-    """Wherever a batch is the first that somebody makes, it has the numbers that it has elsewhere."""
+    """A probe of the first row must not advance the numbers of any batch."""
     pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
     whole = list(pipeline.prefetch(**way).epoch(0))
     for start in range(len(whole)):
@@ -265,7 +264,7 @@ def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
     plain = pictures(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
     expected = list(plain.batch(BATCH))
     assert isinstance(expected[0][0], list)
-    for _ in range(2):  # the second time from what the first has left
+    for _ in range(2):  # the second time from the disk
         cached = plain
         for function in maps:
             cached = cached.map(function)

@@ -1,4 +1,4 @@
-"""Where files are, what marks their contents, and patience with a network."""
+"""Resolving paths, file signatures, and retries of network requests."""
 
 import os
 import time
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 class Unsteady(MemoryFileSystem):
-    """A file system that fails as often as it is told, then works."""
+    """A file system that fails as often as configured, then works."""
 
     protocol, store, pseudo_dirs = "unsteady", {}, [""]
     failures, asked = 0, 0
@@ -123,7 +123,7 @@ def test_a_file_that_changes_or_goes(folder):
     before = file_signature("a.csv")
     check_unchanged("a.csv", before)
     os.link("a.csv", "a.backup")
-    check_unchanged("a.csv", before)  # a link is no change of the content
+    check_unchanged("a.csv", before)  # a link does not change the content
     os.utime("a.csv", ns=(before[2][0] + 1,) * 2)
     with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
         check_unchanged("a.csv", before)
@@ -138,7 +138,7 @@ def test_a_file_that_changes_or_goes(folder):
 
 def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
     before = file_signature("a.csv")
-    time.sleep(0.02)  # the clock of a file system ticks slowly
+    time.sleep(0.02)  # the clock of a file system has a coarse resolution
     (folder / "a.csv").write_text("A.CSV")
     os.utime("a.csv", ns=(before[2][0], before[2][0]))
     assert file_signature("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and file_signature("a.csv") != before
@@ -163,7 +163,7 @@ def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
         (folder / "shards" / name).touch()
     (folder / "shards" / "a_link").symlink_to("2024")
     (folder / "shards" / "back").symlink_to(".")
-    (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
+    (folder / "shards" / "2023" / "back").symlink_to("..")  # two cyclic links make ever more paths
     assert [os.path.normpath(each) for each in resolve_paths(pattern, (".tar",))] == [
         f"shards/{name}" for name in names
     ]
@@ -256,7 +256,7 @@ def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
 )
 @pytest.mark.parametrize("suffixes", [(".csv",), ()], ids=["csv", "all"])
 def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, pattern, suffixes):
-    """Folders that it matches are descended into, hidden names are passed over unless it names them."""
+    """Matching folders are descended into; hidden names are skipped unless the pattern names them."""
     names = (
         "b.csv",
         "a.csv",
@@ -285,7 +285,7 @@ def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, patt
 
 
 def test_what_is_no_remote_folder_is_a_file(unsteady, monkeypatch):
-    """As a link, which sftp tells apart."""
+    """Such as a link, which sftp reports as a type of its own."""
     ls = Unsteady.ls
 
     def linked(system, path, detail=True, **more):

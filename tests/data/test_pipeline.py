@@ -1,4 +1,4 @@
-"""What the pipeline promises: the same batches whoever computes them, any place found again, trainers content."""
+"""The pipeline: the same batches from every runner, any position resumable, compatible with trainers."""
 
 import itertools
 import random
@@ -38,7 +38,7 @@ def test_no_runner_touches_the_random_state_of_the_run(way):
 
 
 def noise(batch):
-    """Drawn from generators that belong to the process."""
+    """Draws from generators that belong to the process."""
     return torch.cat(
         [torch.rand(2, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)]
     )
@@ -70,7 +70,7 @@ def test_what_maps_draw_leaves_the_random_state_of_the_run_alone(way):
 
 
 class Noisy(Bad):
-    """A source that draws."""
+    """A source that draws random numbers."""
 
     def read(self, rows):
         return super().read(rows) + torch.rand(len(rows))
@@ -141,7 +141,7 @@ def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
 
 
 def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
-    """{row: what it drew} of a pass."""
+    """Returns {row: what it drew} of an epoch."""
     pipeline = (
         Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad_rows(len(bad)).batch(size).shard(*shard).prefetch(**way)
     )
@@ -151,7 +151,7 @@ def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
 
 
 def test_a_row_draws_the_same_in_batches_of_any_size_for_any_rank_and_from_any_start():
-    rows = 20_000  # more than are made at a time
+    rows = 20_000  # more than are computed at a time
     whole = drawn(rows, 512)
     assert len({first for first, _ in whole.values()}) > rows - 5
     assert drawn(rows, 300, threads=2) == whole == drawn(rows, 7777, processes=2)
@@ -409,7 +409,7 @@ def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
     pipeline.set_epoch(0)
     assert equal(list(pipeline), whole)
     pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
-    pipeline.sampler.set_epoch(0)  # as trainers do at the start of a pass that they take up
+    pipeline.sampler.set_epoch(0)  # as trainers do at the start of an epoch that they resume
     assert equal(list(pipeline), whole[4:])
 
 

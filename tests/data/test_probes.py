@@ -1,5 +1,4 @@
-"""A cache whose first rows are bad: it looks at rows that can be read, counts the others, and tells when there are
-none."""
+"""A cache whose first rows are bad: it probes readable rows, counts the others, and reports if there are none."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts of files that are cut off, or too many to be open at once, while they are read."""
+"""Reading parts of files that are truncated, or too many to be open at once."""
 
 import subprocess
 import sys
@@ -88,7 +88,7 @@ def test_more_files_than_may_be_open(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FEW_OPEN_FILES, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.stdout.split() == ["200"] * 2, done.stderr  # a fresh process: a forked one has all that is open here
+    assert done.stdout.split() == ["200"] * 2, done.stderr  # a fresh process: a forked one inherits all open files
 
 
 def test_a_remote_file_that_became_shorter_is_told():
@@ -104,4 +104,4 @@ def test_a_remote_file_that_became_shorter_is_told():
         ThreadPoolExecutor(1) as another,
         pytest.raises(RunError, match=r"memory://.*a\.tfrecord changed while it was being read"),
     ):
-        another.submit(source.read, numpy.array([0, 49])).result()  # this thread still has the old one open
+        another.submit(source.read, numpy.array([0, 49])).result()  # this thread still has the old file open

@@ -1,4 +1,4 @@
-"""Random numbers belong to places in a pass: whatever else is in the batch, a place draws the same."""
+"""Random numbers belong to positions in an epoch: a position draws the same numbers in any batch."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_a_place_draws_the_same_in_any_company():
 @pytest.mark.parametrize("shape", [(), (5,), (3, 9), (3, 32, 32)], ids=str)
 def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
     size = BLOCK // math.prod(shape)
-    places = numpy.arange(3 * size + 7) + size * 10**9  # far into a pass
+    places = numpy.arange(3 * size + 7) + size * 10**9  # far into an epoch
     whole = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
     assert len(whole.unique()) > 0.99 * whole.numel()
     for first, count in (
@@ -41,7 +41,7 @@ def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
     ):
         here = slice(max(0, first), max(0, first) + count)
         assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
-    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as where rows could not be read
+    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as if some rows could not be read
     assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
 
 

@@ -1,5 +1,4 @@
-"""Tables and records of random columns, nested and of unequal length: what was written comes back, in any order, share
-and rest."""
+"""Tables and records of random columns, nested and ragged: the written values come back, in any order and shard."""
 
 import itertools
 
@@ -16,7 +15,8 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables"
 import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # no room is left on purpose
+# tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 NUMBERS = [
     pa.int8(),
     pa.int16(),
@@ -34,7 +34,7 @@ CASES = range(16)
 
 
 def a_type(random, depth=0):
-    """Of a column; the deeper, the simpler."""
+    """Returns a type of a column; deeper nesting gets simpler types."""
     simple = [*NUMBERS, pa.string(), pa.binary(), pa.large_string()]
     if depth == 3 or random.random() < 0.4:
         return simple[random.integers(len(simple))]
@@ -78,7 +78,7 @@ def a_table(random, rows):
 
 
 def plainly(column):
-    """A column of a batch as a list of Python's values, one a row."""
+    """Returns a column of a batch as a list of Python values, one per row."""
     if isinstance(column, torch.Tensor):
         return column.tolist()
     if isinstance(column, dict):
@@ -88,14 +88,14 @@ def plainly(column):
 
 
 def joined(parts):
-    """The columns of several batches, one after the other."""
+    """Concatenates the columns of several batches."""
     if isinstance(parts[0], dict):
         return {name: joined([part[name] for part in parts]) for name in parts[0]}
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [row for part in parts for row in part]
 
 
 def stored(folder, random):
-    """(the maker's pipeline over one to three files, the whole table)."""
+    """Returns (the pipeline over one to three files, the whole table)."""
     rows = int(random.integers(1, 120))
     table, form = a_table(random, rows), random.choice(["parquet", "feather"])
     edges = sorted({0, rows, *random.integers(0, rows, random.integers(0, 3)).tolist()})

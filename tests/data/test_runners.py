@@ -1,4 +1,4 @@
-"""Threads and processes: errors, deaths, hangs, and nothing that is left behind."""
+"""Thread and process runners: errors, deaths, hangs, and no leftovers."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
 from helpers.process import FORK, live_children, start_process
 
 BOTH = [{"threads": 2}, {"processes": 2}]
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
 
 
 def numbers():
@@ -63,8 +63,7 @@ def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
 
 
 def impatient(pipeline, seconds):
-    """Its batches, for which it waits no longer than that once three are there: on a busy machine the start takes its
-    time."""
+    """Yields batches; the timeout applies once three have arrived, as workers start slowly on a busy machine."""
     for number, batch in enumerate(pipeline, 1):
         if number == 3:
             object.__setattr__(pipeline.runner, "timeout", seconds)
@@ -151,7 +150,7 @@ def test_nobody_runs_ahead_further_than_told(way, tmp_path):
     iterator = iter(arrays(torch.arange(400)).batch(4).map(noted).prefetch(3, **way))
     next(iterator)
     time.sleep(0.2)
-    assert len(list(tmp_path.iterdir())) <= 1 + 2 + 4  # given, being computed, waiting (rounded up to the workers)
+    assert len(list(tmp_path.iterdir())) <= 1 + 2 + 4  # returned, being computed, waiting (rounded up to the workers)
     iterator.close()
 
 
@@ -199,7 +198,7 @@ def parent(begun):
 
 
 def names_left(before: set[str], ours: set[int]) -> set[str]:
-    """New names in shared memory, but for those that torch has given to processes of others."""
+    """Returns new names in shared memory, without those that torch has passed to other processes."""
     names = set(os.listdir("/dev/shm")) - before
     return {name for name in names if not name.startswith("torch_") or int(name.split("_")[1]) in ours}
 
@@ -218,5 +217,5 @@ def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
     ours = {process.pid, *(worker.pid for worker in workers)}
     end = time.perf_counter() + PATIENCE
     while left := names_left(before, ours):
-        assert time.perf_counter() < end, left  # those of others at work on this machine go away
+        assert time.perf_counter() < end, left  # names of other programs on this machine disappear
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Orders are permutations, found again from (seed, epoch), and reached anywhere without what comes before."""
+"""Sample orders are permutations, functions of (seed, epoch), and can be entered at any position."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rows that a run leaves out: up to a number that was said, counted, listed in its folder, the same after any kill."""
+"""Rows that a run skips: up to a given limit, counted, listed in its folder, and the same after any kill."""
 
 import json
 
@@ -46,7 +46,7 @@ def run(out):
 
 
 def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
-    """It is killed at the last step but one: rows that it met before are known from its checkpoint alone."""
+    """Killed one step before the end: rows skipped earlier are known from the checkpoint only."""
     monkeypatch.setenv(faulty_tasks.FLAG, str(flag := tmp_path / "kill"))
     assert join_process(start_process(run, tmp_path / "undisturbed")) == 0
     flag.touch()

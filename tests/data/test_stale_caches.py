@@ -1,5 +1,4 @@
-"""Caches are never stale: what changes anything in their rows, files, functions, sources or this package, makes another
-one."""
+"""Caches are never stale: a change of rows, files, functions, sources or of this package makes another cache."""
 
 import importlib
 import os
@@ -40,7 +39,7 @@ def test_a_changed_file_is_noticed_between_two_passes(kind, tmp_path):
 
 
 class Doubled(Arrays):
-    """Says of itself what Arrays does."""
+    """Returns the same fingerprint as Arrays."""
 
     def read(self, rows):
         return super().read(rows) * 2
@@ -79,7 +78,7 @@ def test_what_must_not_share_a_cache_does_not(tmp_path):
 
 
 class Odd(Bad):
-    """Says of itself what JSON does not know."""
+    """Its fingerprint contains values that JSON cannot represent."""
 
     def fingerprint(self):
         kinds = {

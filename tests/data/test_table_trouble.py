@@ -15,7 +15,8 @@ import pyarrow.parquet as arrow_parquet  # noqa: E402
 
 from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
+# some tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 
 
 def bad_inputs(folder):
@@ -147,7 +148,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
-    """Also where the whole table is in memory by then."""
+    """Also if the whole table is in memory by then."""
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     pipeline = parquet(path, target="label", gigabytes=gigabytes).batch(ROWS)
     assert len(list(pipeline)) == 1

@@ -1,4 +1,4 @@
-"""Parquet, Feather and CSV: what their batches look like, from memory and run by run, and what is told of them."""
+"""Parquet, Feather and CSV: their batches, from memory and by row group, and the warnings about them."""
 
 import datetime
 import os
@@ -20,7 +20,8 @@ import pyarrow.parquet as arrow_parquet  # noqa: E402
 
 from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
+# some tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,8 @@ def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("kind", ["i4", "u4", "i8", "u8"])
 def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, gigabytes):
-    names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)  # the last one is beyond what fits
+    # the last number exceeds the exact range of float32
+    names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)
     table = pa.table({"name": names, "right": names - 1, "label": names})
     path = write(table, tmp_path / "t.parquet", "parquet")
     with pytest.warns(HastenWarning) as told:
@@ -181,7 +183,7 @@ def test_missing_values_in_lists(tmp_path):
 
 def test_a_window_that_is_too_large_is_told(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
-    room = 2.5 * 4 * 4 * RUN / 1e9  # two runs and a half
+    room = 2.5 * 4 * 4 * RUN / 1e9  # two and a half row groups
     crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
     with pytest.warns(
         HastenWarning,

@@ -1,4 +1,4 @@
-"""Tar headers that lie: numbers that are none, and whatever damage does."""
+"""Malicious and damaged tar headers: invalid numbers, and random damage."""
 
 import signal
 import tarfile
@@ -15,7 +15,7 @@ from helpers.tar_files import FORMS, pack, png, sample
 
 @contextmanager
 def at_most(seconds):
-    """What takes longer hangs."""
+    """Fails if the block takes longer."""
 
     def told(*_):
         pytest.fail(f"it did not end within {seconds} s")
@@ -30,14 +30,14 @@ def at_most(seconds):
 
 
 def summed(header):
-    """A header whose checksum fits."""
+    """Returns a header with a matching checksum."""
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return header
 
 
 def with_size(path, size, kind=b"0"):
-    """A tar file whose first member says that it has this size, and is of this kind."""
+    """Returns a tar file whose first member states this size and type."""
     content = bytearray(pack(path, [("a.txt", b"x"), ("b.txt", b"x")], tarfile.USTAR_FORMAT).read_bytes())
     content[124:136], content[156:157] = size, kind
     content[:512] = summed(content[:512])
@@ -78,11 +78,11 @@ def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
         webdataset(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
 
 
-LIES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # sizes
+LIES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # size fields
 
 
 def damaged(content, random):
-    """Some bytes changed, the checksums made to fit again as an attacker would, perhaps cut off."""
+    """Changes some bytes, corrects the checksums as an attacker would, and may truncate the file."""
     content = bytearray(content)
     for _ in range(random.integers(1, 6)):
         block = 512 * random.integers(0, len(content) // 512)
@@ -109,4 +109,4 @@ def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
                 with suppress(BadRow):
                     source.read(numpy.array([row]))
                     read += 1
-    assert read  # some of it was whole
+    assert read  # part of it was intact

@@ -1,5 +1,4 @@
-"""Example messages: both parsers against the wire format written by hand, and whole batches against ``protobuf`` one by
-one."""
+"""Example messages: both parsers against handwritten wire format, and batches against ``protobuf`` one by one."""
 
 import numpy
 import pytest
@@ -22,7 +21,7 @@ def read(messages, wanted=None):
 
 
 def text(number, content):
-    """A field with a length."""
+    """A length-delimited field."""
     length, rest = [], len(content)
     while rest > 127:
         length, rest = [*length, rest & 127 | 128], rest >> 7
@@ -34,8 +33,7 @@ def message(*entries):
 
 
 def entry_length(alone):
-    """The length of the only map entry of a message, from the message: what is left without two tags and two
-    lengths."""
+    """Returns the length of a message's only map entry, from that of the message: without two tags and two lengths."""
     return next(n for n in range(len(alone), 0, -1) if message(alone[-n:]) == alone)
 
 
@@ -99,7 +97,7 @@ def test_any_order_of_the_features_and_any_way_of_writing_them():
         message(value_first, b),
         text(7, b"unknown") + message(a, b),
         text(1, text(1, a)) + text(1, text(1, b)),  # two fields that are merged
-        message(text(1, b"a") + text(2, text(3, text(1, b"\x09"))), b, a),  # the last of two equal keys holds
+        message(text(1, b"a") + text(2, text(3, text(1, b"\x09"))), b, a),  # the last of two equal keys wins
     ]
     columns = read(forms)
     assert columns["a"].tolist() == [7] * len(forms) and columns["b"].tolist() == [1.0] * len(forms)
@@ -171,7 +169,7 @@ def test_byte_strings_of_every_length_come_back(length, more):
 
 
 def test_damaged_messages_never_escape():
-    """Whatever the bytes are: columns, or MalformedExampleError."""
+    """Any bytes give columns or MalformedExampleError."""
     rng = numpy.random.default_rng(2)
     good = encode_example({"a": [1, 300], "b": [0.5, 1.5], "c": b"text"})
     features = infer_features([summarize_example(good)], None)

@@ -1,5 +1,4 @@
-"""TFRecord files: the framing against its document, the checksum against published ones, and every way a file can be
-broken."""
+"""TFRecord files: the framing against its document, the checksum against published values, and every kind of damage."""
 
 import gzip
 import struct
@@ -92,8 +91,8 @@ def test_rows_in_any_order_from_several_files(tmp_path):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_any_rows_in_any_company(tmp_path, verify):
-    """In a row, apart, twice, across the edge of two files, none: what lies together is read at once, and each keeps
-    its own bytes."""
+    """Contiguous, scattered, repeated, across two files, or none: contiguous records are read at once, each with its
+    own bytes."""
     messages = written(tmp_path / "a.tfrecord", 70) + written(tmp_path / "b.tfrecord", 30, first=70)
     paths = [str(tmp_path / "a.tfrecord"), str(tmp_path / "b.tfrecord")]
     for rows in ([*range(5, 20)], [68, 69, 70, 71], [3, 4, 9, 10, 11, 99], [7, 6, 5], [8, 8, 9], [99, 0], []):
@@ -126,7 +125,7 @@ def test_a_wrong_checksum_names_the_record_and_only_it(tmp_path):
     with pytest.raises(BadRow, match=rf"a\.tfrecord, record 42, byte {at}.*checksum") as caught:
         source.read(numpy.arange(30, 60))
     assert caught.value.row == 42
-    with pytest.raises(BadRow):  # still, when asked again
+    with pytest.raises(BadRow):  # again, when the row is read again
         source.read(numpy.array([42]))
     assert len(source.read(numpy.delete(numpy.arange(100), 42))["label"]) == 99
 

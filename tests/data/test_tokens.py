@@ -1,4 +1,4 @@
-"""Token files: every window in its place, read from files as others write them."""
+"""Token files: every window in its place, read from files that other programs wrote."""
 
 import os
 
@@ -18,7 +18,7 @@ def written(path, text=TEXT, dtype=numpy.uint16):
 
 
 def samples(pipeline):
-    """All (input, target) of a pass."""
+    """Returns all (input, target) of an epoch."""
     parts = list(pipeline.batch(7))
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 

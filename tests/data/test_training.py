@@ -1,4 +1,4 @@
-"""Training from pipelines: any runner, any kill, the same bits; and the trainers of others."""
+"""Training from pipelines: the same bits with any runner and after any kill, and with other trainers."""
 
 import time
 
@@ -26,7 +26,7 @@ def test_every_runner_trains_to_the_same_bits(tmp_path):
 
 
 def run(out, end):
-    def wait(records):  # near the end, for whoever kills it
+    def wait(records):  # near the end, for a test that kills the run
         if records[-1]["step"] >= 140 and end == "to be killed":
             time.sleep(60)
 

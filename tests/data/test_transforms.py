@@ -1,4 +1,4 @@
-"""Whole batches of pictures come out as they would one by one, with the same numbers, whoever computes them."""
+"""Batch transforms of images equal per-image transforms with the same random numbers, in every runner."""
 
 import pickle
 from itertools import count

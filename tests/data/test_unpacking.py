@@ -1,4 +1,4 @@
-"""One pass gives the bits of two, and is left alone where it does not."""
+"""The fused NumPy operation gives the bits of the two that it replaces, and is not used if it does not."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Data behind a real web server: read like those on the disk, with patience for its faults, and none for its
-changes."""
+"""Data behind a real web server: read like local files, with retries for faults, and errors for changed files."""
 
 import json
 import socket
@@ -51,7 +50,7 @@ def table(first=0):
 
 
 def made(folder):
-    """Files of every kind under ``folder/KIND/``."""
+    """Creates files of every kind under ``folder/KIND/``."""
     for kind in MAKERS:
         (folder / kind).mkdir(parents=True)
     arrow_parquet.write_table(table(), folder / "parquet" / "a.parquet", row_group_size=20)
@@ -119,7 +118,7 @@ def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
 
 
 def test_what_is_read_from_the_network_is_told_so(web, monkeypatch, capfd):
-    """Behind a server that takes its time, whatever else there is to do with six small pictures."""
+    """A server with latency, whatever else six small images cost."""
     given = Answer.given
     monkeypatch.setattr(Answer, "given", lambda *arguments: (time.sleep(0.03), given(*arguments)))
     assert main(["data", "inspect", f"{web.address}/data/images", "--budget", "1", "--json"]) == 0
@@ -193,7 +192,7 @@ def test_the_pauses_grow(web, monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch):
-    """An address where nobody listens."""
+    """Returns an address on which no server listens."""
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -210,7 +209,7 @@ def test_a_server_that_nobody_reaches(nobody, kind, path):
 
 
 def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
-    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)  # what was read of a small file is all of it
+    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)  # the first read fetched all of a small file
     source = tfrecord(f"{web.address}/data/tfrecord").source
     web.shutdown()
     web.server_close()
@@ -243,9 +242,7 @@ def test_an_address_that_cannot_be_one_is_told(path):
 
 
 def test_a_login_that_runs_out_ends_the_run(web):
-    web.content["/data/long.tfrecord"] = frame_records(
-        [bytes(1000)] * 12_000
-    )  # longer than what fsspec reads at a time
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than one read-ahead of fsspec
     pipeline = images(f"{web.address}/data/images", resize=8).skip_bad_rows(6).batch(2)
     table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
     with open_file(f"{web.address}/data/long.tfrecord") as file:
@@ -281,9 +278,7 @@ def test_nothing_there_is_one_line(web):
 
 def test_a_server_that_knows_no_parts_of_files_is_told(web):
     web.ranges = False
-    web.content["/data/long.tfrecord"] = frame_records(
-        [bytes(1000)] * 12_000
-    )  # longer than what fsspec reads at a time
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than one read-ahead of fsspec
     with (
         open_file(f"{web.address}/data/long.tfrecord") as file,
         pytest.raises(RunError, match="range requests") as told,
@@ -331,7 +326,7 @@ def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkey
 
 
 def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
-    """Not each time: to ask takes as long as to read."""
+    """Not at each read, as the request takes as long as reading."""
     shown = [0.0]
     monkeypatch.setattr(range_reader, "time", SimpleNamespace(monotonic=lambda: shown[0]))
     source = webdataset(f"{web.address}/data/shards").source
@@ -357,7 +352,7 @@ def test_a_server_that_tells_no_versions_is_told_of_once(web):
 
 
 def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
-    """Nothing of what this thread has kept of the old one is taken for it."""
+    """Nothing that this thread has cached of the old file is used for the new one."""
     path = f"{web.address}/data/new.tar"
     for number in (1, 2):
         web.content["/data/new.tar"] = packed(f"text {number}")
@@ -365,7 +360,7 @@ def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
 
 
 def packed(text):
-    """A tar of two samples."""
+    """Returns a tar of two samples."""
     with tempfile.TemporaryDirectory() as folder:
         return pack(Path(folder) / "a.tar", [(f"{row}.txt", text.encode()) for row in range(2)]).read_bytes()
 

@@ -1,4 +1,4 @@
-"""Tar shards: written by Python's tarfile in all its forms, read by ours; and what must be refused."""
+"""Tar shards in all formats of Python's tarfile, read by hasten, and what is refused."""
 
 import gzip
 import io
@@ -88,7 +88,7 @@ def test_a_path_that_leads_out_is_refused(tmp_path, name):
 
 class Bad:
     def __reduce__(self):
-        return eval, ("1 / 0",)  # what no reader may run
+        return eval, ("1 / 0",)  # code that no reader may run
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_broken_and_other_files_are_refused(tmp_path):
     ],
 )
 def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_path, damage, there, why):
-    """Of the sample in which it is cut off nobody knows whether it is whole."""
+    """It is unknown whether the sample in which the file is truncated is complete."""
     pack(tmp_path / "a.tar", [file for number in range(5) for file in sample(number)], tarfile.USTAR_FORMAT)
     pack(tmp_path / "b.tar", [file for number in range(5, 10) for file in sample(number)])
     file = tmp_path / "a.tar"
@@ -182,8 +182,7 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
 
 
 def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
-    """As a folder of JPEG and PNG files becomes shards. Where some sample has both, they mean different things, and
-    none stands in."""
+    """As if a folder of JPEG and PNG files was written to shards. If a sample has both, they are different fields."""
     jpeg = io.BytesIO()
     Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
     files = [

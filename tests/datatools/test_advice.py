@@ -1,4 +1,4 @@
-"""Advice is measured on the data, and leaves nothing behind, however the process ends."""
+"""Storage advice is measured on the data, and leaves no files behind, however the process ends."""
 
 import os
 import time
@@ -22,14 +22,14 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_makes_small_files_better(tmp_path):
-    """Rows of raw pixels are read at once from memory, and much later than small JPEGs from a slow disk."""
+    """Rows of raw pixels are read fast from memory, but much later than small JPEGs from a slow disk."""
     data = write_images(tmp_path / "in", count=24)
     kind, files = detect_format(data)
     reading = RowReader(kind, str(data), files, resize=256)
     before = stage_rates(reading, 0.5)["batches"]
     fast = better_storages(reading, [before], 1000, None, 4.0, no_progress)
     assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
-    disk = 200_000.0  # bytes a second
+    disk = 200_000.0  # bytes per second
     before = limit_by_disk(before, sum(map(os.path.getsize, files)) / len(files), disk)
     slow = better_storages(reading, [before], 1000, disk, 4.0, no_progress)
     assert "rows" not in [each["to"] for each in slow]

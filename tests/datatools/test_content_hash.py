@@ -1,4 +1,4 @@
-"""A hash of content: the same however the rows are cut, another one for another value anywhere."""
+"""The content hash: equal however the rows are divided into files, different for another value anywhere."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ ROWS = 200
 
 
 def many():
-    """The table of the tests, and what is nested in more than one way."""
+    """The mixed table of the tests with additional nested columns."""
     lists = [
         None if row % 7 == 0 else [{"a": row, "b": None if row % 3 else "x"}, None][: row % 3] for row in range(ROWS)
     ]
@@ -52,7 +52,7 @@ def test_it_does_not_matter_how_a_table_is_cut(cuts):
 
 @pytest.mark.parametrize("name", [name for name in many().column_names if name != "nothing"])
 def test_another_value_is_another_hash(name):
-    """Two rows change places."""
+    """Two rows are exchanged."""
     content = many()
     order = numpy.arange(ROWS)
     values = content.column(name).to_pylist()

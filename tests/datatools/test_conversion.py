@@ -1,4 +1,4 @@
-"""Data stored in other ways: the same content in every form, and what it gives."""
+"""Conversions between storage formats: the same content in every format, and the estimated and measured gain."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def own_cache(tmp_path, monkeypatch):
         "advice.MAX_TURNS": 2,
         "advice.MIN_TURNS": 2,
     }.items():
-        monkeypatch.setattr(f"hasten.datatools.{name}", value)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", value)  # reading speed is measured only briefly
 
 
 def assert_equal(columns, others):
@@ -149,7 +149,7 @@ def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
 
 
 def test_a_gain_that_its_spread_does_not_bear_is_none():
-    """Noise of 30 % between two readings of the same, and a real gain of 2 under noise of 10 %, many times over."""
+    """Noise of 30 % between two measurements of the same, and a real gain of 2 under noise of 10 %, many times."""
     random = numpy.random.default_rng(0)
 
     def verdicts(gain, noise, turns=6):

@@ -1,4 +1,4 @@
-"""Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and
+"""Conversions of data with unreadable rows: the first bad row ends them, or up to a limit are skipped, counted and
 listed."""
 
 import json
@@ -22,7 +22,7 @@ def own_cache(tmp_path, monkeypatch):
         "stage_throughput.COPY_SECONDS",
         "stage_throughput.ENOUGH_S",
     ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # reading speed is measured only briefly
     for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
@@ -33,7 +33,7 @@ def own_cache(tmp_path, monkeypatch):
     [("no picture", "the file is not a JPEG or PNG image"), ("cut off", "the image cannot be decoded")],
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
-    """Also where its bytes could be stored as they are: what was converted can be read."""
+    """Also if its bytes could be copied unread: converted data are readable."""
     data = write_images(tmp_path / "in", sizes=((200, 300),))
     file = data / "cat" / "3.jpg"
     file.write_bytes(b"no picture" if damage == "no picture" else file.read_bytes()[:-2000])
@@ -57,7 +57,7 @@ def listed(folder):
     ("to", "resize", "parts"), [("rows", 16, 1), ("webdataset", 16, 3), ("webdataset", None, 3), ("rows", None, 4)]
 )
 def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
-    """The first one, too, by which the shape of all is known."""
+    """Including the first, which determines the shape of all."""
     data = write_images(tmp_path / "in", sizes=((20, 30),))
     for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
         (data / name).write_bytes(b"no picture")
@@ -152,7 +152,7 @@ def test_a_part_without_a_row_is_a_failure(tmp_path):
 
 @pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("webdataset", 16), ("webdataset", None)])
 def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
-    """Links that lead nowhere: to a file that is gone, and in a circle."""
+    """Links to a missing file, and cyclic links."""
     data = write_images(tmp_path / "in")
     lost = [data / "cat" / "1.jpg", data / "dog" / "6.jpg"]
     for link in lost:

@@ -1,5 +1,4 @@
-"""Conversions that are killed, stopped or refused, or whose disk fails: nothing is lost, and no half is taken for the
-whole."""
+"""Conversions that are killed, stopped or refused, or whose disk fails: no data are lost or incomplete."""
 
 import json
 import os
@@ -30,16 +29,16 @@ def own_cache(tmp_path, monkeypatch):
         "stage_throughput.COPY_SECONDS",
         "stage_throughput.ENOUGH_S",
     ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
+        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # reading speed is measured only briefly
     for name in ("MAX_TURNS", "MIN_TURNS"):
         monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
 
 
-PATIENCE = 120  # seconds, on a busy machine; most of it is never used
+PATIENCE = 120  # seconds, for a busy machine; mostly unused
 
 
 def killed(data, out, **how):
-    """A conversion in whose middle its process ends."""
+    """Starts a conversion whose process ends in the middle."""
     calls = count(1)
     convert(data, out, **how, watch=lambda *progress: next(calls) == 5 and os._exit(9))
 
@@ -56,7 +55,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
 
 
 def test_matrices_go_on_too(tmp_path, monkeypatch):
-    """They are one file a column, in which each part has its place."""
+    """Each column is one file, in which every part has its place."""
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", 10_000)
     data = write_table(tmp_path / "in")
 
@@ -85,7 +84,7 @@ def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
 
 
 def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
-    """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
+    """A bit changes between writing and reading back: the test changes the file meanwhile."""
     from hasten.datatools import writers
 
     synced = writers.fsync
@@ -115,7 +114,7 @@ def limited(data, out, told):
 
 
 def test_no_room(tmp_path):
-    """A limit of the system on the size of files stands for a full disk."""
+    """A limit on file sizes stands in for a full disk."""
     told = FORK.SimpleQueue()
     assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
     for _ in range(4):
@@ -217,7 +216,7 @@ def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
     words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits SIGINT as ignored
     process = subprocess.Popen([sys.executable, "-c", SLOWLY, *words], **pipes, env=environment, preexec_fn=heard)
     deadline = time.monotonic() + PATIENCE
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:

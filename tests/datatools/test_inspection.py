@@ -1,4 +1,5 @@
-"""What is told about data: what is there, what limits its reading, what would be faster. Nothing is left behind."""
+"""``hasten data inspect``: the content of data, the bottleneck of reading them, faster formats; no files are left
+behind."""
 
 import io
 import json
@@ -23,7 +24,7 @@ BUDGET = 1.0
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Where samples are written; empty again after every test."""
+    """The folder of trial files; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
     for name, value in {

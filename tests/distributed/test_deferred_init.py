@@ -14,7 +14,7 @@ from hasten.distributed.deferred_init import deferred_init, replace_tensors
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that its modules have, once."""
+    """Returns every tensor of the module, once."""
     found: dict[str, torch.Tensor] = {}
     for place, module in model.named_modules():
         for held in (module._parameters, module._buffers, vars(module)):
@@ -38,7 +38,7 @@ def part_by_part(make, wanted=lambda name: True, seed: int = 3):
 
 
 def with_init(init, **named):
-    """Two layers that an init is applied to after they were made, as many programs do."""
+    """Two layers with an ``apply`` of an init function after construction, as in many programs."""
 
     def make():
         def again(module):
@@ -52,7 +52,7 @@ def with_init(init, **named):
 
 
 class Places(nn.Module):
-    """The buffers of a transformer: sines, a mask, angles that turn, and a tensor that is no buffer."""
+    """The buffers of a transformer: sinusoids, a mask, rotary angles, and a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def from_numpy():
     numbers[:] = 2.0
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(numbers))
-    numbers[:] = 7.0  # the same memory for something else
+    numbers[:] = 7.0  # the same memory for another parameter
     model.scale = nn.Parameter(torch.from_numpy(numpy.arange(4.0)))
     model.half_of_it = nn.Parameter(model.scale.detach()[2:])
     return model
@@ -127,7 +127,7 @@ def beside_the_weights():
     model = nn.Linear(4, 2)
     model.register_buffer("mean", torch.tensor([1.0, 2.0], device=model.weight.device) * 2)
     model.register_buffer("both", model.mean.to(model.bias.device) + model.bias.detach())
-    if model.weight.is_meta or model.weight.device.type != "cpu":  # as some programs ask, and fill nothing
+    if model.weight.is_meta or model.weight.device.type != "cpu":  # as some programs do, without a fill
         return model
     nn.init.normal_(model.weight)
     return model
@@ -222,7 +222,8 @@ def test_of_a_part_too(name, part):
 
 
 def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
-    """Although the model is built, initialized again and converted as a whole: else all would be unfinished at once."""
+    """Although the model is built, initialized again and converted as a whole: otherwise all weights are pending at
+    once."""
 
     def make():
         made = nn.Sequential(*(nn.Linear(30, 30) for _ in range(7)))

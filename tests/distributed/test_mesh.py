@@ -1,4 +1,4 @@
-"""The device mesh: replicas of the model, pipeline stages of a replica, shards of a stage."""
+"""The device mesh: replicas of the model, pipeline stages of a replica, tensor-parallel shards of a stage."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Damaged, hostile and half-written checkpoints, full disks and folders that cannot be written to."""
+"""Damaged, hostile and incomplete checkpoints, full disks and read-only folders."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from helpers import engine_tasks
 
 @pytest.fixture
 def broken_off(tmp_path):
-    """The folder of a run broken off after some steps, and its undisturbed twin."""
+    """Returns the folder of a run interrupted after some steps, and that of the uninterrupted run."""
     whole, off = tmp_path / "whole", tmp_path / "off"
 
     def copy(records):
@@ -90,7 +90,7 @@ def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
 
 
 def _starts(folder) -> list[int]:
-    """The steps at which the run in a folder was begun and taken up."""
+    """Returns the steps at which the run in a folder was started and resumed."""
     times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
     return [time["step"] for time in times if time["what"] == "start"]
 
@@ -134,7 +134,7 @@ def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
-    """A limit on the size of files stands in for the full disk: the system refuses the write in the same place."""
+    """A limit on file sizes stands in for the full disk: the system refuses the write at the same place."""
     out, limit = tmp_path / "r", resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(records):
@@ -195,7 +195,7 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
 
 
 def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
-    """What it says of devices that are not here is left out."""
+    """States of devices that do not exist here are ignored."""
     state = get_rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
     if torch.cuda.is_available():
         state["cuda"][: torch.cuda.device_count()] = torch.cuda.get_rng_state_all()
@@ -205,7 +205,8 @@ def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
 
 
 class Following(torch.nn.Module):
-    """A student, and a teacher that follows it in the forward pass, by a way that torch does not count."""
+    """A student, and a teacher that follows it in the forward pass by a write that PyTorch's version counter does not
+    see."""
 
     def __init__(self):
         super().__init__()

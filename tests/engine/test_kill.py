@@ -1,4 +1,4 @@
-"""``kill -9`` at any instant, during a checkpoint too: taken up again, the run ends with the same bits."""
+"""``kill -9`` at any time, also during a checkpoint: the resumed run ends with the same bits."""
 
 from pathlib import Path
 

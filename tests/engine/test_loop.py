@@ -1,4 +1,4 @@
-"""The engine with no method against the loop one would write by hand: the same bits."""
+"""The engine without methods equals a hand-written loop, to the bit."""
 
 import dataclasses
 from itertools import islice
@@ -20,7 +20,7 @@ PLAIN = TensorDataset(x, y)
 
 
 def by_hand(batches_of, task, epochs=2):
-    """Weights and losses of the hand-written loop."""
+    """Returns weights and losses of the hand-written loop."""
     set_seeds(3)
     model = task.model()
     optimizer, schedule = task.optimizer(model)
@@ -53,7 +53,7 @@ def assert_same(one, other):
 def test_map_style_data_follow_the_distributed_sampler():
     task = engine_tasks.task(PLAIN)
     sampler = DistributedSampler(PLAIN, num_replicas=1, rank=0, seed=3, shuffle=True)
-    apart = torch.Generator()  # so that the loader's own draws do not disturb the dropout
+    apart = torch.Generator()  # so that draws of the loader do not disturb the dropout
 
     def batches_of(epoch):
         sampler.set_epoch(epoch)

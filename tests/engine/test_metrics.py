@@ -48,7 +48,7 @@ def test_by_name(metric, batches, value):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 32])
 def test_nine_of_ten_reach_a_target_of_nine_tenths(size):
-    """Sums of means in single precision fall a little short."""
+    """Sums of means in single precision are slightly too small."""
     target = torch.zeros(540, dtype=torch.long)
     scores = torch.tensor([[0.0, 1.0]] * 54 + [[1.0, 0.0]] * 486)
     pieces = [(scores[i : i + size], target[i : i + size], 0.1) for i in range(0, 540, size)]

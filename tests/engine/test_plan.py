@@ -1,4 +1,4 @@
-"""WrapOrder, conflicts and the folding of hooks."""
+"""WrapOrder, conflicts and the composition of hooks."""
 
 from itertools import permutations
 

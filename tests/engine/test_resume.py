@@ -1,4 +1,4 @@
-"""A run that is taken up again, from every one of its steps, ends with the same bits."""
+"""A run resumed from any of its steps ends with the same bits."""
 
 import dataclasses
 import shutil
@@ -18,7 +18,7 @@ ENDS = ("model.safetensors", "log.jsonl")
 
 
 def copied_at_every_step(task, recipe, folder: Path) -> list[Path]:
-    """Trains in ``folder/whole``; the folder as a kill would leave it is copied at every step."""
+    """Trains in ``folder/whole`` and copies the folder at every step, as a kill would leave it."""
     copies = []
 
     def copy(records):
@@ -62,7 +62,7 @@ def test_every_step_can_be_taken_up(make, recipe, tmp_path):
 
 
 def test_other_data_are_refused_by_their_number(tmp_path):
-    """A place in them would mean other samples."""
+    """A position in them would mean other samples."""
     copy = copied_at_every_step(engine_tasks.map_style(), None, tmp_path)[5]
     fewer = engine_tasks.map_style()
     fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))

@@ -1,4 +1,4 @@
-"""Batches are a function of the position: any pass can be entered anywhere, with any number of workers."""
+"""Batches are a function of the position: an epoch can be entered at any batch, with any number of workers."""
 
 import dataclasses
 import os
@@ -103,7 +103,7 @@ class Raising(torch.utils.data.Dataset):
 
 
 class RaisingTogether(Raising):
-    """Reads a batch at once, as Subset and Hugging Face datasets do."""
+    """Reads whole batches, as Subset and Hugging Face datasets do."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -130,11 +130,11 @@ def test_a_raising_sample_is_named(data, words):
 
 
 class Unreadable(Exception):
-    """An error of the user's own: a worker's traceback tells the module, too."""
+    """An exception class of the user; a worker's traceback contains its module."""
 
 
 class RaisingAt(Raising):
-    """At one index; or wherever a worker reads it."""
+    """Raises at one index, or wherever a worker reads it."""
 
     def __init__(self, error, index=7):
         self.error, self.index = error, index
@@ -157,7 +157,7 @@ class RaisingAt(Raising):
     ids=" ".join,
 )
 def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoch):
-    """Also in a later pass."""
+    """Also in a later epoch."""
     data = RaisingAt(KeyError("missing.png"), index=torch.tensor(-1).share_memory_())
     train = batches(DataLoader(data, batch_size=4, num_workers=2, **order))
     for earlier in range(epoch):
@@ -185,7 +185,7 @@ def test_the_words_of_a_worker_are_told_once(error, told):
 
 
 class Deadly(Raising):
-    """A sample that ends whoever reads it."""
+    """A sample that kills the process that reads it."""
 
     def __init__(self):
         pass

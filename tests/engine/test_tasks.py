@@ -1,4 +1,4 @@
-"""Naming a task: every way that works, and one clear line for every way that does not."""
+"""References to tasks: every form that is accepted, and one clear line for every form that is not."""
 
 import subprocess
 import sys
@@ -165,7 +165,8 @@ for line in sys.stdin:
 def test_objects_travel_to_another_process(mine):
     height = torch.tensor([5.0])
     closure = lambda: task_with([(torch.zeros(1), torch.zeros(1)), (torch.ones(1), height)])  # noqa: E731
-    from_a_file = load_task(f"{mine}/mine.py:small")  # its dataset's class lives in a file that nobody else can import
+    # its dataset's class is in a file that no other process can import
+    from_a_file = load_task(f"{mine}/mine.py:small")
     references = [TaskRef.of(closure), TaskRef.of(closure().named("shown")), TaskRef.of(from_a_file)]
     told = "\n".join(reference.to_json() for reference in references)
     read = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, cwd=mine)

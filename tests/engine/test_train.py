@@ -1,4 +1,4 @@
-"""``train``: what it returns, what it writes, and what it says when the run cannot go on."""
+"""``train``: its result, its files, and its messages when the run cannot continue."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def test_result_and_folder_agree(tmp_path):
     log = [json.loads(line) for line in (tmp_path / "r" / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log if "loss" in record] == list(range(1, 13))
     seen = [record["samples"] for record in log if "metric" in record]
-    assert seen == [8, 16, 24, 28, 36, 44, 48]  # the steps at which multiples of 7 are crossed, and the end
+    assert seen == [8, 16, 24, 28, 36, 44, 48]  # the steps at which multiples of 7 are crossed, and the last step
     assert [each["samples"] for each in result["evaluations"]] == seen
     assert result["metric"] == log[-1]["metric"]
     assert sum(result["split"].values()) == pytest.approx(result["seconds"])
@@ -46,7 +46,7 @@ def test_the_metric_is_named():
 
 
 def test_a_torchmetrics_metric_is_measured_as_by_name():
-    """Anew at every evaluation."""
+    """It is reset for every evaluation."""
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
     by_name, told = (
@@ -69,7 +69,7 @@ def test_nothing_is_logged_where_nothing_happened(tmp_path):
 
 
 def test_losses_that_wait_for_the_log_hold_on_to_nothing():
-    """What the graph of a loss remembers goes when the next loss is there, not when the log is written."""
+    """The graph of a loss is freed with the next loss, not when the log is written."""
     remembered = []
 
     class Remembering(torch.autograd.Function):
@@ -167,7 +167,7 @@ def test_progress_is_told():
 
 
 class Bad(Dataset):
-    """Sample 10 is bad, in a way to be chosen."""
+    """Sample 10 is bad in the given way."""
 
     def __init__(self, how):
         self.how = how
@@ -305,11 +305,11 @@ def test_a_stream_that_gives_nothing_is_told():
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 3)])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # or the third of them may come late on a busy machine
+    monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # otherwise the third request may arrive late on a busy machine
 
     def ask(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
-            for _ in range(times):  # an impatient hand
+            for _ in range(times):  # repeated Ctrl-C
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
@@ -345,7 +345,7 @@ def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
 
 
 def test_whoever_asks_is_told_that_the_folder_holds_the_run_and_not_before(tmp_path):
-    """Or those who start a lost rank again would go on with a run of somebody else."""
+    """Otherwise a launcher that restarts a lost rank would resume another run."""
     told = []
     train(
         engine_tasks.map_style(),

@@ -1,4 +1,4 @@
-"""An ejected script trains to the very bits that ``train`` trains to, and does not know hasten."""
+"""An ejected script trains to the same bits as ``train`` and does not import hasten."""
 
 import ast
 import os
@@ -359,7 +359,7 @@ def test_what_cannot_train_is_not_written(name, kind, words, file):
 
 
 def imported_by(script: str) -> set[str]:
-    """The top-level packages that a script imports anywhere."""
+    """Returns the top-level packages that a script imports anywhere."""
     roots = set()
     for node in ast.walk(ast.parse(script)):
         if isinstance(node, ast.Import):
@@ -370,7 +370,7 @@ def imported_by(script: str) -> set[str]:
 
 
 def of_hasten_in(script: str) -> set[str]:
-    """The modules of hasten that a script imports anywhere."""
+    """Returns the modules of hasten that a script imports anywhere."""
     nodes = [*ast.walk(ast.parse(script))]
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -378,7 +378,7 @@ def of_hasten_in(script: str) -> set[str]:
 
 
 def undefined_in(script: str) -> str:
-    """What ruff finds to be undefined or unused in a script; empty when all is well."""
+    """Returns the names that ruff reports as undefined or unused in a script."""
     check = [
         sys.executable,
         "-m",

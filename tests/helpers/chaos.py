@@ -27,14 +27,14 @@ from helpers import HELPERS
 from helpers.netns_cluster import lose, missing, processes_on, start_on, two_nodes
 from helpers.process import children, environment
 
-PASSES = 10  # of counting
-MOST = 600.0  # seconds without a step: it hangs
+PASSES = 10  # steps per second of the counting task
+MOST = 600.0  # seconds without a step after which the run counts as hanging
 RESTARTS = ("--max-restarts", "999")
 
 
 @dataclass
 class Told:
-    """What came of a run that was disturbed."""
+    """Outcome of a disturbed run."""
 
     ranks: int = 0  # killed
     machines: int = 0
@@ -48,10 +48,10 @@ def train_words(task: str, out: Path) -> list[str]:
 
 
 def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Random) -> Told:
-    """A run into ``folder/run`` of which ranks, and whole machines where there are two, are killed so many times.
+    """Runs into ``folder/run`` while ranks, and nodes if there are two, are killed that many times.
 
     Raises:
-        AssertionError: it does not end by itself and well.
+        AssertionError: the run does not end by itself with exit code 0.
     """
     shutil.copy(HELPERS / "rank_tasks.py", folder)
     told, began = Told(), time.monotonic()
@@ -63,7 +63,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
                 _wait_for_a_step(folder / "run", jobs)
                 time.sleep(
                     dice.uniform(0.0, 2.5)
-                )  # between a step and the next checkpoint, while one is written, at the start, in the end
+                )  # between a step and the next checkpoint, while one is written, at the start, at the end
                 if all(job.poll() == 0 for job in jobs):
                     break
                 place = dice.randrange(len(jobs))
@@ -106,7 +106,7 @@ def _on_machine(place: int, task: str, folder: Path, told: Told) -> subprocess.P
 
 
 def _heard(job: subprocess.Popen, told: Told) -> subprocess.Popen:
-    """A job whose words are noted as they come."""
+    """Collects the standard error of a job line by line."""
 
     def collect() -> None:
         with job.stderr:
@@ -117,13 +117,13 @@ def _heard(job: subprocess.Popen, told: Told) -> subprocess.Popen:
 
 
 def ranks_of(job: subprocess.Popen, machine: int | None) -> list[int]:
-    """The processes of the ranks, whatever they are about."""
+    """Returns the process IDs of all ranks."""
     there = processes_on(machine) if machine is not None else children(job.pid)
     return [pid for pid in there if "RANK" in environment(pid)]
 
 
 def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
-    """Until the run has noted the time of a step once more, or is over."""
+    """Waits until the run has recorded another step, or has ended."""
     times, until = out / "times.jsonl", time.monotonic() + MOST
     size = times.stat().st_size if times.exists() else 0
     while not (times.exists() and times.stat().st_size != size) and not all(job.poll() is not None for job in jobs):
@@ -132,7 +132,7 @@ def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
 
 
 def compared(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
-    """What has to be true of a run that was disturbed."""
+    """Asserts everything that must hold for a disturbed run."""
     weights, others = (load_file(each / "model.safetensors") for each in (out, undisturbed))
     return {
         "weights equal, bit for bit": all(weights[name].equal(others[name]) for name in others),

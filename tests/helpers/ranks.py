@@ -130,7 +130,7 @@ def close_pools() -> None:
 
 
 def _serve(connection) -> None:
-    """Runs functions until the parent is gone."""
+    """Runs functions until the parent process has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _pools.clear()
     gc.freeze()  # objects of the test session: visiting them in each collection would take 0.3 s
@@ -143,7 +143,7 @@ def _serve(connection) -> None:
 
 
 def _run(content: bytes) -> tuple[object, bool]:
-    """(result or exception of the function, whether this process can run another one)."""
+    """Returns (result or exception of the function, whether this process can run another one)."""
     reusable = True
     with restored(), warnings.catch_warnings():
         folder, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
@@ -161,7 +161,7 @@ def _run(content: bytes) -> tuple[object, bool]:
             )
         del function, arguments
     if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # the other ranks of the group are gone
+        with suppress(RuntimeError, ValueError):  # the other ranks of the group have ended
             dist.destroy_process_group()
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # its entries refer to destroyed groups

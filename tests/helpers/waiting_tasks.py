@@ -1,4 +1,4 @@
-"""Tasks whose ranks lose time in one known way each. Delays happen on rank 1 only."""
+"""Tasks whose ranks lose time in one known way each. Delays occur on rank 1 only."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from torch import nn
 from hasten import Task
 from helpers.rank_tasks import BATCH, Rows, Stream, task
 
-LATE = 0.02  # seconds a step
+LATE = 0.02  # seconds per step
 
 
 def on_the_second() -> bool:
@@ -23,7 +23,7 @@ class LateRows(Rows):
 
 
 class LateStream(Stream):
-    """Samples of which every tenth, the first of a batch, comes late."""
+    """A stream in which every tenth sample, the first of a batch, is late."""
 
     def __iter__(self):
         for number, row in enumerate(super().__iter__()):
@@ -32,7 +32,7 @@ class LateStream(Stream):
 
 
 class Slower(nn.Linear):
-    """Keeps rank 1 longer, at work or not."""
+    """Delays rank 1 by sleep or by work."""
 
     def __init__(self, works: bool):
         super().__init__(6, 2)
@@ -49,7 +49,7 @@ class Slower(nn.Linear):
 
 
 class Wide(nn.Module):
-    """Eight megabytes of gradients and hardly any arithmetic, but a sleep."""
+    """Eight megabytes of gradients, hardly any arithmetic, and a sleep."""
 
     def __init__(self, sleep: float = 0.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A web server for tests: it knows parts of files, and fails, breaks off and forgets as it is told."""
+"""A web server for tests: it serves ranges, and fails, truncates responses or omits versions as configured."""
 
 import hashlib
 import re
@@ -60,7 +60,7 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(part)
 
     def listed(self):
-        """The page of a folder."""
+        """Returns the HTML listing of a folder."""
         folder = self.path.rstrip("/") + "/"
         names = {path.removeprefix(folder).partition("/") for path in self.server.content if path.startswith(folder)}
         links = "".join(f'<a href="{name}{slash}">{name}</a>\n' for name, slash, _ in sorted(names))
@@ -97,7 +97,7 @@ class Web(ThreadingHTTPServer):
 
 @contextmanager
 def serving(content):
-    """A server on a port of its own, in a thread."""
+    """Runs the server in a thread, on a free port."""
     web = Web(content)
     thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

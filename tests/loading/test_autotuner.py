@@ -1,4 +1,4 @@
-"""The loader autotuner: what it converges to, what it never tries, and that only the time of batches changes."""
+"""The loader autotuner: its result, what it never tries, and that it changes only the timing of batches."""
 
 import math
 import pickle
@@ -33,7 +33,7 @@ def run_search(autotuner: LoaderAutotuner, model, kinds=BOTH, memory_budget=lamb
 
 
 def machine(work: float, step: float, size: int = 0, kinds=BOTH):
-    """Stats if a batch takes ``work`` seconds of one worker, and workers of these kinds run in parallel."""
+    """Returns stats for batches that take one worker ``work`` seconds; workers of the given kinds run in parallel."""
 
     def seen(workers: WorkerConfig) -> LoaderStats:
         if not workers.num_workers:

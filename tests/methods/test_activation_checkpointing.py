@@ -1,4 +1,4 @@
-"""activation_checkpointing: less is kept, the same is computed, to the bit."""
+"""activation_checkpointing: fewer activations are saved, and the results are bit-identical."""
 
 import copy
 
@@ -22,7 +22,7 @@ def test_batch_normalisation_counts_each_batch_once(convolutional, trained):
 
 
 def _bytes_kept(task, recipe: str) -> int:
-    """What autograd holds on to between forward and backward, the weights aside."""
+    """Returns the bytes that autograd saves between forward and backward, without the weights."""
     program = build(task, make_methods(Recipe.coerce(recipe)))
     weights, kept = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
 

@@ -1,4 +1,4 @@
-"""autotune_loader: the same bits while it searches, workers where steps wait, and its result in the recipe."""
+"""autotune_loader: the same bits during the search, workers if steps wait, and its result in the recipe."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from helpers import loader_tasks
 from helpers.process import join_process, start_process, wait_until_it_trains
 
 TUNED = "autotune_loader:cores=2"
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def files(folder: Path) -> tuple[bytes, bytes]:
 
 
 def at_work() -> tuple[set, int]:
-    """The processes and the number of threads of this one."""
+    """Returns the child processes and the number of threads of this process."""
     return set(psutil.Process().children()), threading.active_count()
 
 
@@ -66,7 +66,7 @@ def test_same_bits_and_no_processes_left(name, tmp_path, quick):
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
     with warnings.catch_warnings(
         action="ignore", category=HastenWarning
-    ):  # whether it settles in so short a run is up to the machine
+    ):  # whether it converges in so short a run depends on the machine
         result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
     assert files(tmp_path / "plain") == files(tmp_path / "tuned")
     assert result["no_effect"] == [] and no_processes_left(before)
@@ -91,7 +91,8 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
         "the next run begins there"
     )
 
-    for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
+    # a run is identified by the requested recipe, the tuned recipe and its folder
+    for words in ([TUNED], recipe, None):
         again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
     with pytest.raises(ConfigurationError, match="another recipe: autotune_loader:cores=2 there, baseline here"):
@@ -99,7 +100,7 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
 
 
 def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they come soon, however slow the disk
+    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they appear soon, however slow the disk is
 
     def stop(records):
         if "processes" in (tmp_path / "run" / "recipe.toml").read_text():
@@ -111,7 +112,7 @@ def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
     found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotune_loader"]
     assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
 
-    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may come to settle at something else
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may converge to another configuration
         again = hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
     assert again["recipe"] == TUNED and "processes" in again["tuned_settings"]["autotune_loader"]
 
@@ -134,7 +135,7 @@ def test_fast_source_keeps_no_workers(perceptron, monkeypatch):
 
 
 def run(name, out, end):
-    def wait(records):  # near the end, for whoever kills it
+    def wait(records):  # near the end, for a test that kills the run
         if records[-1]["step"] >= 150 and end == "to be killed":
             time.sleep(60)
 
@@ -165,7 +166,7 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
 
 
 def readers(program) -> set[int]:
-    """The processes that read the validation data."""
+    """Returns the IDs of the processes that read the validation data."""
     return {number for _, target in program.validation.epoch(0, 0) for number in target.tolist()}
 
 

@@ -1,4 +1,4 @@
-"""batch_size: larger batches, rates and warm-up as computed by hand, step by step, under any schedule."""
+"""batch_size: larger batches; learning rates and warm-up as computed by hand for every step, under any schedule."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def with_schedule(make):
 
 
 def rates_of(task, recipe):
-    """The rates of every group as the optimizer saw them, step by step."""
+    """Returns the learning rate of every group at each optimizer step."""
     seen = []
     recipe = make_methods(Recipe.coerce(recipe))
     original = torch.optim.SGD.step
@@ -73,7 +73,7 @@ def test_rates_step_by_step(perceptron, name, rule, scale):
     assert len(plain) == len(large) == 12
     climb = [
         (1 + (scale - 1) * min(step / 4, 1)) for step in range(12)
-    ]  # 4 = 0.34 of 12 steps; from 1 to the whole scale
+    ]  # 4 = 0.34 of 12 steps; from 1 to the full scale
     torch.testing.assert_close(large, plain * torch.tensor(climb, dtype=torch.float64)[:, None])
 
 

@@ -1,4 +1,4 @@
-"""Which branches are taken: found by what the model computes, never by names."""
+"""branch_parallel: branches are found by data flow, never by names."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hasten.distributed.fx.branch_finder import assign_branches, find_branch_blo
 
 
 class Uses(nn.Module):
-    """Layers of one size, and how they are used."""
+    """Layers of one size, and a function that uses them."""
 
     def __init__(self, forward):
         super().__init__()
@@ -20,7 +20,7 @@ class Uses(nn.Module):
 
 
 def layers_of(model: nn.Module, processes: int = 2, drawing=()) -> list[list[str]]:
-    """The layers and weights of each branch of each block."""
+    """Returns the layers and weights of each branch of each block."""
     blocks, _ = find_branch_blocks(model, dict(graphs_of(model)), set(drawing), processes)
     return [["".join(_named(node) for node in branch) for branch in block.branches] for block in blocks]
 

@@ -1,4 +1,4 @@
-"""cache_dataset: every sample is read once, as long as the memory lasts, and training does not notice."""
+"""cache_dataset: every sample is read once if it fits in the memory budget, and training is unchanged."""
 
 import numpy
 import pytest
@@ -13,7 +13,7 @@ RECIPE = Recipe().with_method("cache_dataset")
 
 
 class Ragged(Dataset):
-    """Samples of unequal length, as text has them; counts its readings."""
+    """Samples of unequal length, such as text; counts its reads."""
 
     def __init__(self, length=60):
         self.length, self.readings = length, 0
@@ -27,7 +27,7 @@ class Ragged(Dataset):
 
 
 def padded(samples: list[dict]):
-    """A collate function that takes its samples apart, as those of transformers do."""
+    """A collate function that modifies its samples, as those of transformers do."""
     labels = torch.tensor([sample.pop("label") for sample in samples])
     rows = [torch.nn.functional.pad(torch.from_numpy(sample["x"]), (0, 12 - len(sample["x"]))) for sample in samples]
     return torch.stack(rows), labels
@@ -49,7 +49,7 @@ def test_the_same_bits_with_one_reading_a_sample(perceptron, trained):
     assert len(plain.losses) == 30
     assert cached.run.no_effect == []
     assert plain.same_bits(cached)
-    assert data.readings == 60 + 3 * 30  # once each, after three looks at every other one
+    assert data.readings == 60 + 3 * 30  # once each, after three probes of every other one
 
 
 def test_a_plain_dataset(perceptron, trained):

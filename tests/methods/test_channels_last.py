@@ -1,4 +1,4 @@
-"""channels_last: weights, inputs and what lies between keep the channels innermost."""
+"""channels_last: weights, inputs and activations have the channels innermost."""
 
 import torch
 

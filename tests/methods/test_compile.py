@@ -1,4 +1,4 @@
-"""compile: the compiled model trains, the exported one is plain and shares its weights."""
+"""compile: the compiled model trains; the exported model is not compiled and shares its weights."""
 
 import copy
 

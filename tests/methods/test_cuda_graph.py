@@ -1,4 +1,4 @@
-"""cuda_graph: replays are the run; what warm-up and capture disturb is put back. Most of it needs a GPU."""
+"""cuda_graph: replays equal normal steps; state changed by warm-up and capture is restored. Most tests need a GPU."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
 )
 @pytest.mark.parametrize("name", ["perceptron", "convolutional", "transformer"])
 def test_it_trains_as_without_it(name, more, request):
-    """Batches of 20 from 96 samples: the last of each epoch has another shape and runs outside the graph."""
+    """Batches of 20 from 96 samples: the last batch of each epoch has another shape and runs outside the graph."""
     task = request.getfixturevalue(name)(batch_size=20)
     usual = _weights(task, more.removeprefix(" + ") or "baseline")
     graph = _weights(task, "cuda_graph" + more)
@@ -33,7 +33,7 @@ def test_it_trains_as_without_it(name, more, request):
 
 @needs_gpu
 def test_a_run_that_begins_with_the_short_batch_records_the_whole_ones(perceptron):
-    """96 samples in batches of 20: taken up at the fifth, which has 16."""
+    """96 samples in batches of 20: resumed at the fifth batch, which has 16."""
     task = perceptron(batch_size=20)
     usual, graph = (_weights(task, recipe, first=4) for recipe in ("baseline", "cuda_graph"))
     for key in usual:

@@ -1,4 +1,4 @@
-"""early_stopping: stops for the right reason after the right evaluation, and is a function of the history alone."""
+"""early_stopping: stops after the right evaluation for the right reason, as a function of the history only."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from hasten.engine.registry import make_methods
 
 
 def stops_at(task, metrics, agree=None, **settings) -> int | None:
-    """After how many evaluations the run would stop."""
+    """Returns the number of evaluations after which the run stops."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
         program.run.parallel = ParallelContext(ProcessGroupInfo(all_reduce_max=lambda numbers: [agree(*numbers)]))

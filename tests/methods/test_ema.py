@@ -1,4 +1,4 @@
-"""ema: the exported weights are the average computed by hand; the live ones are untouched."""
+"""ema: the exported weights are the average computed by hand; the trained ones are unchanged."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_training_itself_does_not_change(convolutional, trained):
     assert all(torch.equal(value, live[name]) for name, value in plain.weights.items())
     buffers = [name for name, _ in averaged.run.model.named_buffers()]
     assert buffers
-    assert all(torch.equal(averaged.weights[name], live[name]) for name in buffers)  # those of the live model
+    assert all(torch.equal(averaged.weights[name], live[name]) for name in buffers)  # those of the trained model
     assert not averaged.same_bits(plain)
 
 

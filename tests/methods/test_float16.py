@@ -1,4 +1,4 @@
-"""float16: the loss scale finds its level, overflowing steps change nothing, the state travels."""
+"""float16: the loss scale adapts, overflowing steps change nothing, and the state is saved in checkpoints."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hasten.testing.tasks import Labeled
 
 
 def test_gradients_are_unscaled_before_other_methods_read_them(perceptron, trained):
-    """With a clipping that never bites the run is the same to the bit, whatever the scale (a power of two)."""
+    """With clipping that never applies the run is bit-identical for any scale (a power of two)."""
     scaled, clipped = (
         trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6")
     )
@@ -56,7 +56,7 @@ def test_a_constant_scale_stays(perceptron, trained):
 
 
 def test_the_scale_rescues_small_gradients(perceptron, trained):
-    """A loss of 1e-7 gives float16 gradients below 2**-24 without a scale: they vanish, and nothing is learned."""
+    """A loss of 1e-7 gives float16 gradients below 2**-24 without a scale: they underflow and nothing is learned."""
 
     def task():
         return perceptron(

@@ -1,4 +1,4 @@
-"""fused_optimizer: the same object, told to use torch's fused kernels; the same formula."""
+"""fused_optimizer: the same optimizer object with torch's fused kernels; the same formula."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_the_schedule_keeps_its_optimizer(perceptron, trained):
 
     run = trained(perceptron(optimizer=optimizer), "fused_optimizer", 3)
     assert run.program.schedule.optimizer is run.run.optimizer
-    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # the fourth step's
+    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # learning rate of the fourth step
 
 
 def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
@@ -40,7 +40,7 @@ def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
 
 
 class OwnAdam(torch.optim.Adam):
-    """A subclass may have a step of its own."""
+    """A subclass may have its own step."""
 
 
 @pytest.mark.parametrize(

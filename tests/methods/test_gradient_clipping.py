@@ -1,4 +1,4 @@
-"""gradient_clipping: the norm of all gradients together never exceeds max_norm, and short ones stay."""
+"""gradient_clipping: the norm of all gradients together never exceeds max_norm; shorter gradients are unchanged."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hasten.engine.registry import make_method
 
 
 def _norms(task, max_norm: float) -> tuple[float, float]:
-    """The norm of the first step's gradients before and after."""
+    """Returns the norm of the first step's gradients before and after clipping."""
     program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
 
     def gradients() -> float:

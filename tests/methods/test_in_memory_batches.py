@@ -1,4 +1,4 @@
-"""in_memory_batches: exactly the batches of per-sample loading, or a reason why not."""
+"""in_memory_batches: exactly the batches of per-sample loading, or the reason why it has no effect."""
 
 import numpy
 import pytest
@@ -16,7 +16,7 @@ RECIPE = Recipe().with_method("in_memory_batches")
 
 
 class Listed(Dataset):
-    """Samples that a function makes out of their index."""
+    """Samples computed by a function of their index."""
 
     def __init__(self, sample, length=50):
         self.sample, self.length, self.readings = sample, length, 0
@@ -105,7 +105,7 @@ def test_samples_are_read_once_and_not_while_building_beyond_a_few(perceptron):
 
 
 def memory_of(batches) -> tuple[int, int]:
-    """(separate pieces of memory that the first field of these batches lies in, batches)."""
+    """Returns (number of separate storages of the first field, batches)."""
     kept = list(batches)
     return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
 
@@ -149,7 +149,7 @@ def test_a_ready_loaders_sampler_is_not_asked_ahead(perceptron):
 
 def test_tensors_are_taken_as_they_are(perceptron, monkeypatch):
     data = TensorDataset(torch.randn(40, 12), torch.randint(4, (40,)))
-    monkeypatch.setattr(TensorDataset, "__getitem__", None)  # nobody reads a sample
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)  # no sample is read
     drawn, idle = batches_of(perceptron(train_data=data, validation_data=data), validation=True, passes=1)
     assert idle == []
     assert torch.equal(torch.cat([x for x, _ in drawn[0]]), data.tensors[0])
@@ -186,7 +186,7 @@ def test_a_collate_function_of_ones_own(perceptron):
 
 
 def test_one_odd_sample_that_the_first_look_missed(perceptron):
-    data = Listed(lambda i: (torch.zeros(4 if i == 77 else 3), i), 100)  # the look reads every fourth sample
+    data = Listed(lambda i: (torch.zeros(4 if i == 77 else 3), i), 100)  # the probe reads every fourth sample
     program = build(perceptron(train_data=data, batch_size=1, validation_data=None), make_methods(RECIPE))
     assert program.run.no_effect == []
     assert sum(len(x[0]) for x, _ in program.train.epoch(0, 0)) == 301

@@ -1,4 +1,4 @@
-"""loader_workers: the same bits for any number of workers, with the task's own loader too."""
+"""loader_workers: the same bits for any number of workers, also with the task's own loader."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""num_threads: the count holds inside and is restored outside."""
+"""num_threads: the count applies during the run and is restored afterwards."""
 
 import os
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut, and how a batch is laid into pieces."""
+"""Pipeline stages: the split points, and the microbatches of a batch."""
 
 from itertools import combinations, pairwise
 
@@ -29,8 +29,7 @@ def test_cuts_know_that_a_member_costs_less_in_a_later_stage():
 
 
 def test_the_bytes_of_a_member_are_counted_without_numbers():
-    """Weights with gradients and Adam four times; of a piece, what a layer was given, once for each that is under
-    way."""
+    """Weights with gradients and Adam count four times; inputs of a layer once for each microbatch in flight."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10))
     model[1].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""prefetch_to_device: the same batches, one ahead; on the CPU a reason."""
+"""prefetch_to_device: the same batches, one ahead; no effect on the CPU."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_the_same_batches_in_the_same_order_one_ahead():
     taken = []
 
     def batches():
-        buffer = torch.empty(1 << 20)  # used again and again, as in_memory_batches does
+        buffer = torch.empty(1 << 20)  # reused, as in_memory_batches does
         for number in range(20):
             taken.append(number)
             yield {"x": buffer.fill_(number), "n": torch.tensor(number)}

@@ -1,4 +1,4 @@
-"""Which layers are cut together: found by what the model computes, never by names."""
+"""tensor_parallel: pairs of layers are found by data flow, never by names."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hasten.methods.distributed.tensor_parallel import Block, find_blocks
 
 
 class Uses(nn.Module):
-    """Two layers and what is done between and around them."""
+    """Two layers and the operations between and around them."""
 
     def __init__(self, forward):
         super().__init__()
@@ -75,7 +75,7 @@ def test_tracing_leaves_torch_and_the_model_as_they_were():
 
 
 def test_layers_in_a_row_are_cut_two_by_two():
-    """The middle one of three is the last of one block, and cannot be the first of another."""
+    """The middle one of three layers ends one block and cannot begin another."""
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     found, doubts = find_blocks(model, 2)
     assert [str(block) for block in found] == ["0 by columns, 2 by rows"]

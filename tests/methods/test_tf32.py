@@ -1,4 +1,4 @@
-"""tf32: on a GPU it sets two flags and puts them back; without one it says so."""
+"""tf32: on a GPU it sets two flags and restores them; without a GPU it has no effect."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_what_is_on_already_is_left_alone():
 
 
 def test_a_precision_set_through_the_newer_switches_is_no_accident():
-    """In a process of its own: once they are set, torch does not let the older ones be read again."""
+    """In a process of its own: once the newer flags are set, torch refuses to read the older ones."""
     code = (
         "import torch; from hasten.methods.tf32 import _already_set; torch.backends.fp32_precision = 'tf32'; "
         "print(_already_set())"

@@ -1,4 +1,4 @@
-"""Only normalisations that end a residual branch begin with a scale of zero."""
+"""zero_init_residual: only normalizations that end a residual branch start with a scale of zero."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class Plain(Residual):
-    """Adds something, but not what came in."""
+    """Adds a tensor, but not its input."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Plain(Residual):
 
 
 def task(*blocks):
-    """A net of the blocks that these functions make."""
+    """A task with a network of the blocks that these functions build."""
 
     def model():
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)]
@@ -52,7 +52,7 @@ def task(*blocks):
 
 
 def zeros(task) -> list[str]:
-    """The names of the normalisations that begin with zeros."""
+    """Returns the names of the normalizations that start with zeros."""
     modules = build(task, make_methods(Recipe.coerce("zero_init_residual"))).run.model.named_modules()
     return [name for name, part in modules if isinstance(part, nn.BatchNorm2d) and not part.weight.any()]
 

@@ -10,7 +10,7 @@ from hasten.engine.registry import make_methods
 
 
 def gradients_of(task, recipe):
-    """(before, after): gradients of one batch by parameter name, as NumPy arrays in double precision."""
+    """Returns (before, after): gradients of one batch by parameter name, as float64 NumPy arrays."""
     plain, changed = build(task), build(task, make_methods(Recipe.coerce(recipe)))
     for program in (plain, changed):
         program.forward_backward(next(iter(program.train.epoch(0, 0))))
@@ -34,7 +34,7 @@ def test_the_formula(convolutional, granularity, skip_1d):
             expected = ((rows - rows.mean(1, keepdims=True)) / (rows.std(1, keepdims=True) + 1e-8)).reshape(g.shape)
         else:
             expected = (g - g.mean()) / (g.std() + 1e-8)
-        if g.std() > 1e-6:  # a bias in front of a normalisation has no gradient but rounding
+        if g.std() > 1e-6:  # a bias before a normalization has no gradient except rounding errors
             numpy.testing.assert_allclose(after[name], expected, rtol=2e-3, atol=2e-4)
 
 

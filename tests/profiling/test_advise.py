@@ -1,4 +1,4 @@
-"""Advice follows from cards, shares, ceilings and facts alone."""
+"""Advice is a function of cards, phase fractions, ceilings and facts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When saying less pays: the bytes saved against the codec's time, on a network that was measured."""
+"""When gradient compression pays: the time of the bytes saved against the time of the codec, on a measured network."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_at_the_bandwidth_between_nothing_is_won_or_lost():
     ("exposed", "won"), [(0.0, -0.073), (0.1, 0.1 - 0.073), (2.0, 2.0 - 0.073), (3.361, 1.68 - 0.073)]
 )
 def test_what_is_hidden_already_cannot_be_saved(exposed, won):
-    """Of 3.36 s half can be saved, and no more than is exposed."""
+    """Half of 3.36 s could be saved, but no more than is exposed."""
     assert net_saving_s(**USUAL, bandwidth=25e6, exposed_seconds=exposed) == pytest.approx(min(won, 1.68 - 0.073))
 
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_is_refused(wrong):
 
 @pytest.mark.parametrize(("seconds", "gain"), [(0.100, 100 / 60), (0.004, 100 / 108)])
 def test_rounding_is_advised_where_the_bytes_saved_take_longer_than_rounding(seconds, gain):
-    """A step of 100 ms, all of whose talk is exposed; rounding takes 10 ms."""
+    """A step of 100 ms with all communication exposed; rounding takes 10 ms."""
     talk = {"bytes": 40_000_000, "seconds": seconds, "exposed": seconds}
     found, why = cast_speedup(talk, 0.010, 0.100)
     assert found == pytest.approx(gain)

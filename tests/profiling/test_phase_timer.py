@@ -1,4 +1,4 @@
-"""The timeline sees every phase and changes nothing."""
+"""The phase timer records every phase and changes nothing."""
 
 import json
 import time
@@ -65,7 +65,7 @@ def test_a_timed_run_has_the_same_bits(task):
 def test_every_phase_of_the_step_is_seen(monkeypatch):
     monkeypatch.setattr(
         phase_timer, "time", SimpleNamespace(perf_counter=time.thread_time)
-    )  # what others do on the machine is no phase
+    )  # other load on the machine belongs to no phase
     program = timed_program(perceptron())
     list(islice(train_steps(program), 8))
     seconds = program.run.checkpoint_state["phase_timer"].stop()
@@ -138,15 +138,14 @@ def test_the_ceiling_of_the_log_is_measured_and_low():
         plan = probe.call("build")
         found = measure_ceilings(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
     ceiling = found.ratios["logging"]
-    assert (
-        0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5
-    )  # on a busy machine it is not sure of anything
+    assert 0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5  # inconclusive on a busy machine
 
 
 def test_operations_of_a_perceptron():
     inputs, hidden, classes = 12, 24, 4
     first, second = 2 * inputs * hidden, 2 * hidden * classes
-    assert flops_per_sample(build(perceptron())) == 2 * first + 3 * second  # the first layer's inputs need no gradient
+    # the inputs of the first layer need no gradient
+    assert flops_per_sample(build(perceptron())) == 2 * first + 3 * second
 
 
 def test_the_peak_is_a_rate_of_this_machine():

@@ -1,4 +1,4 @@
-"""Bottlenecks that were planted are found, named, and their ceilings agree with what removing them gives."""
+"""Planted bottlenecks are found and named, and their ceilings agree with the gain of removing them."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def advised(result: dict) -> dict[str, float | None]:
 
 
 def seconds_a_sample(task, blocks: int = 3) -> float:
-    """Of the whole run, evaluations included."""
+    """Returns seconds per sample over the whole run, including evaluations."""
     with Worker(
         "hasten.benchmarking.arm:Arm", task=TaskRef.of(task).to_json(), methods={}, device="cpu", seed=0
     ) as arm:
@@ -41,7 +41,7 @@ def test_a_slow_dataset():
 @pytest.mark.timing
 @pytest.mark.slow
 def test_an_item_in_every_step():
-    result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # what is counted needs no long look
+    result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # operation counts need no long measurement
     assert result["causes"]["host_reads_per_step"] == 1
     assert "reads values back" in result["verdict"]
 

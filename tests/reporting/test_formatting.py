@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for people."""
 
 # ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
 

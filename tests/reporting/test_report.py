@@ -25,13 +25,13 @@ def page_of(tmp_path, result) -> str:
 
 
 def text_of(page: str) -> str:
-    """What a reader sees: no style, no tags, plain spaces."""
+    """Returns the text that a reader sees: no style, no tags, plain spaces."""
     bare = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S)
     return " ".join(html.unescape(bare).replace("\u00a0", " ").split())
 
 
 def places(value, path=()):
-    """The path of everything inside, containers too; of long lists the first item stands for all."""
+    """Returns the path of every nested value, containers included; of long lists only that of the first item."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, inner in items:
@@ -117,7 +117,7 @@ def test_the_page_is_one_small_file_that_loads_nothing(tmp_path, kind):
 def test_the_page_is_well_formed(tmp_path, kind):
     page = page_of(tmp_path, EVERY[kind]())
     body = page[page.index("<main>") : page.index("</main>") + len("</main>")]
-    ET.fromstring(body)  # raises where a tag is left open
+    ET.fromstring(body)  # raises if a tag is not closed
     for chart in ET.fromstring(body).iter("svg"):
         assert chart.get("role") != "img" or chart.findtext("title")
 
@@ -145,7 +145,7 @@ def test_hostile_texts_stay_texts(tmp_path, kind):
 
     page = page_of(tmp_path, spoiled(EVERY[kind]()))
     assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
-    assert "7*7" in page and "alert(" in page  # shown as they are: neither evaluated nor lost
+    assert "7*7" in page and "alert(" in page  # shown unchanged: neither evaluated nor lost
 
 
 SPOILERS = (None, [], {}, "text", 0, -1, 1e17, 5e-324, float("nan"))

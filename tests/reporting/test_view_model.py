@@ -20,8 +20,8 @@ def share(name, median, low=None, high=None):
 @pytest.mark.parametrize(
     ("metrics", "higher", "second"),
     [
-        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the first look at the target was not held
-        ((0.5, 0.6, 0.9), True, 3.0),  # the last look has no next one
+        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the target was not held after the first evaluation that reached it
+        ((0.5, 0.6, 0.9), True, 3.0),  # the last evaluation has no successor
         ((0.5, 0.6, 0.7), True, None),
         ((9.0, 0.8, 0.7), False, 2.0),
     ],

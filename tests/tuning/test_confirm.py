@@ -1,4 +1,4 @@
-"""The confirmation: which recipe is run on which seeds, and which wins. Outcomes of runs are planted."""
+"""The confirmation: which recipe runs on which seeds, and which one wins. Outcomes of runs are planted."""
 
 import math
 import random
@@ -27,16 +27,14 @@ FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
 
 @dataclass
 class Planted:
-    """Stands for a Study: each recipe has a metric, a spread over the seeds, a speed, and what a run of it takes."""
+    """Stands in for a Study: each recipe has a metric, a spread over the seeds, a speed, and a cost per run."""
 
     metric: dict[str, float]
     spread: float = 0.001
-    unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block shows
-    uneven: float = 0.0  # by so many seconds more or less
+    unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block measures
+    uneven: float = 0.0  # added or subtracted seconds
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
-    looks: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # further on at which each seed of a recipe is there, in turns
+    looks: dict[str, list[int]] = field(default_factory=dict)  # seeds of each recipe later in the sequence, in turns
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
@@ -125,7 +123,7 @@ def test_one_seed_that_misses_the_target_ends_it():
 
 
 def test_a_further_seed_that_misses_the_target_is_one_of_many():
-    """Where the original itself misses it now and then, a veto for each further seed would punish what is cheap."""
+    """If the original misses the target now and then, a veto for each further seed would penalize cheap recipes."""
     study = Planted({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
     won = confirmed(study)
     missed = [seed for seed, run in won.tuned_runs.items() if run["seconds_to_target"] is None]
@@ -157,7 +155,7 @@ def test_a_slower_one_that_holds_is_improved_upon_only_where_that_pays():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.8905}, cost=nearly)
     won = confirmed(study)
     assert won.recipe == FAST
-    assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is in doubt, and would give 5 % at most
+    assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is uncertain, and would give 5 % at most
 
 
 ONE, TWO = Recipe({"num_threads": {"count": 1}}), Recipe({"channels_last": {}})  # exact
@@ -165,7 +163,7 @@ ONE, TWO = Recipe({"num_threads": {"count": 1}}), Recipe({"channels_last": {}}) 
 
 def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
     suspect = FASTER
-    rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two by leaving one out
+    rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two leave out one member each
     metric = {str(recipe): 0.85 if recipe.methods.keys() & suspect.methods else 0.9 for recipe in (Recipe(), *rungs)}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(ONE | TWO): 6.0, str(suspect): 2.0}
     study = Planted(metric, cost=cost)
@@ -302,7 +300,8 @@ def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads
 
 
 def coverage(share: float, told: int) -> float:
-    """How often the interval holds the truth if the target is reached one evaluation late on this share of seeds."""
+    """Returns how often the interval contains the truth if this fraction of seeds reaches the target one evaluation
+    late."""
     pace = {
         "ratio": {"median": 1.0, "low": 1.0, "high": 1.0},
         "seconds_per_1000_samples": {"a": 1.0},

@@ -1,4 +1,4 @@
-"""The quality gate: it passes what is as good, catches what is not, and fails closed."""
+"""The quality gate: it passes equal quality, refuses harm, and fails closed."""
 
 import math
 import random
@@ -17,7 +17,8 @@ def arms(harm: float, spread: float, count: int, seed: int) -> tuple[dict, dict]
 
 
 def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) -> float:
-    """How often the gate passes if asked at every look; ``further``: more seeds of the tuned arm for each pair."""
+    """Returns how often the gate passes if asked after every seed; ``further``: additional seeds of the tuned arm per
+    pair."""
     passed = 0
     for seed in range(trials):
         before, after = arms(harm, spread, LOOKS[-1] * (1 + further), seed)
@@ -95,7 +96,7 @@ def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():
     gate = quality_gate(noisy, noisy, margin=0.001, higher_is_better=True)
     assert not gate.passed
     assert equal_by_construction(gate, proof).passed
-    for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing where seeds differ by a hundred
+    for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing if seeds differ by a hundred
         apart = quality_gate(
             noisy, {seed: value - lower for seed, value in noisy.items()}, margin=0.001, higher_is_better=True
         )

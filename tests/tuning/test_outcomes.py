@@ -1,4 +1,4 @@
-"""How runs of the same seeds are compared, by seconds and by samples, and judged. Outcomes are planted."""
+"""Comparison of runs on the same seeds, by seconds and by samples. Outcomes are planted."""
 
 import pytest
 

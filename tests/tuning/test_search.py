@@ -1,4 +1,4 @@
-"""The rules of the search: when a method is given up, and what becomes an incumbent. Measurements are planted."""
+"""The rules of the search: when a method is dropped, and what becomes an incumbent. Measurements are planted."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from helpers.planted_study import (
     threads,
 )
 
-# ── systems ──────────────────────────────────────────────────────────────────────────────────────
+# ── system methods ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_settings_of_a_systems_method_end_after_so_many_losses():
@@ -38,7 +38,8 @@ def test_a_gain_begins_the_count_anew_and_the_best_setting_is_one_rung():
 
 
 def test_where_the_budget_ends_the_best_setting_so_far_is_kept():
-    study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=Budget(2 * TRIAL))  # a pace and a proof
+    # one speed comparison and one exactness check
+    study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=Budget(2 * TRIAL))
     incumbents = Incumbents()
     with pytest.raises(OutOfBudgetError):
         search_systems(study, incumbents, [THREADS], SAMPLES, 5.0)
@@ -63,7 +64,7 @@ def test_what_is_offered_is_proven_first():
     assert kept.trials[0]["seconds"] == 2 * TRIAL, "the proof is paid for once"
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────
+# ── training methods ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_settings_of_a_training_method_end_after_so_many_losses():
@@ -99,7 +100,7 @@ def test_of_two_that_are_there_as_soon_the_one_that_ends_better_is_kept(better, 
 
 
 def test_many_that_are_nearly_as_soon_do_not_add_up():
-    """A better end may cost 5 % of the time, once: not again for each that ends better still."""
+    """A better final metric may cost 5 % of the time once, not again for each further improvement."""
     presets = CLIPPING.presets[:7]
     study = Planted(
         samples={clipping(norm): 0.5 for norm in range(1, 8)},

@@ -29,7 +29,7 @@ def test_runs_and_comparisons_are_kept_back_for_the_confirmation(total, reserved
 
 
 def examined(total: float) -> tuple[Planted, SearchState]:
-    """A study that has seen its baseline, and what it has found by then."""
+    """A study that has measured its baseline, and its findings so far."""
     effects = {threads(count): 1 + count / 10 for count in range(1, 9)} | {"fused_optimizer": 1.1}
     study = Planted(faster=effects, samples={clipping(norm): 0.9**norm for norm in range(1, 9)}, budget=Budget(total))
     found = SearchState(
@@ -81,7 +81,7 @@ def test_a_member_that_gives_nothing_leaves_the_recipe():
 
 
 def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
-    """As DiLoCo does: as many samples, an end that is a little worse, and much faster."""
+    """As DiLoCo does: equally many samples, a slightly worse final metric, and much faster steps."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
@@ -94,7 +94,7 @@ def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
 
 
 def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
-    """1.5 times the pace, and 1.5 times as many samples."""
+    """1.5 times the speed, and 1.5 times as many samples."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
@@ -102,7 +102,7 @@ def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
     assert str(incumbents.best) == threads(2)
 
 
-# ── the competent run ────────────────────────────────────────────────────────────────────────────
+# ── the strong baseline ──────────────────────────────────────────────────────────────────────────
 
 WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
 
@@ -122,7 +122,7 @@ def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothin
     assert str(_find_strong_baseline(Planted(faster=faster, without_effect=no_effect), 5.0)) == best
 
 
-# ── the instruments: what they cost, and what they remember ───────────────────────────────────────
+# ── the measurements: their cost, and what they store ────────────────────────────────────────────
 
 
 def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_path):
@@ -149,7 +149,7 @@ def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_pat
 
 
 class Recorded(Study):
-    """A Study whose runs were recorded: 0.8, 0.92 and 0.95 after a second each."""
+    """A Study with recorded runs: metrics 0.8, 0.92 and 0.95 after one second each."""
 
     def _in_worker(self, recipe, seed, method, watch, **limits) -> dict:
         looks = [

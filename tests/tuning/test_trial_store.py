@@ -1,4 +1,4 @@
-"""Trials are written at once, found again, and never confused."""
+"""Trials are stored at once, found again, and never confused."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
 
 
 def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
-    """The task's own failure may lie in its data, which can be mended; a recipe's stays."""
+    """A failure of the task may be caused by its data, which can be fixed; a failure of a recipe remains."""
     calls = []
 
     def failing() -> dict:

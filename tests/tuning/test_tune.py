@@ -54,7 +54,7 @@ class Slow(Method):
 class Honest(Slow):
     card = Card(summary="says so", exactness=Exactness.CHANGES_TRAINING, accelerates={"backward"})
 """
-BUDGET = 600  # seconds, on a busy machine; most of it is never used
+BUDGET = 600  # seconds, for a busy machine; mostly unused
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def task(tmp_path) -> str:
 
 @pytest.fixture
 def short(monkeypatch):
-    """Whole runs as ever; what is measured for as long as the budget allows is measured for a moment."""
+    """Full runs are unchanged; measurements that would use the budget are short."""
     diagnosed, paced = tune.diagnose, study.Study.compare_speed
     monkeypatch.setattr(tune, "diagnose", lambda task, **given: diagnosed(task, **(given | {"budget": 1.0})))
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_without_validation_data_nobody_can_judge(tmp_path):
 
 @pytest.mark.slow
 def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
-    """Also in a search that goes on and finds every trial remembered."""
+    """Also in a resumed search that finds every trial in its store."""
     warn = 'warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
     noticing = f"def points():\n    import warnings\n    {warn}"
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)

@@ -1,4 +1,4 @@
-"""Batches cut into pieces."""
+"""Batches split into microbatches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where data come from: found, fetched from a real server, checked; and what is said when they are not right."""
+"""Data folders and downloads: found, fetched from a real server, verified; messages for invalid data."""
 
 import gzip
 import hashlib
@@ -142,7 +142,7 @@ def test_a_damaged_archive_is_refused(folders, damage):
 
 
 def official(folders, workload, monkeypatch, files: dict[str, bytes]):
-    """A small archive in the official form, where the workload looks for the official one."""
+    """A small archive in the official format, at the path where the workload expects the official one."""
     path = archive(folders / "data" / workload.OFFICIAL.path, files)
     monkeypatch.setattr(
         workload, "OFFICIAL", File(workload.OFFICIAL.path, "", hashlib.sha256(path.read_bytes()).hexdigest())
@@ -164,7 +164,7 @@ def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
     assert dataset.labels == [9, 0]
     for index, pixels in enumerate((red, blue)):
         seen = (dataset[index][0] * cifar10.STD + cifar10.MEAN) * 255
-        assert abs(seen.numpy() - pixels).max() < 6  # what JPEG loses
+        assert abs(seen.numpy() - pixels).max() < 6  # tolerance for JPEG
     assert everything_in(folders / "home") == ["test.tar.gz"]
     (folders / "data" / cifar10.OFFICIAL.path).unlink()
     assert cifar10.Photographs("test").files == dataset.files

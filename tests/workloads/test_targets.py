@@ -1,4 +1,4 @@
-"""What the room's README says about the targets is what the tasks say."""
+"""The targets in the README of ``workloads/`` are those of the tasks."""
 
 import re
 from pathlib import Path

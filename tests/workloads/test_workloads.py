@@ -1,4 +1,4 @@
-"""Every workload on its real data: samples as documented, a model that learns, a metric that makes sense."""
+"""Every workload on its real data: documented samples, a model that learns, a valid metric."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from hasten.workloads import _data
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a workload documents: files, sizes, and (shape, type, smallest, largest) of a sample's tensors."""
+    """The documented facts of a workload: files, sizes, and (shape, type, smallest, largest) of a sample's tensors."""
 
     sizes: tuple[int, int]
     sample: tuple
@@ -94,7 +94,7 @@ def test_training_and_validation_data_are_not_the_same(name):
 
 
 def test_it_learns(name):
-    """A batch of samples, twelve times over: the loss is finite and falls."""
+    """A batch of samples, repeated twelve times: the loss is finite and falls."""
     task = dataclasses.replace(loaded(name), train_data=some_of(loaded(name).train_data, 32), batch_size=32, epochs=12)
     program = build(task, seed=1)
     losses = [loss.item() for loss in train_steps(program)]
@@ -102,7 +102,7 @@ def test_it_learns(name):
 
 
 def test_it_is_judged(name):
-    """Before training it is as good as guessing."""
+    """Before training the metric is that of guessing."""
     task = dataclasses.replace(loaded(name), validation_data=some_of(loaded(name).validation_data, 200))
     measured = evaluate(build(task, seed=1))
     classes = WORKLOADS[name].sample[-1][3] + 1
@@ -124,7 +124,7 @@ def test_missing_data_message_names_address_and_path(name, tmp_path, monkeypatch
     monkeypatch.setenv("HASTEN_DATA", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     for scheme in ("http", "https"):
-        monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # nobody listens there: as good as no network
+        monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # no server listens there, as without a network
     with pytest.raises(RunError, match=r"^cannot download https?://\S+: .*; put the file at /\S+ by hand$"):
         load_task(name)
 
@@ -134,7 +134,7 @@ def some_of(data, count: int) -> Subset:
 
 
 def labels_as_tensors(sample):
-    """The sample as it stands in a batch, where a plain number is a tensor too."""
+    """The sample as in a batch, where a plain number is a tensor, too."""
     if isinstance(sample, dict):
         return {key: torch.as_tensor(value) for key, value in sample.items()}
     return tuple(torch.as_tensor(value) for value in sample)
