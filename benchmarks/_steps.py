@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 KEPT = 1024  # different samples; more would only use more memory
 CLASSES = 8
-WARM_UP = 0.1  # steps at the start of a leg that are not timed
+WARM_UP = 0.1  # fraction of a leg, at its start, that is not timed
 
 Train = Callable[[DataLoader], object]
 

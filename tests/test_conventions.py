@@ -53,7 +53,7 @@ def test_no_file_outside_methods_names_a_method(path):
     assert not named, f"{path.name} names {named}; what other packages must know of a method is a field of its card"
 
 
-def test_a_named_method_is_noticed():
+def test_scan_finds_method_names():
     assert method_names_in('HINT = "add gradient_clipping"\nother = f"--with zero:stage={3}"') == [
         "gradient_clipping",
         "zero:stage=",

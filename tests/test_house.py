@@ -66,5 +66,5 @@ def test_help_starts_quickly():
     pytest.fail(f"hasten --help takes {min(times):.2f} s")
 
 
-def test_the_package_is_marked_as_typed():
+def test_package_is_marked_as_typed():
     assert (HASTEN / "py.typed").exists()

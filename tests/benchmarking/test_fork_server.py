@@ -95,14 +95,14 @@ def worker(**arguments) -> Worker:
     return Worker(HERE, **arguments)
 
 
-def test_an_object_lives_there_and_answers():
+def test_worker_creates_object_and_answers_calls():
     with worker(start=3) as one, worker() as other:
         assert one.call("add", number=4) == 7
         assert other.call("add", number=1) == 1
         assert one.call("process") != other.call("process") != os.getpid()
 
 
-def test_what_one_leaves_behind_the_next_does_not_find():
+def test_worker_does_not_see_state_of_another():
     with worker() as one:
         before = one.call("traces")
         one.call("leave_traces")
@@ -111,7 +111,7 @@ def test_what_one_leaves_behind_the_next_does_not_find():
         assert other.call("traces") == before
 
 
-def test_a_frozen_worker_does_nothing_until_it_is_called():
+def test_worker_suspended_runs_only_during_calls():
     with worker() as one:
         one.suspend()
         deadline = time.monotonic() + 60
@@ -121,7 +121,7 @@ def test_a_frozen_worker_does_nothing_until_it_is_called():
         assert one.call("add", number=2) == 2
 
 
-def test_leaving_ends_the_process():
+def test_worker_exit_ends_the_process():
     with worker() as one:
         pid = one.pid
     deadline = time.monotonic() + 60
@@ -215,14 +215,14 @@ def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path)
     wait_until(pids, "gone")
 
 
-def test_refusals_come_through_as_they_are():
+def test_worker_hasten_error_is_raised_unchanged():
     with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
         one.call("refuse")
     with worker() as one, pytest.raises(ConfigurationError, match="no whole file"):
         one.call("lose")  # a HastenError subclass defined in a higher package
 
 
-def test_other_errors_become_failures_with_their_own_words():
+def test_worker_other_error_is_raised_as_run_error_with_its_message():
     with worker() as one:
         with pytest.raises(
             RunError, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""
@@ -231,12 +231,12 @@ def test_other_errors_become_failures_with_their_own_words():
         assert one.call("add", number=1) == 1, "the worker goes on after an error"
 
 
-def test_a_killed_worker_is_told_as_out_of_memory():
+def test_worker_killed_reports_out_of_memory():
     with worker() as one, pytest.raises(RunError, match="memory"):
         one.call("run_out_of_memory")
 
 
-def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
+def test_watch_that_raises_is_not_reported_as_worker_death():
     def watch(*progress):
         raise BrokenPipeError("nobody reads our standard error")
 
@@ -244,17 +244,17 @@ def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
         one.call("report_progress", watch=watch)
 
 
-def test_a_call_that_takes_too_long_is_ended():
+def test_worker_call_beyond_the_timeout_is_ended():
     with worker() as one, pytest.raises(RunError, match="took longer"):
         one.call("sleep", seconds=30, timeout=0.3)
 
 
-def test_what_user_code_prints_does_not_disturb_the_answers():
+def test_worker_output_of_user_code_does_not_disturb_answers():
     with worker() as one:
         assert one.call("print_and_answer") == 7
 
 
-def test_what_is_noticed_over_there_is_told_here_once():
+def test_worker_warning_is_shown_once_in_the_parent():
     with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         one.call("notice", text="3 rows were left out")
@@ -264,7 +264,7 @@ def test_what_is_noticed_over_there_is_told_here_once():
     assert told[0].filename == __file__
 
 
-def test_what_was_told_here_no_worker_tells_again():
+def test_warning_already_shown_is_not_repeated_by_workers():
     reset_shown_warnings()
     with worker() as one, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
@@ -282,7 +282,7 @@ def test_what_was_told_here_no_worker_tells_again():
     ]
 
 
-def test_children_of_a_worker_do_not_speak_in_between():
+def test_worker_children_do_not_answer():
     with worker() as one, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0

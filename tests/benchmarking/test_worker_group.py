@@ -78,19 +78,19 @@ def job(processes: int = 2, **arguments) -> WorkerGroup:
     return WorkerGroup(processes, HERE, **arguments)
 
 
-def test_ranks_meet_and_rank_0_answers():
+def test_group_of_two_returns_result_of_rank_0():
     with job(3, start=10) as three, job(2) as two:
         assert three.call("sum_of_ranks") == 33
         assert two.call("sum_of_ranks") == 1
         assert three.call("who") == ("0", "3")
 
 
-def test_each_rank_has_its_part_of_the_cores():
+def test_group_divides_cores_among_ranks():
     with Worker(HERE) as alone, job(2) as two:
         assert two.call("cores") == max(1, alone.call("cores") // 2)
 
 
-def test_one_process_is_a_worker():
+def test_group_of_one_is_a_worker():
     with start_workers(1, HERE) as one:
         assert isinstance(one, Worker) and one.call("sum_of_ranks") == 0
 
@@ -104,7 +104,7 @@ def test_one_process_is_a_worker():
         ("hang", RunError, r"^took longer than 2 s and was ended$"),
     ],
 )
-def test_what_one_rank_does_ends_all_of_them(how, kind, says):
+def test_group_with_failing_rank_ends_all_ranks(how, kind, says):
     with job() as two:
         pids, began = two.call("pids"), time.monotonic()
         with pytest.raises(kind, match=says):
@@ -113,17 +113,17 @@ def test_what_one_rank_does_ends_all_of_them(how, kind, says):
         assert gone(pids)
 
 
-def test_what_all_say_is_nobodys_in_particular():
+def test_group_error_of_all_ranks_names_no_rank():
     with job() as two, pytest.raises(RunError, match=r"^all of us$"):
         two.call("fail_alike")
 
 
-def test_the_rank_whose_fault_it_was_is_waited_for():
+def test_group_waits_for_the_rank_that_caused_the_failure():
     with job() as two, pytest.raises(RunError, match=r"^rank 1: it was me$"):
         two.call("feel_it_first")
 
 
-def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
+def test_group_suspended_runs_only_during_calls():
     with job() as two:
         pids = two.call("pids")
         two.suspend()
@@ -134,7 +134,7 @@ def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
         assert two.call("sum_of_ranks") == 1
 
 
-def test_rank_0_has_the_word():
+def test_group_shows_warnings_of_rank_0_only():
     with job() as two, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         two.call("notice")

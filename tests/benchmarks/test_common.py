@@ -29,7 +29,7 @@ def test_interval_covers_the_median(common, count):
     assert sum(each.low <= truth <= each.high for each in found) / len(found) > 0.94
 
 
-def test_interval_leaves_out_no_more_than_it_may(common):
+def test_interval_excludes_at_most_the_allowed_values(common):
     assert common.interval(range(1, 11)) == common.Interval(5.5, 2, 9)  # the sign test's interval of ten values
     assert common.interval([3.0]) == common.Interval(3.0, 3.0, 3.0)
     assert common.interval([1, 2, 3, 4, 5]) == common.Interval(3, 1, 5)
@@ -37,19 +37,19 @@ def test_interval_leaves_out_no_more_than_it_may(common):
     assert abs(common.interval(range(3000)).low - (1500 - 1.96 * 3000**0.5 / 2)) < 2
 
 
-def test_turns_go_forth_and_back(common):
+def test_in_turns_alternates_the_order(common):
     order = []
     arms = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
     assert common.in_turns(arms, 2) == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
     assert order == list("abccba")
 
 
-def test_a_missing_package_is_told(common):
+def test_missing_package_is_reported(common):
     assert common.installed("json") is None
     assert common.installed("no_such_peer") == "not installed"
 
 
-def test_a_package_that_breaks_is_told(common, tmp_path, monkeypatch):
+def test_package_that_fails_to_import_is_reported(common, tmp_path, monkeypatch):
     (tmp_path / "broken_peer.py").write_text("raise RuntimeError('operator does not exist')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert common.installed("broken_peer") == "does not import: RuntimeError: operator does not exist"
@@ -58,7 +58,7 @@ def test_a_package_that_breaks_is_told(common, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reached", "code", "words"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")]
 )
-def test_the_verdict_is_an_exit_code_and_a_record(common, tmp_path, capsys, reached, code, words):
+def test_finish_gives_exit_code_and_record(common, tmp_path, capsys, reached, code, words):
     options = argparse.Namespace(json=tmp_path / "deep" / "record.json")
     assert common.finish(options, "1 us", reached, {"extra": common.Interval(1, 0, 2), "pair": (1, 2)}) == code
     assert f"Figure: 1 us: {words}." in capsys.readouterr().out
@@ -71,12 +71,12 @@ def test_the_verdict_is_an_exit_code_and_a_record(common, tmp_path, capsys, reac
     assert record["environment"]["torch"] and record["date"] and record["command"]
 
 
-def test_names_of_folders(common):
+def test_folder_names(common):
     assert common.slug("tiny_shakespeare") == "tiny-shakespeare"
     assert common.slug("./some/mine.py:task") == "mine-py-task"
 
 
-def test_a_record_is_a_folder_of_its_own(common, tmp_path, monkeypatch):
+def test_record_is_a_new_folder(common, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks/data_tokens.py", "--json", "records"])
     common.show(("loader", "tokens/s"), [("hasten", 5)])
     for rounds in ([1, 2], [3, 4]):

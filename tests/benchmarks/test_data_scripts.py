@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("data_*.py"))
 
 
-def test_make_runs_all_of_them_and_the_readme_tells_of_all():
+def test_makefile_runs_and_readme_lists_all_scripts():
     (listed,) = re.findall(r"^BENCHMARKS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     assert [name for name in SCRIPTS if name not in listed.split() or f"`{name}.py" not in readme] == []
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_states_its_figure_can_be_looked_at_quickly_and_ends_with_a_verdict(name):
+def test_script_states_figure_has_quick_and_ends_with_finish(name):
     text = (ROOT / "benchmarks" / f"{name}.py").read_text()
     assert "\nFigure: " in text.partition('"""\n\n')[0]
     assert '"--quick"' in text and "return finish(" in text
@@ -38,7 +38,7 @@ def run_quickly(name: str, folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_keeping_the_place(tmp_path):
+def test_data_place_quick_runs(tmp_path):
     told = run_quickly("data_place", tmp_path)
     assert (
         len(told["micro"]["hasten, position tracked"]) == 5
@@ -48,7 +48,7 @@ def test_keeping_the_place(tmp_path):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_the_wait_for_data(tmp_path, monkeypatch):
+def test_data_wait_quick_runs(tmp_path, monkeypatch):
     """The textbook loader waits for most of a step of digits, batched loading for little; fractions lie in 0..1."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait

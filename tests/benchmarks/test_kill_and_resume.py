@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kill_and_resume.p
 
 
 @pytest.mark.slow
-def test_one_kill(tmp_path):
+def test_kill_and_resume_one_kill_is_bit_identical(tmp_path):
     words = [sys.executable, str(SCRIPT), "--kills", "1", "--json", str(tmp_path / "kills.json")]
     done = subprocess.run(
         words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False

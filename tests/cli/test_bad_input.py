@@ -309,7 +309,7 @@ def here(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_wrong_request(words, says, here, monkeypatch, capfd):
+def test_command_invalid_request_exits_2_with_one_line(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
     assert_one_line(words, says, main(words.split()), 2, capfd)
@@ -325,20 +325,20 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
     ],
     ids=" ".join,
 )
-def test_an_empty_name_is_none(words, here, monkeypatch, capfd):
+def test_command_empty_name_is_refused(words, here, monkeypatch, capfd):
     """An unset variable of a shell script gives an empty name."""
     monkeypatch.chdir(here)
     assert_one_line(" ".join(words), "", main(words), 2, capfd)
 
 
 @pytest.mark.parametrize(("words", "says"), CANNOT_GO_ON, ids=lambda value: value[:60])
-def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
+def test_command_unresumable_run_exits_1_with_one_line(words, says, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
 
 
 @pytest.mark.parametrize(("words", "says"), GOES_ON, ids=lambda value: value[:60])
-def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
+def test_command_probable_mistake_warns(words, says, here, monkeypatch, capfd):
     """The run continues; one line warns of a probable mistake."""
     monkeypatch.chdir(here)
     assert main([*words.split(), "--json"]) == 0
@@ -350,7 +350,7 @@ def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
     "words",
     ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
-def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
+def test_recipe_code_also_named_on_command_line_is_loaded_once(words, here, monkeypatch, capfd):
     """The recipe's ``mine.py`` lies beside it, whatever the current directory is; its options apply."""
     monkeypatch.chdir(here)
     (here / "elsewhere").mkdir(exist_ok=True)
@@ -380,7 +380,7 @@ def broken_off(here, tmp_path, monkeypatch):
     return sorted((tmp_path / "run" / "checkpoints").iterdir()), words
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(broken_off, capfd):
+def test_resume_damaged_checkpoint_is_skipped_and_named(broken_off, capfd):
     (_, newest), words = broken_off
     newest.write_bytes(newest.read_bytes()[:100])
     assert main(words) == 0
@@ -388,7 +388,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(broken_off, capfd):
     assert err.count("\n") == 1 and err.startswith(f"hasten: {newest.name} is passed over")
 
 
-def test_no_checkpoint_of_a_stranger_is_executed(broken_off, here, capfd):
+def test_resume_foreign_checkpoint_is_not_executed(broken_off, here, capfd):
     checkpoints, words = broken_off
     for path in checkpoints:
         torch.save({"model": Hostile()}, path)

@@ -72,7 +72,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_wrong_request(words, says, here, capfd):
+def test_data_command_invalid_request_is_one_line(words, says, here, capfd):
     before = {path for path in here.rglob("*") if "cache" not in path.parts}
     code = main(words.split())
     out, err = capfd.readouterr()
@@ -84,7 +84,7 @@ def test_wrong_request(words, says, here, capfd):
     assert {path for path in here.rglob("*") if "cache" not in path.parts} == before, "something was left behind"
 
 
-def test_json(here, capfd):
+def test_data_command_json(here, capfd):
     assert main(["--json", "data", "convert", "x.npy", "--to", "feather", "--out", "out", "--quiet"]) == 0
     assert json.loads(capfd.readouterr().out)["rows"] == 1000
     assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
@@ -93,7 +93,7 @@ def test_json(here, capfd):
     assert json.loads(capfd.readouterr().out)["input"]["stages"]["read"] > 0
 
 
-def test_pages(here, capfd):
+def test_data_command_pages(here, capfd):
     assert main(["data", "convert", "x.npy", "--to", "parquet", "--out", "out"]) == 0
     out = capfd.readouterr().out
     assert "read back" in out and "all 1,000 rows" in out and "rows/s" in out and "before" in out
@@ -105,7 +105,7 @@ def test_pages(here, capfd):
     assert "training step" in out and "end to end" in out and "waits for data" in out
 
 
-def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypatch):
+def test_convert_interrupted_states_how_to_resume(here, capfd, monkeypatch):
     from hasten.datatools import conversion
 
     def stopped(*arguments, **named):

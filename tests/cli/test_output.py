@@ -125,7 +125,7 @@ def assert_interval(ratio: dict) -> None:
     assert ratio.keys() == INTERVAL and 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
 
 
-def test_diagnose(here, capfd):
+def test_diagnose_json_has_documented_keys(here, capfd):
     code, told = asked_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
     assert code == 0
     assert told.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
@@ -139,7 +139,7 @@ def test_diagnose(here, capfd):
         assert advice["bound"] is None or advice["bound"] > 1, "what saves whole steps has no bound"
 
 
-def test_compare(here, capfd):
+def test_compare_json_has_documented_keys(here, capfd):
     code, told = asked_quietly(
         capfd, "compare", "blobs.py:task", "--a", "baseline", "--b", "in_memory_batches", "--budget", "1s"
     )
@@ -151,7 +151,7 @@ def test_compare(here, capfd):
     assert isinstance(told["blocks"], int) and told["blocks"] >= MIN_PAIRS
 
 
-def test_tune(search, here):
+def test_tune_json_has_documented_keys(search, here):
     told, won = search.told, search.told["verdict"] == "faster"
     assert told["verdict"] in ("faster", "no improvement") and search.done.returncode == (0 if won else 1)
     assert "%" in search.done.stderr, "progress goes to standard error"
@@ -179,7 +179,7 @@ def test_tune(search, here):
         assert told["speedup"] is told["speedup_over_strong_baseline"] is told["break_even_runs"] is None
 
 
-def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
+def test_tune_json_states_the_budget_given_or_default(search, here, capfd):
     """The second search finds the measurements of the first in a copy of its folder."""
     assert search.told["budget_seconds"] == search.seconds
     shutil.copytree(search.told["out"], again := f"{search.method}-again")
@@ -189,7 +189,7 @@ def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
     assert code == (0 if told["verdict"] == "faster" else 1)
 
 
-def test_the_recipe_of_a_search_trains(search, here, capfd):
+def test_tune_recipe_file_trains(search, here, capfd):
     told, out = search.told, f"{search.method}-run"
     code, trained = asked_quietly(capfd, "train", "blobs.py:task", "--recipe", told["recipe_file"], "--out", out)
     assert trained["recipe"] == str(Recipe(told["recipe"])) and trained["out"] == out
@@ -253,7 +253,7 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_the_page_about_a_search(search, here, capfd):
+def test_report_of_a_search_shows_its_values(search, here, capfd):
     told = search.told
     assert main(["report", told["out"], "--json"]) == 0
     path = the_object(capfd.readouterr().out)["report"]

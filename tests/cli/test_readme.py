@@ -59,7 +59,7 @@ def saved_files(tmp_path, monkeypatch):
     return files
 
 
-def test_saved_files_are_the_same_on_every_page(saved_files):
+def test_saved_file_is_the_same_on_every_page(saved_files):
     assert {"spiral.py", "signs.py"} <= saved_files.keys()
     for text in TEXTS.values():
         for name, code in re.findall(SAVED_FILE, text, re.DOTALL):

@@ -81,7 +81,7 @@ def plain(rows=ROWS):
 
 
 @pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
-def test_any_changes_of_crew_leave_every_bit(made, at_once):
+def test_autotuned_any_change_of_workers_keeps_every_bit(made, at_once):
     threads = threading.enumerate()
     whole, changing = made(), restless(made())
     for number in range(4):
@@ -89,7 +89,7 @@ def test_any_changes_of_crew_leave_every_bit(made, at_once):
     assert nothing_left(threads)
 
 
-def test_a_place_is_found_again_while_the_crew_changes(at_once):
+def test_autotuned_position_resumes_while_workers_change(at_once):
     threads, whole, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
     list(itertools.islice(changing, 3))
     resumed = restless(random_pipeline())
@@ -104,7 +104,7 @@ def noise(sample):
     )
 
 
-def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choice(at_once):
+def test_autotuned_maps_with_process_generators_use_no_threads(at_once):
     def numbers():
         return arrays(torch.arange(ROWS)).map(noise).batch(BATCH)
 
@@ -136,7 +136,7 @@ def until_settled(pipeline, step):
     return pipeline.runner.autotuner
 
 
-def test_a_fast_source_gets_no_workers(monkeypatch):
+def test_autotuned_fast_source_uses_no_workers(monkeypatch):
     threads, napped = threading.enumerate(), 0.0
     monkeypatch.setattr(
         autotuner_module, "perf_counter", lambda: time.thread_time() + napped
@@ -153,7 +153,7 @@ def test_a_fast_source_gets_no_workers(monkeypatch):
     assert nothing_left(threads)
 
 
-def test_a_slow_source_gets_workers_within_the_cores():
+def test_autotuned_slow_source_uses_workers_up_to_the_cores():
     threads = threading.enumerate()
     pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
     autotuner = until_settled(pipeline, step=0.04)
@@ -168,19 +168,19 @@ def test_a_slow_source_gets_workers_within_the_cores():
     assert nothing_left(threads)
 
 
-def test_no_memory_no_workers():
+def test_autotuned_without_memory_uses_no_workers():
     pipeline = arrays(torch.zeros(400, 1000)).batch(10).map(napping).prefetch("auto", cores=4, gigabytes=1e-6)
     assert until_settled(pipeline, step=0.01).workers.num_workers == 0
 
 
 @pytest.mark.slow
-def test_it_begins_with_what_it_is_told():
+def test_autotuned_initial_workers_are_those_given():
     pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
     assert pipeline.runner.tuned_settings == {"processes": 3, "prefetch": 2} and pipeline.num_workers == 3
     assert until_settled(pipeline, step=0.05).workers.processes == 3, "nobody waited"
 
 
-def test_threads_are_tried_where_nothing_is_the_users_own():
+def test_autotuned_without_user_functions_tries_threads():
     def kinds(pipeline):
         seen = set()
 
@@ -200,14 +200,14 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
     )
 
 
-def test_other_batches_are_learnt_anew():
+def test_autotuned_other_batch_size_searches_again():
     base = arrays(torch.arange(400)).prefetch("auto")
     one, other = base.batch(10), base.batch(20)
     assert one.runner.autotuner is not other.runner.autotuner
     assert one.to("cpu").runner is one.runner and one.shard(1, 0).runner is one.runner
 
 
-def test_the_engine_is_given_the_crew_and_may_name_another():
+def test_autotuned_engine_gets_workers_and_may_replace_them():
     pipeline = random_pipeline().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
     whole = list(batches.epoch(0, 0))
@@ -250,7 +250,7 @@ def caches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), ("disk", 600e-9)])
-def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches):
+def test_autotuned_slow_samples_are_cached(where, gigabytes, caches):
     """In memory, or on disk if their 640 bytes exceed the memory budget."""
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
@@ -275,7 +275,7 @@ def waiting(pipeline):
     return pipeline
 
 
-def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_is_not_faster(caches, at_once):
+def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, at_once):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as told:
         first = list(pipeline)
@@ -293,26 +293,26 @@ def left_as_they_are(told):
     assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
 
-def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
+def test_autotuned_samples_beyond_the_disk_are_not_cached(caches, monkeypatch):
     monkeypatch.setattr(autotuned, "MAX_DISK_FRACTION", 128 / free_disk(caches))
     left_as_they_are("needs 2.56e-07 GB, and 1.* were allowed")
     assert not [*caches.iterdir()]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_disk_that_is_full_keeps_nothing(caches, monkeypatch):
+def test_autotuned_full_disk_caches_nothing(caches, monkeypatch):
     new = _ColumnWriter._new
     monkeypatch.setattr(_ColumnWriter, "_new", lambda written, name: new(written, "/dev/full"))
     left_as_they_are("the disk is full")
     assert not [*caches.iterdir()]
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(caches):
+def test_autotuned_read_only_folder_caches_nothing(caches):
     caches.touch()
     left_as_they_are("cannot write")
 
 
-def test_samples_that_are_not_the_same_every_time_are_never_kept():
+def test_autotuned_random_samples_are_never_cached():
     numbers = arrays(torch.arange(64.0))
     assert is_repeatable(numbers.source, numbers.map(slowly).sample_maps)
     for random_one in (drawing, noise, Own()):
@@ -340,7 +340,7 @@ class Versioned(Source):
         return {"version": self.version}
 
 
-def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
+def test_autotuned_cached_samples_are_rebuilt_after_a_change():
     pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
     pipeline.runner.autotuner.cache = "memory"
     assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(
@@ -350,7 +350,7 @@ def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
     assert torch.cat(list(pipeline)).unique().tolist() == [20]
 
 
-def test_samples_that_gain_nothing_by_being_kept():
+def test_autotuned_cache_without_gain_is_not_used():
     numbers = arrays(torch.arange(64.0))
 
     def worth(pipeline):
@@ -362,7 +362,7 @@ def test_samples_that_gain_nothing_by_being_kept():
     assert not worth(numbers.map(lambda sample, rng: sample + rng.uniform()))
 
 
-def test_a_cache_that_does_not_fit_is_told_and_left():
+def test_autotuned_cache_beyond_the_budget_is_reported_and_dropped():
     pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
     pipeline.runner.autotuner.cache = "memory"
     with pytest.warns(HastenWarning, match="not cached .memory.*allowed"):
@@ -386,6 +386,6 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
     ],
     ids=str,
 )
-def test_wrong_requests(wrong, told):
+def test_autotuned_invalid_request_is_refused(wrong, told):
     with pytest.raises(ConfigurationError, match=told):
         arrays(torch.arange(8)).prefetch(**wrong)

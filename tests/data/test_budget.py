@@ -29,13 +29,13 @@ def groups(request, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_the_group_leaves_is_divided_among_the_ranks(groups, monkeypatch):
+def test_free_memory_in_a_group_is_divided_among_ranks(groups, monkeypatch):
     assert resources.free_memory() == 1_000_000 - 600_000 + 150_000  # memory of the system's file cache is free
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resources.free_memory() == 550_000 // 4
 
 
-def test_a_table_takes_no_more_than_that(groups):
+def test_table_stays_within_the_memory_of_its_rank(groups):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
     from pyarrow.parquet import write_table
 
@@ -46,14 +46,14 @@ def test_a_table_takes_no_more_than_that(groups):
     assert parquet(groups / "t.parquet", target="label", gigabytes=1).source._fits()
 
 
-def test_without_groups_it_is_what_the_machine_has_free(groups, monkeypatch):
+def test_free_memory_without_groups_is_that_of_the_machine(groups, monkeypatch):
     (groups / "membership").unlink()
     before, told, after = psutil.virtual_memory().available, resources.free_memory(), psutil.virtual_memory().available
     assert 0.5 * min(before, after) < told < 2 * max(before, after)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_cores_are_those_of_the_container_divided_among_the_ranks(version, tmp_path, monkeypatch):
+def test_available_cpus_in_a_container_are_divided_among_ranks(version, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(resources, "GROUPS", tmp_path)
     monkeypatch.setattr(resources, "MEMBERSHIP", tmp_path / "membership")

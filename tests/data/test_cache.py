@@ -25,7 +25,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-def test_a_cache_changes_no_bit(kind, way):
+def test_cache_changes_no_bit(kind, way):
     def built(*caches):
         pipeline = arrays(NUMBERS, torch.arange(ROWS)).shuffle(seed=1).map(doubled)
         for cache in caches:
@@ -38,7 +38,7 @@ def test_a_cache_changes_no_bit(kind, way):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_windowed_shuffle_keeps_its_order(kind):
+def test_cache_windowed_shuffle_keeps_its_order(kind):
     plain = Pipeline(Runs([0, 10, 35, 50]))
     orders = [
         list(p.shuffle(window=2).batch(7)) for p in (plain, plain.cache(kind), plain.map(lambda row: row).cache(kind))
@@ -47,7 +47,7 @@ def test_a_windowed_shuffle_keeps_its_order(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_read_once(kind):
+def test_cache_reads_each_row_once(kind):
     pipeline = counting(arrays(NUMBERS))
     cached = pipeline.cache(kind).shuffle().batch(BATCH)
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_rows_are_read_once(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nestings_and_types(kind):
+def test_cache_nested_rows_of_all_dtypes(kind):
     columns = {
         "a": (NUMBERS.double(), torch.arange(ROWS) % 2 == 0),
         "b": NUMBERS.bfloat16(),
@@ -75,7 +75,7 @@ def test_nestings_and_types(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_kept(kind, tmp_path):
+def test_cache_beyond_the_budget_raises(kind, tmp_path):
     needed = NUMBERS.nbytes + ROWS * 8
     pipeline = counting(arrays(NUMBERS, torch.arange(ROWS)))
     with pytest.raises(
@@ -109,7 +109,7 @@ print(peak() - before)
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most"
 )
-def test_the_memory_taken_is_what_was_allowed():
+def test_cache_takes_no_more_memory_than_allowed():
     """0.2 GB of rows, read in chunks of 16 MB."""
     at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory is returned to the system if the C library is glibc
     asked = subprocess.run(
@@ -119,7 +119,7 @@ def test_the_memory_taken_is_what_was_allowed():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_rows_stay_bad(kind):
+def test_cache_keeps_bad_rows_bad(kind):
     with pytest.raises(RunError, match="row 3 "):
         list(Pipeline(Bad([3, 50])).cache(kind).batch(BATCH))
     for _ in range(2):  # the second time from the disk
@@ -147,12 +147,12 @@ def test_bad_rows_stay_bad(kind):
         (lambda p, kind: p.cache("memory", folder="x"), "folder"),
     ],
 )
-def test_what_cannot_be_cached_is_refused(kind, build, told):
+def test_cache_of_uncacheable_source_raises(kind, build, told):
     with pytest.raises(ConfigurationError, match=told):
         list(build(arrays(NUMBERS), kind).batch(BATCH))
 
 
-def test_progress_is_told(recwarn, tmp_path):
+def test_cache_reports_progress(recwarn, tmp_path):
     class Slow(Runs):
         def read(self, rows):
             time.sleep(0.01)

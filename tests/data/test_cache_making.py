@@ -35,7 +35,7 @@ def own_folder(tmp_path, monkeypatch):
     ],
     ids=["short", "gone", "half", "no text", "empty", "a list", "no type"],
 )
-def test_a_damaged_cache_is_made_anew(tmp_path, damage):
+def test_damaged_cache_is_rebuilt(tmp_path, damage):
     list(arrays(NUMBERS).cache("disk").batch(ROWS))
     (made,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     damage(made)
@@ -44,7 +44,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
     assert torch.equal(*arrays(NUMBERS).cache("disk").batch(ROWS), NUMBERS)
 
 
-def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_line(tmp_path):
+def test_unheld_locks_are_removed_and_an_unusable_lock_is_one_line(tmp_path):
     list(arrays(NUMBERS).cache("disk").batch(ROWS))
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
@@ -57,7 +57,7 @@ def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_lin
     assert not (tmp_path / "cache" / "left.lock").exists() and made.with_suffix(".lock").exists()
 
 
-def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path):
+def test_lock_removed_meanwhile_is_held_by_one_process(tmp_path):
     lock = tmp_path / "x.lock"
     with file_lock(lock, "waiting"):
         assert _try_lock(lock) is None
@@ -121,7 +121,7 @@ def until(condition, process):
         time.sleep(0.005)
 
 
-def test_two_processes_share_one_making(tmp_path):
+def test_two_processes_build_a_cache_once(tmp_path):
     said = [told_by(*each) for each in [maker(tmp_path) for _ in range(2)]]
     assert [total for total, _ in said] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
@@ -131,7 +131,7 @@ def test_two_processes_share_one_making(tmp_path):
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
-def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
+def test_killed_builder_leaves_no_valid_cache(tmp_path):
     process, _ = maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
     until(lambda: list((tmp_path / "cache").glob("*.making/0.rows")), process)
     process.kill()
@@ -142,7 +142,7 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
     assert told_by(*maker(tmp_path))[0] == sum(range(40))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     """A limit on file sizes stands in for the full disk: writing fails in the middle as well."""
     said, _ = told_by(*maker(tmp_path, room=20_000_000))
     assert "cannot write" in said and "incomplete cache was removed" in said and "\n" not in said
@@ -150,7 +150,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_full_disk_is_told_by_its_name(tmp_path):
+def test_full_disk_is_named_in_the_error(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
     written = _ColumnWriter(tmp_path)
     with pytest.raises(
@@ -163,7 +163,7 @@ def test_a_full_disk_is_told_by_its_name(tmp_path):
     assert "\n" not in str(told.value)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+def test_read_only_folder_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="choose another folder"):
         list(arrays(NUMBERS).cache("disk", folder=tmp_path / "file" / "cache").batch(BATCH))

@@ -34,7 +34,7 @@ def changed(path, old, new):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigabytes):
+def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
     arrow_parquet.write_table(
         TABLE,
         tmp_path / "t.parquet",
@@ -52,7 +52,7 @@ def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigab
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gigabytes):
+def test_parquet_damaged_row_group_is_decoded_once_for_all_rows(tmp_path, gigabytes):
     arrow_parquet.write_table(
         TABLE,
         tmp_path / "t.parquet",
@@ -82,7 +82,7 @@ def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gi
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("where", ["offset", "letter"])
-def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes):
+def test_feather_text_offset_out_of_bounds_is_bad(tmp_path, where, gigabytes):
     """An offset far out of its column: following it would end the process."""
     arrow_feather.write_feather(TABLE, tmp_path / "t.feather", compression="uncompressed", chunksize=RUN)
     if where == "offset":
@@ -128,7 +128,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
 )
-def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
+def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, said):
     long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB decoded, some kilobytes in the file
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
         writer.write_table(long.slice(0, 10), row_group_size=10)
@@ -155,7 +155,7 @@ for path in sys.argv[2:]:
 
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
-def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
+def test_any_damaged_bytes_end_in_an_error_of_hasten(tmp_path, form):
     """Changed bytes anywhere in the file, and files truncated anywhere."""
     random, paths = numpy.random.default_rng(0), []
     words = pa.array(["some", "words"] * 50).dictionary_encode()
@@ -182,7 +182,7 @@ def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
-def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
+def test_invalid_utf8_is_a_bad_row(tmp_path, form):
     words = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
     table, path = pa.table({"words": words}), tmp_path / f"t.{form}"
     arrow_feather.write_feather(table, path) if form == "feather" else arrow_parquet.write_table(table, path)
@@ -190,7 +190,7 @@ def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
         {"feather": feather, "parquet": parquet}[form](path).source.read(numpy.arange(2))
 
 
-def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
+def test_feather_wrong_row_count_is_bad(tmp_path):
     """The heads of the record batches state the number of rows; here it differs from that of the columns."""
     arrow_feather.write_feather(
         pa.table({"n": numpy.arange(1_000_003)}),
@@ -210,7 +210,7 @@ def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
     assert "t.feather" in str(told.value) and "\n" not in str(told.value)
 
 
-def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
+def test_tfrecord_wrong_checksum_is_skipped_and_counted(tmp_path):
     records = [encode_example({"text": f"row {row}", "n": row}) for row in range(20)]
     (tmp_path / "t.tfrecord").write_bytes(frame_records(records))
     changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")

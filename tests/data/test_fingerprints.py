@@ -129,7 +129,7 @@ def of(folder, old="", new="", what="f"):
         ("n * 7", "n * 6"),  # behind functools.cache
     ],
 )
-def test_what_a_function_depends_on_changes_it(tmp_path, old, new):
+def test_fingerprint_changes_with_dependencies(tmp_path, old, new):
     assert of(tmp_path) != of(tmp_path, old, new)
 
 
@@ -142,7 +142,7 @@ def test_what_a_function_depends_on_changes_it(tmp_path, old, new):
         ("class Shift", "UNUSED = 3\nclass Shift"),
     ],
 )
-def test_what_it_does_not_depend_on_leaves_it(tmp_path, old, new):
+def test_fingerprint_ignores_unrelated_changes(tmp_path, old, new):
     assert of(tmp_path) == of(tmp_path, old, new)
 
 
@@ -159,11 +159,11 @@ def test_what_it_does_not_depend_on_leaves_it(tmp_path, old, new):
         ("str.upper", "str.lower"),
     ],
 )
-def test_functions_are_told_apart(tmp_path, one, other):
+def test_fingerprint_of_different_functions_differs(tmp_path, one, other):
     assert of(tmp_path, what=one) == of(tmp_path, what=one) != of(tmp_path, what=other)
 
 
-def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
+def test_fingerprint_of_user_class_includes_its_methods(tmp_path):
     assert of(tmp_path, what="Shift(1)") != of(tmp_path, "by = 1", "by = 2", what="Shift(1)")
     assert of(tmp_path, what="Shift(1)") != of(tmp_path, "x + self", "x - self", what="Shift(1)")
 
@@ -183,11 +183,11 @@ def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
         ),  # same bytecode
     ],
 )
-def test_what_changes_a_class_or_a_function_is_seen(tmp_path, what, old, new):
+def test_fingerprint_follows_changes_of_classes_and_functions(tmp_path, what, old, new):
     assert of(tmp_path, what=what) == of(tmp_path, what=what) != of(tmp_path, old, new, what=what)
 
 
-def test_arrays_and_modules_count_by_content():
+def test_fingerprint_of_arrays_and_modules_is_by_content():
     def adding(values):
         return lambda x: x + values
 
@@ -204,7 +204,7 @@ def test_arrays_and_modules_count_by_content():
     assert fingerprint(functools.partial(math.pow, 2)) != fingerprint(functools.partial(math.pow, 3))
 
 
-def test_circles_end():
+def test_fingerprint_of_cyclic_references_ends():
     def again(x):
         return again(x - 1) if x else other(x)
 
@@ -214,7 +214,7 @@ def test_circles_end():
     assert fingerprint(again) == fingerprint(again)
 
 
-def test_it_is_the_same_in_every_process(tmp_path):
+def test_fingerprint_is_equal_in_every_process(tmp_path):
     write(tmp_path)
     ask = """
 from user_code import *
@@ -251,7 +251,7 @@ class Named:
     [threading.Lock(), sys.stdout, (x for x in [1]), Named()],
     ids=["lock", "file", "generator", "known by name"],
 )
-def test_what_cannot_be_told_is_refused(what):
+def test_fingerprint_of_unknown_objects_raises(what):
     def using(x):
         return x, what
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_told_is_refused(what):
         fingerprint(using)
 
 
-def test_library_functions_count_by_name_and_version():
+def test_fingerprint_of_library_functions_is_name_and_version():
     assert (
         len(
             {

@@ -103,7 +103,7 @@ def web(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_the_second_opening_reads_nothing_of_the_file(tmp_path, settled, kind):
+def test_second_open_does_not_read_the_file(tmp_path, settled, kind):
     path = written(tmp_path / f"a.{kind}")
     first, times = opened(path)
     assert times > 0
@@ -113,7 +113,7 @@ def test_the_second_opening_reads_nothing_of_the_file(tmp_path, settled, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_the_second_opening_asks_a_server_for_nothing_of_the_file(web, kind):
+def test_second_open_of_a_remote_file_requests_no_content(web, kind):
     first, times = asked(web, f"/a.{kind}")
     assert times > 0
     second, times = asked(web, f"/a.{kind}")
@@ -122,7 +122,7 @@ def test_the_second_opening_asks_a_server_for_nothing_of_the_file(web, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_changed_file_is_walked_through_anew(tmp_path, settled, kind):
+def test_changed_file_is_indexed_again(tmp_path, settled, kind):
     path = written(tmp_path / f"a.{kind}")
     before, size = everything(opened(path)[0]), path.stat().st_size
     written(path, SIZES[::-1] * 3)
@@ -134,14 +134,14 @@ def test_a_changed_file_is_walked_through_anew(tmp_path, settled, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_file_that_changed_on_a_server_is_walked_through_anew(web, tmp_path, kind):
+def test_changed_remote_file_is_indexed_again(web, tmp_path, kind):
     before = everything(asked(web, f"/a.{kind}")[0])
     web.content[f"/a.{kind}"] = written(tmp_path / f"far.{kind}", SIZES[::-1] * 3).read_bytes()
     source, times = asked(web, f"/a.{kind}")
     assert times > 0 and not same(everything(source), before)
 
 
-def test_what_is_not_kept(tmp_path, monkeypatch):
+def test_small_index_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     opened(written(tmp_path / "now.tar"))
     assert not kept(), "it may change again without a new time"
@@ -156,13 +156,13 @@ def test_what_is_not_kept(tmp_path, monkeypatch):
         assert times > 0 and "is cut off" in bad.why and bad.row == 11
 
 
-def test_a_server_that_tells_no_version_is_asked_every_time(web):
+def test_server_without_versions_is_indexed_every_time(web):
     web.marked = False
     with warnings.catch_warnings(action="ignore", category=HastenWarning):
         assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not kept()
 
 
-def test_no_address_is_kept(web):
+def test_cache_contains_no_url(web):
     web.content["/b.tar?key=secret"] = web.content["/a.tar"]
     assert asked(web, "/b.tar", "?key=secret")[1] > 0 and asked(web, "/b.tar", "?key=secret")[1] == 0
     assert kept() and not any(word in path.read_bytes() for path in kept() for word in (b"secret", b"127.0.0.1"))
@@ -194,7 +194,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("how", DAMAGE)
-def test_what_was_kept_and_is_damaged_is_passed_over(tmp_path, settled, kind, how):
+def test_damaged_index_is_ignored(tmp_path, settled, kind, how):
     path = written(tmp_path / f"a.{kind}")
     whole = everything(opened(path)[0])
     assert kept()
@@ -205,7 +205,7 @@ def test_what_was_kept_and_is_damaged_is_passed_over(tmp_path, settled, kind, ho
     assert opened(path)[1] == 0, "it is kept again"
 
 
-def test_what_was_kept_of_another_file_is_passed_over(tmp_path, settled):
+def test_index_of_another_file_is_ignored(tmp_path, settled):
     one, other = written(tmp_path / "a.tar"), written(tmp_path / "b.tar", SIZES[::-1] * 3)
     opened(one)
     of_one = {path.name: path for path in kept()}
@@ -223,7 +223,7 @@ def reader(paths, begin, told):
     told.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
 
 
-def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
+def test_two_processes_index_a_file_concurrently(tmp_path, settled):
     paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
     begin, told = FORK.Barrier(2), FORK.SimpleQueue()
     children = [start_process(reader, paths, begin, told) for _ in range(2)]
@@ -235,7 +235,7 @@ def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
 
 
 @pytest.mark.parametrize("why", ["nobody may write there", "a file is in the way"])
-def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled, why):
+def test_read_only_cache_folder_is_no_error(tmp_path, settled, why):
     cache = Path(os.environ["HASTEN_CACHE"])
     if why == "a file is in the way":
         cache.touch()
@@ -251,7 +251,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled,
 # ---- progress and warnings
 
 
-def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
+def test_indexing_many_files_reports_rate_and_remaining(web, monkeypatch):
     from helpers.web import Answer
 
     message = frame_records([encode_example({"x": 1.5})])
@@ -275,7 +275,7 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
+def test_indexing_one_file_reports_the_position(tmp_path, kind):
     path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
     if kind == "tfrecord":
         tfrecord_format._index_file(file_signature(path), told.append, verify=True)
@@ -284,7 +284,7 @@ def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
     assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
 
 
-def test_a_download_tells_how_much_is_here(web):
+def test_download_reports_received_bytes(web):
     web.content["/long"] = bytes(9 << 20)
     told = []
     assert len(range_reader.read_file(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
@@ -292,7 +292,7 @@ def test_a_download_tells_how_much_is_here(web):
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
-def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
+def test_quiet_hides_index_progress(options, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(progress, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
     monkeypatch.setattr(tfrecord_format, "RECORDS_PER_REPORT", 1)
     assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0

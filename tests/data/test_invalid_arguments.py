@@ -67,7 +67,7 @@ def refused(make, told):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
 
 
-def test_the_files_of_these_tests_are_good(folder):
+def test_valid_files_are_accepted(folder):
     for name, make in MAKERS.items():
         assert len(make(folder / FILES[name]).source) >= 1
     assert len(tokens(folder / "t.bin", 8).source) == 12
@@ -91,7 +91,7 @@ def test_the_files_of_these_tests_are_good(folder):
     ],
     ids=repr,
 )
-def test_paths(name, paths, told, tmp_path, monkeypatch):
+def test_source_invalid_paths_are_refused(name, paths, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if isinstance(paths, str) and "://" in paths:
         pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
@@ -176,11 +176,11 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("name", "settings", "told"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
 )
-def test_settings(folder, name, settings, told):
+def test_source_invalid_arguments_are_refused(folder, name, settings, told):
     refused(lambda: MAKERS[name](folder / FILES[name], **settings), told)
 
 
-def test_a_target_of_a_tar_may_be_said_with_its_dot(folder):
+def test_webdataset_target_may_start_with_a_dot(folder):
     text, number = webdataset(folder / "t.tar", columns=[".txt"], target=".CLS").source.read(numpy.array([0]))
     assert number.tolist() == [1] and text == ["text 1 é"]
 
@@ -199,7 +199,7 @@ def test_a_target_of_a_tar_may_be_said_with_its_dot(folder):
     ],
     ids=str,
 )
-def test_a_cache(settings, told):
+def test_cache_invalid_arguments_are_refused(settings, told):
     refused(lambda: arrays(torch.arange(4)).cache(**settings), told)
 
 
@@ -228,16 +228,16 @@ def test_a_cache(settings, told):
     ],
     ids=str,
 )
-def test_settings_of_tokens(folder, settings, told):
+def test_tokens_invalid_arguments_are_refused(folder, settings, told):
     refused(lambda: tokens(folder / "t.bin", **settings), told)
 
 
-def test_a_huge_stride_gives_one_window(folder):
+def test_tokens_huge_stride_gives_one_window(folder):
     (batch,) = tokens(folder / "t.bin", 8, stride=2**62).batch(4)
     assert batch[0].tolist() == [list(range(8))]
 
 
-def test_a_type_that_a_file_does_not_have_is_told(folder, tmp_path):
+def test_tokens_dtype_that_contradicts_the_file_is_refused(folder, tmp_path):
     refused(
         lambda: tokens(folder / "t.npy", 8, dtype="uint16"),
         r"t\.npy holds int64, not dtype=uint16; omit dtype=",
@@ -268,7 +268,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_file_of_tokens(folder, tmp_path, name):
+def test_tokens_of_another_format_is_refused(folder, tmp_path, name):
     content, told = FOREIGN[name]
     content = content(folder)
     content += bytes(len(content) % 2)
@@ -277,7 +277,7 @@ def test_what_is_no_file_of_tokens(folder, tmp_path, name):
     assert len(tokens(tmp_path / name, 4, dtype="uint16").source), "unless its type was named"
 
 
-def test_tokens_are_local():
+def test_tokens_of_remote_path_is_refused():
     pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     import fsspec
 
@@ -292,7 +292,7 @@ def test_tokens_are_local():
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly any bytes are text of some kind
-def test_one_format_for_another(folder, tmp_path, name):
+def test_source_file_of_another_format_is_refused(folder, tmp_path, name):
     """Each function gets the files of all others under its own suffix, and some invalid ones: always one line."""
     others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
     others |= {
@@ -316,7 +316,7 @@ def test_one_format_for_another(folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["parquet", "feather", "tfrecord", "images", "webdataset", "arrays"])
-def test_pickled_arrays_are_never_loaded(tmp_path, name):
+def test_arrays_pickled_content_is_never_loaded(tmp_path, name):
     """The file would leave another file behind if it were unpickled."""
     proof = tmp_path / "executed"
 

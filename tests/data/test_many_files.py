@@ -45,7 +45,7 @@ def within(seconds, do):
     [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)],
     ids=["20 thousand", "a million"],
 )
-def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
+def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
     filled(place, folders, files)
     began = time.process_time()
     names = sorted(

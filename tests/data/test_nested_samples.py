@@ -86,21 +86,21 @@ def rebuilt(sample):
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
 @pytest.mark.parametrize("build", [table, records, tar, pictures])
-def test_a_map_that_changes_nothing_changes_nothing(tmp_path, build, way):
+def test_map_that_changes_nothing_keeps_batches(tmp_path, build, way):
     plain = build(tmp_path).shuffle(seed=3, window=2)
     expected = list(plain.batch(BATCH))
     for function in (unchanged, rebuilt):
         assert same(list(plain.map(function).batch(BATCH).prefetch(**way)), expected)
 
 
-def test_a_batch_of_one_row_is_nested_as_the_others_are(tmp_path):
+def test_batch_of_one_row_has_the_usual_nesting(tmp_path):
     """Rows of equal length by chance, as in a batch of one row, are not stacked to a tensor."""
     plain = table(tmp_path)
     one, same_one = next(iter(plain.batch(1))), next(iter(plain.map(unchanged).batch(1)))
     assert isinstance(one["some"], list) and isinstance(one["equal"], list) and same(one, same_one)
 
 
-def test_what_a_map_makes_is_stacked(tmp_path):
+def test_map_results_are_stacked(tmp_path):
     def made(sample):
         return {
             "padded": torch.zeros(4).index_fill(0, sample["some"], 1.0),
@@ -132,13 +132,13 @@ def test_what_a_map_makes_is_stacked(tmp_path):
         (lambda sample: (1, 2) if sample["number"] < 2 else "text", "sample is tuple of 2 and str"),
     ],
 )
-def test_what_cannot_be_stacked_is_one_line(tmp_path, function, told):
+def test_map_results_that_cannot_be_stacked_are_one_line(tmp_path, function, told):
     with pytest.raises(ConfigurationError, match=told) as refused:
         list(table(tmp_path).map(function).batch(4))
     assert "\n" not in str(refused.value)
 
 
-def test_who_says_how_samples_become_a_batch_gets_that(tmp_path):
+def test_collate_function_of_the_user_replaces_stacking(tmp_path):
     (batch,) = table(tmp_path).map(lambda sample: sample["some"] + 1).batch(ROWS, collate=list)
     assert [row.tolist() for row in batch] == [[n + 1 for n in range(row % 4)] for row in range(ROWS)]
 
@@ -156,7 +156,7 @@ class Numbers(Source):
         return {}
 
 
-def test_numbers_of_a_map_are_never_taken_for_those_of_a_list():
+def test_map_results_of_numbers_are_not_taken_for_list_items():
     (batch,) = Pipeline(Numbers()).map(lambda sample: {"lists": sample["lists"], "new": 1}).batch(6)
     assert batch["new"].tolist() == [1] * 6 and batch["lists"] == [[1]] * 6
 
@@ -209,7 +209,7 @@ def shared(pipeline, size, world):
 @pytest.mark.parametrize("cache", [None, "memory", "disk"])
 @pytest.mark.parametrize(("size", "world"), [(1, 1), (2, 2), (3, 3), (4, 1), (ROWS, 2)])
 @pytest.mark.parametrize("when", [(0,), (1,), (1, 2)], ids=str)
-def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, size, world, cache):
+def test_nesting_does_not_depend_on_the_rows_of_a_batch(when, size, world, cache):
     def built(**settings):
         mapped = Pipeline(Pictures()).map(Resizing(when, **settings))
         return mapped.cache(cache) if cache else mapped
@@ -224,7 +224,7 @@ def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, s
     )
 
 
-def test_a_first_row_that_is_bad_says_nothing():
+def test_bad_first_row_does_not_determine_the_nesting():
     pipeline = Pipeline(Pictures(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
     assert all(isinstance(batch["deep"][1], torch.Tensor) for batch in pipeline)
     with pytest.raises(ConfigurationError, match="unchanged for some rows"):
@@ -240,7 +240,7 @@ def drawing_more(batch):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 3}], ids=str)
-def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
+def test_probe_of_the_first_row_draws_no_numbers(way):
     """A probe of the first row must not advance the numbers of any batch."""
     pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
     whole = list(pipeline.prefetch(**way).epoch(0))
@@ -260,7 +260,7 @@ def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("maps", [[], [unchanged]], ids=["plain", "mapped"])
-def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
+def test_cached_images_of_one_size_are_stacked(tmp_path, kind, maps):
     plain = pictures(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
     expected = list(plain.batch(BATCH))
     assert isinstance(expected[0][0], list)
@@ -275,7 +275,7 @@ def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("sizes", [[(20, 30), (30, 20)], [(20, 30)] * (ROWS - 1) + [(20, 31)]], ids=["all", "the last"])
-def test_pictures_of_two_sizes_are_refused_by_both(tmp_path, kind, sizes):
+def test_images_of_two_sizes_are_refused_with_and_without_cache(tmp_path, kind, sizes):
     with pytest.raises(
         ConfigurationError, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)"
     ) as refused:
@@ -284,7 +284,7 @@ def test_pictures_of_two_sizes_are_refused_by_both(tmp_path, kind, sizes):
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind):
+def test_cached_lists_of_one_length_keep_their_type(tmp_path, kind):
     plain = table(tmp_path).map(lambda sample: {"equal": sample["equal"], "inner": (sample["number"], sample["equal"])})
     expected = list(plain.batch(BATCH))
     assert same(list(plain.cache(kind).batch(BATCH)), expected)
@@ -296,6 +296,6 @@ def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind)
     ("name", "told"),
     [("some", r"rows of int64 \(0,\) and of int64 \(1,\)"), ("words", "holds lists"), ("text", "holds strs")],
 )
-def test_what_has_no_one_shape_is_refused(tmp_path, kind, name, told):
+def test_cached_ragged_values_are_refused(tmp_path, kind, name, told):
     with pytest.raises(ConfigurationError, match=told):
         list(table(tmp_path).map(lambda sample: sample[name]).cache(kind).batch(BATCH))

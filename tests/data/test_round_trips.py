@@ -115,7 +115,7 @@ def stored(folder, random):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_written_comes_back_in_any_order(tmp_path, case):
+def test_tables_of_random_columns_are_read_in_any_order(tmp_path, case):
     random = numpy.random.default_rng(case)
     pipeline, table = stored(tmp_path, random)
     assert len(pipeline.source) == len(table)
@@ -127,7 +127,7 @@ def test_what_was_written_comes_back_in_any_order(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
+def test_shards_resumes_and_maps_give_the_same_batches(tmp_path, case):
     random = numpy.random.default_rng(1000 + case)
     pipeline, _ = stored(tmp_path, random)
     window = None if random.random() < 0.5 else int(random.integers(1, 4))
@@ -153,7 +153,7 @@ def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_records_of_random_features(tmp_path, case):
+def test_records_of_random_features_are_read(tmp_path, case):
     random = numpy.random.default_rng(2000 + case)
     rows, features, columns = int(random.integers(1, 80)), {}, {}
     for number in range(random.integers(1, 5)):

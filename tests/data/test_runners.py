@@ -33,7 +33,7 @@ class Odd(Exception):
         super().__init__(f"{a} and {b}")
 
 
-def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
+def test_killed_worker_is_named_and_replaced(tmp_path):
     with pytest.warns(
         HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the epoch; another process"
     ) as told:
@@ -43,7 +43,7 @@ def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("second", [0, -1], ids=["each dies", "so does the one in its place"])
-def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
+def test_worker_killed_from_outside_loses_nothing(second):
     pipeline, seen = numbers().map(lambda batch: time.sleep(0.01) or batch).prefetch(4, processes=2), []
     with warnings.catch_warnings(action="ignore"):
         for number, batch in enumerate(pipeline):
@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
     assert seen == list(range(ROWS))
 
 
-def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
+def test_batch_that_kills_two_workers_raises(tmp_path):
     with (
         pytest.warns(HastenWarning),
         pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the process before it"),
@@ -71,7 +71,7 @@ def impatient(pipeline, seconds):
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_a_hang_is_told(way):
+def test_hang_of_a_map_raises(way):
     began = time.perf_counter()
     with pytest.raises(
         RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: (a thread|worker process \d+) hangs"
@@ -82,13 +82,13 @@ def test_a_hang_is_told(way):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_a_map_that_runs_out_is_an_error_and_not_the_end_of_the_pass(way):
+def test_map_raising_stop_iteration_does_not_end_the_epoch(way):
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(numbers().map(lambda batch: next(iter(()))).prefetch(**way))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
+def test_map_error_arrives_after_the_earlier_batches(way):
     def raising(batch):
         if 50 in batch.tolist():
             raise KeyError("no such label")
@@ -102,7 +102,7 @@ def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_what_a_map_raises_is_told_while_another_one_hangs(way):
+def test_map_error_is_raised_while_another_worker_hangs(way):
     def one_of_each(batch):
         if 50 in batch.tolist():
             raise KeyError("no such label")
@@ -115,7 +115,7 @@ def test_what_a_map_raises_is_told_while_another_one_hangs(way):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_what_a_map_raises_is_told_with_the_users_line(way):
+def test_map_error_contains_the_user_s_line(way):
     def raising(batch):
         return batch.no_such_column
 
@@ -127,7 +127,7 @@ def test_what_a_map_raises_is_told_with_the_users_line(way):
         assert "in worker process" in caught.value.__notes__[0]
 
 
-def test_an_error_that_cannot_travel_is_told_all_the_same():
+def test_unpicklable_error_is_reported():
     def raising(batch):
         raise Odd(1, 2)
 
@@ -136,13 +136,13 @@ def test_an_error_that_cannot_travel_is_told_all_the_same():
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_the_first_bad_row_ends_it_with_its_place(way):
+def test_first_bad_row_raises_with_its_position(way):
     with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; repair it, or .*skip_bad"):
         list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_nobody_runs_ahead_further_than_told(way, tmp_path):
+def test_runners_prefetch_no_more_than_configured(way, tmp_path):
     def noted(batch):
         (tmp_path / str(batch[0].item())).touch()
         return batch
@@ -155,14 +155,14 @@ def test_nobody_runs_ahead_further_than_told(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_a_pass_that_is_left_ends_its_workers(way):
+def test_abandoned_epoch_ends_its_workers(way):
     before = set(threading.enumerate())
     for _ in numbers().prefetch(**way):
         break
     assert not live_children() and not set(threading.enumerate()) - before
 
 
-def test_any_nesting_travels_between_processes():
+def test_any_nesting_is_sent_between_processes():
     def nested(batch):
         return {
             "numbers": (batch, batch.double()),
@@ -179,7 +179,7 @@ def test_any_nesting_travels_between_processes():
         assert here["names"] == there["names"] and there["none"] is None and there["empty"].shape == (0,)
 
 
-def test_batches_from_processes_may_all_be_kept_and_may_grow():
+def test_batches_of_processes_may_be_kept_and_grow():
     def grown(batch):
         return batch[:, None].expand(-1, 10 * (1 + batch[0].item()))
 
@@ -204,7 +204,7 @@ def names_left(before: set[str], ours: set[int]) -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
-def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
+def test_killed_parent_leaves_no_process_or_shared_memory():
     before = set(os.listdir("/dev/shm"))
     process = start_process(parent, begun := FORK.Event())
     assert begun.wait(PATIENCE)

@@ -70,7 +70,7 @@ def bad_inputs(folder):
 
 
 @pytest.mark.parametrize("which", range(15))
-def test_bad_input(tmp_path, which):
+def test_invalid_table_is_refused(tmp_path, which):
     name, (make, said) = list(bad_inputs(tmp_path).items())[which]
     with pytest.raises(ConfigurationError, match=said) as refused:
         make()
@@ -78,7 +78,7 @@ def test_bad_input(tmp_path, which):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
+def test_undecodable_row_group_is_bad_rows(tmp_path, gigabytes):
     path = tmp_path / "t.parquet"
     arrow_parquet.write_table(numbers(), path, row_group_size=RUN, use_dictionary=False, write_page_checksum=False)
     place = arrow_parquet.read_metadata(path).row_group(1).column(0).data_page_offset
@@ -94,7 +94,7 @@ def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("form", ["parquet", "uncompressed"])
-def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
+def test_unreadable_file_is_a_bad_row(tmp_path, form, gigabytes):
     first, last = numbers(RUN), numbers(RUN, 2 * RUN)
     ending = "parquet" if form == "parquet" else "feather"
     write(first, tmp_path / f"a.{ending}", form)
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     ids=repr,
 )
 @pytest.mark.parametrize("when", ["opened", "looked into"])
-def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, when, fault):
+def test_out_of_memory_makes_no_bad_row(tmp_path, monkeypatch, when, fault):
     def lacking(*arguments, **named):
         raise fault
 
@@ -138,7 +138,7 @@ def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, w
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
+def test_file_that_changes_while_read_raises(tmp_path, gigabytes):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     source = parquet(path, target="label", gigabytes=gigabytes).source
     write(numbers(ROWS, 5), path, "parquet")
@@ -147,7 +147,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
+def test_file_that_changes_between_epochs_raises(tmp_path, gigabytes):
     """Also if the whole table is in memory by then."""
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     pipeline = parquet(path, target="label", gigabytes=gigabytes).batch(ROWS)
@@ -157,7 +157,7 @@ def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
         list(pipeline)
 
 
-def test_a_damaged_remote_table_is_a_bad_row():
+def test_damaged_remote_table_is_a_bad_row():
     system = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files").filesystem("memory")
     whole = pa.BufferOutputStream()
     arrow_parquet.write_table(numbers(RUN), whole)
@@ -173,5 +173,5 @@ def test_a_damaged_remote_table_is_a_bad_row():
     ("words", "absurd"),
     [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)],
 )
-def test_memory_that_no_machine_has_is_asked_for_by_a_broken_file(words, absurd):
+def test_broken_file_that_requests_huge_memory_raises(words, absurd):
     assert asks_too_much(MemoryError(words)) is absurd

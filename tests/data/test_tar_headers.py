@@ -53,7 +53,7 @@ def test_negative_size_is_refused(tmp_path, kind, size):
 
 
 @pytest.mark.parametrize("size", ["²", "٣", "-512", "+1", "1_0", " 1", "9" * 5000, "9" * 18])
-def test_a_pax_size_that_is_no_number_is_refused(tmp_path, size):
+def test_pax_size_that_is_not_a_number_is_refused(tmp_path, size):
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {"size": size}
@@ -64,7 +64,7 @@ def test_a_pax_size_that_is_no_number_is_refused(tmp_path, size):
         webdataset(tmp_path / "a.tar")
 
 
-def test_an_extended_header_of_countless_records_is_read_once(tmp_path):
+def test_extended_header_of_many_records_is_read_once(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {f"{number:x}": "" for number in range(5_000)}
@@ -97,7 +97,7 @@ def damaged(content, random):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_is_damaged_is_told_in_our_words(tmp_path, form):
+def test_any_damage_raises_an_error_of_hasten(tmp_path, form):
     long = [] if form == "ustar" else [(f"{'y' * 200}/0001.json", b"{}")]
     whole = pack(tmp_path / "a.tar", [*sample(0), *long, *sample(2), ("0003.png", png(0)[0])], FORMS[form]).read_bytes()
     random, read = numpy.random.default_rng(0), 0

@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_a_slow_disk_makes_small_files_better(tmp_path):
+def test_advice_on_a_slow_disk_recommends_small_files(tmp_path):
     """Rows of raw pixels are read fast from memory, but much later than small JPEGs from a slow disk."""
     data = write_images(tmp_path / "in", count=24)
     kind, files = detect_format(data)
@@ -35,13 +35,13 @@ def test_a_slow_disk_makes_small_files_better(tmp_path):
     assert "rows" not in [each["to"] for each in slow]
 
 
-def test_fastest_storages_get_no_advice(tmp_path):
+def test_advice_for_the_fastest_format_is_none(tmp_path):
     numpy.save(tmp_path / "x.npy", numpy.zeros((100, 3), numpy.float32))
     kind, files = detect_format(tmp_path / "x.npy")
     assert better_storages(RowReader(kind, files, files), [1e6], 100, None, 1.0, no_progress) == []
 
 
-def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
+def test_advice_skips_formats_that_cannot_store_the_data(tmp_path):
     data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     kind, files = detect_format(data)
     found = better_storages(RowReader(kind, files, files, fill=0), [1.0], 3000, None, 2.0, no_progress)
@@ -54,7 +54,7 @@ def at_work(told):
         time.sleep(60)
 
 
-def test_what_a_killed_process_left_is_swept_away(cache):
+def test_advice_removes_files_of_a_killed_process(cache):
     process = start_process(at_work, told := FORK.SimpleQueue())
     while told.empty():
         assert process.is_alive()

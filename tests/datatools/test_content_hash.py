@@ -46,12 +46,12 @@ def of_table(content, cuts=()):
 
 
 @pytest.mark.parametrize("cuts", [(1,), (100,), (7, 8, 150), tuple(range(3, 200, 3))])
-def test_it_does_not_matter_how_a_table_is_cut(cuts):
+def test_hash_is_independent_of_table_chunks(cuts):
     assert of_table(many()) == of_table(many(), cuts)
 
 
 @pytest.mark.parametrize("name", [name for name in many().column_names if name != "nothing"])
-def test_another_value_is_another_hash(name):
+def test_hash_differs_for_another_value(name):
     """Two rows are exchanged."""
     content = many()
     order = numpy.arange(ROWS)
@@ -70,7 +70,7 @@ def of_columns(content, cuts=()):
     return digest.hexdigest()
 
 
-def test_columns_of_batches():
+def test_hash_of_batches_equals_that_of_columns():
     content = {
         "x": torch.arange(60.0).view(20, 3),
         "text": ["a" * (row % 4) for row in range(20)],

@@ -40,7 +40,7 @@ def assert_equal(columns, others):
 
 
 @pytest.mark.parametrize("to", ["parquet", "feather"])
-def test_a_table_keeps_everything_also_what_is_missing(tmp_path, to):
+def test_convert_table_keeps_everything_including_missing_values(tmp_path, to):
     data = write_table(tmp_path / "in", content=mixed_table())
     result = convert(data, tmp_path / "out", to=to, shards=4)
     assert result["rows"] == result["written"] == ROWS and len(result["files"]) == 4
@@ -49,7 +49,7 @@ def test_a_table_keeps_everything_also_what_is_missing(tmp_path, to):
     assert_equal(read_all(read(tmp_path / "out", fill=fill)), read_all(parquet(data, fill=fill)))
 
 
-def test_rows_are_matrices_that_arrays_maps(tmp_path):
+def test_convert_rows_to_matrices_that_arrays_reads(tmp_path):
     data = write_table(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="rows", target="label")
     assert result["files"] == ["inputs.npy", "label.npy"]
@@ -58,7 +58,7 @@ def test_rows_are_matrices_that_arrays_maps(tmp_path):
     assert result["gain"]["before"] > 0 and result["gain"]["after"] > 0
 
 
-def test_records_are_what_tfrecord_reads(tmp_path):
+def test_convert_to_records_that_tfrecord_reads(tmp_path):
     data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     convert(data, tmp_path / "out", to="tfrecord", fill=0)
     read = read_all(tfrecord(tmp_path / "out", features={"number": (), "small": (), "list": None, "inner.b": ()}))
@@ -69,7 +69,7 @@ def test_records_are_what_tfrecord_reads(tmp_path):
     assert read["inner.b"] == [text.encode() for text in original["inner"]["b"]]
 
 
-def test_back_from_records_and_rows(tmp_path):
+def test_convert_back_from_records_and_rows(tmp_path):
     data = write_table(tmp_path / "in")
     convert(data, tmp_path / "records", to="tfrecord")
     convert(tmp_path / "records", tmp_path / "rows", to="rows")
@@ -77,7 +77,7 @@ def test_back_from_records_and_rows(tmp_path):
     assert_equal(read_all(parquet(tmp_path / "back", columns=numeric_table().column_names)), read_all(parquet(data)))
 
 
-def test_csv_becomes_a_table(tmp_path):
+def test_convert_csv_to_a_table(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,one\n2,two\n")
     (tmp_path / "b.csv").write_text("x,y\n2.5,half\n")
     convert(tmp_path / "*.csv", tmp_path / "out", to="parquet")
@@ -85,7 +85,7 @@ def test_csv_becomes_a_table(tmp_path):
     assert read["x"].tolist() == [1, 2, 2.5] and read["y"] == ["one", "two", "half"]
 
 
-def test_pictures_become_smaller_ones_in_tars(tmp_path):
+def test_convert_resizes_images_into_tars(tmp_path):
     data = write_images(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="webdataset", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
@@ -95,14 +95,14 @@ def test_pictures_become_smaller_ones_in_tars(tmp_path):
     assert (read[0].float() - there.float()).abs().mean() < 6  # of 255: JPEG loses a little
 
 
-def test_pictures_that_are_not_resized_stay_the_same_bytes(tmp_path):
+def test_convert_without_resize_copies_image_bytes(tmp_path):
     data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="webdataset")
     read = read_all(webdataset(tmp_path / "out"))["jpg"]
     assert_equal(read, read_all(images(data, labels=None)))
 
 
-def test_shards_are_made_smaller(tmp_path):
+def test_convert_makes_smaller_shards(tmp_path):
     convert(write_images(tmp_path / "in"), tmp_path / "big", to="webdataset")
     result = convert(tmp_path / "big", tmp_path / "out", to="webdataset", resize=32)
     read = read_all(webdataset(tmp_path / "out", resize=32))
@@ -111,14 +111,14 @@ def test_shards_are_made_smaller(tmp_path):
     assert numpy.load(tmp_path / "rows" / "jpg.npy").shape == (12, 3, 32, 32)
 
 
-def test_the_manifest_says_what_is_there(tmp_path):
+def test_manifest_describes_the_output(tmp_path):
     convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather", shards=2)
     note = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert note["finished"] and [rows for rows, _ in note["parts done"]] == [ROWS // 2] * 2
     assert note["settings"]["to"] == "feather" and note["files"] == sorted(note["files"])
 
 
-def test_words_of_classes_are_kept(tmp_path):
+def test_convert_keeps_class_names(tmp_path):
     words = mixed_table().select(["number", "small", "word"])
     data = write_table(tmp_path / "in", content=words.filter(words["word"].is_valid()))
     result = convert(data, tmp_path / "out", to="rows", target="word")
@@ -135,7 +135,7 @@ def parquet_words(data):
     return pyarrow.parquet.read_table(data)["word"].to_pylist()
 
 
-def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
+def test_convert_images_of_one_size_to_rows(tmp_path):
     data = write_images(tmp_path / "in", sizes=((32, 48),), ending="png")
     result = convert(data, tmp_path / "out", to="rows")
     read, _ = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
@@ -148,7 +148,7 @@ def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
     assert not (tmp_path / "mixed").exists()
 
 
-def test_a_gain_that_its_spread_does_not_bear_is_none():
+def test_gain_within_the_noise_is_not_reported():
     """Noise of 30 % between two measurements of the same, and a real gain of 2 under noise of 10 %, many times."""
     random = numpy.random.default_rng(0)
 
@@ -161,7 +161,7 @@ def test_a_gain_that_its_spread_does_not_bear_is_none():
     assert verdicts(2, 0.1).count("faster") > 0.95 * 2000 and verdicts(0.5, 0.1).count("slower") > 0.95 * 2000
 
 
-def test_a_gain_is_told_with_its_range(tmp_path, capfd):
+def test_gain_is_printed_with_its_range(tmp_path, capfd):
     result = convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     gain = result["gain"]
     assert 0 < gain["low"] <= gain["ratio"] <= gain["high"] and gain["before"] > 0
@@ -174,7 +174,7 @@ def test_a_gain_is_told_with_its_range(tmp_path, capfd):
         assert all(words in page for words in told)
 
 
-def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
+def test_gain_is_estimated_before_and_measured_after(tmp_path, capfd):
     data = write_table(tmp_path / "in", content=numeric_table(50_000))
     assert (
         main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0

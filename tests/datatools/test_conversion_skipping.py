@@ -32,7 +32,7 @@ def own_cache(tmp_path, monkeypatch):
     ("damage", "why"),
     [("no picture", "the file is not a JPEG or PNG image"), ("cut off", "the image cannot be decoded")],
 )
-def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
+def test_convert_unreadable_row_is_named(tmp_path, to, resize, damage, why):
     """Also if its bytes could be copied unread: converted data are readable."""
     data = write_images(tmp_path / "in", sizes=((200, 300),))
     file = data / "cat" / "3.jpg"
@@ -41,7 +41,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
         convert(data, tmp_path / "out", to=to, resize=resize)
 
 
-def test_pictures_that_can_be_read_are_stored_as_they_are(tmp_path):
+def test_convert_readable_images_copies_their_bytes(tmp_path):
     data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="webdataset")
     with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
@@ -56,7 +56,7 @@ def listed(folder):
 @pytest.mark.parametrize(
     ("to", "resize", "parts"), [("rows", 16, 1), ("webdataset", 16, 3), ("webdataset", None, 3), ("rows", None, 4)]
 )
-def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
+def test_convert_max_bad_rows_skips_and_lists_bad_images(tmp_path, monkeypatch, to, resize, parts):
     """Including the first, which determines the shape of all."""
     data = write_images(tmp_path / "in", sizes=((20, 30),))
     for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
@@ -82,7 +82,7 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
 
 
 @pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
-def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
+def test_convert_bad_row_group_counts_all_its_rows(tmp_path, to):
     data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
     with pytest.raises(RunError, match=r"train.parquet, row group 3\).*skip some bad rows: --max-bad-rows 10"):
@@ -97,7 +97,7 @@ def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
 
 
 @pytest.mark.parametrize("to", ["feather", "rows", "tfrecord"])
-def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
+def test_convert_bad_csv_line_is_one_bad_row(tmp_path, to):
     (tmp_path / "in").mkdir()
     lines = [f"{row},{row / 2}" for row in range(40)]
     lines[7], lines[30] = "7", "30,15,15"
@@ -116,7 +116,7 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     assert read["trouble"] is None and read["rows"] == 40
 
 
-def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
+def test_convert_csv_with_another_delimiter_is_not_a_bad_file(tmp_path):
     (tmp_path / "in").mkdir()
     for name, line in {"a": "1,0", "b": "1;0"}.items():
         (tmp_path / "in" / f"{name}.csv").write_text("n,half\n" + f"{line}\n" * 40)
@@ -124,7 +124,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", to="feather", max_bad_rows=1)
 
 
-def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
+def test_convert_killed_remembers_skipped_rows(tmp_path):
     data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
 
@@ -141,7 +141,7 @@ def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
     assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped_rows"] == 50
 
 
-def test_a_part_without_a_row_is_a_failure(tmp_path):
+def test_convert_shard_without_a_row_raises(tmp_path):
     data = write_images(tmp_path / "in", count=4)
     (data / "cat" / "1.jpg").write_bytes(b"no picture")
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_part_without_a_row_is_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("webdataset", 16), ("webdataset", None)])
-def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
+def test_convert_unopenable_images_are_bad_rows(tmp_path, to, resize):
     """Links to a missing file, and cyclic links."""
     data = write_images(tmp_path / "in")
     lost = [data / "cat" / "1.jpg", data / "dog" / "6.jpg"]
@@ -178,7 +178,7 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
 @pytest.mark.parametrize(
     ("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("webdataset", "webdataset")]
 )
-def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
+def test_convert_unopenable_files_are_skipped(tmp_path, form, to, capfd):
     data, resize = tmp_path / "data", 8 if form == "webdataset" else None
     original = write_images(tmp_path / "in") if form == "webdataset" else write_table(tmp_path / "in")
     first, second, third = (data / name for name in convert(original, data, to=form, shards=3)["files"])
@@ -208,7 +208,7 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
         convert(data, tmp_path / "none", to=to, resize=resize, max_bad_rows=3)
 
 
-def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
+def test_convert_files_with_other_columns_are_refused_not_skipped(tmp_path):
     data = write_table(tmp_path / "in")
     write_table(data, "other.parquet", numeric_table().drop_columns(["x0"]))
     with pytest.raises(ConfigurationError, match=r"the files differ: .* has a column 'x0'"):

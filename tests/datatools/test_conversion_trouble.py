@@ -43,7 +43,7 @@ def killed(data, out, **how):
     convert(data, out, **how, watch=lambda *progress: next(calls) == 5 and os._exit(9))
 
 
-def test_a_killed_conversion_goes_on(tmp_path):
+def test_convert_killed_resumes(tmp_path):
     data, to, parts = write_table(tmp_path / "in"), "feather", 6
     assert join_process(start_process(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
@@ -54,7 +54,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
     assert convert(data, tmp_path / "out", to=to, shards=parts)["written"] == 0
 
 
-def test_matrices_go_on_too(tmp_path, monkeypatch):
+def test_convert_killed_matrices_resume(tmp_path, monkeypatch):
     """Each column is one file, in which every part has its place."""
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", 10_000)
     data = write_table(tmp_path / "in")
@@ -71,7 +71,7 @@ def test_matrices_go_on_too(tmp_path, monkeypatch):
     assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), read_all(parquet(data))["label"])
 
 
-def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
+def test_convert_another_request_in_the_folder_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     convert(data, tmp_path / "out", to="feather", shards=2)
     with pytest.raises(ConfigurationError, match=r"another conversion \(parts 2, not 3\)"):
@@ -83,7 +83,7 @@ def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
         convert(data, tmp_path / "out", to="feather", shards=2)
 
 
-def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
+def test_convert_damage_while_writing_is_detected(tmp_path, monkeypatch):
     """A bit changes between writing and reading back: the test changes the file meanwhile."""
     from hasten.datatools import writers
 
@@ -113,7 +113,7 @@ def limited(data, out, told):
         told.put(str(failure.value))
 
 
-def test_no_room(tmp_path):
+def test_convert_full_disk_is_one_line(tmp_path):
     """A limit on file sizes stands in for a full disk."""
     told = FORK.SimpleQueue()
     assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
@@ -141,12 +141,12 @@ def test_no_room(tmp_path):
         ({"to": "feather", "max_bad_rows": 0}, "max_bad_rows must be an integer of at least 1"),
     ],
 )
-def test_wrong_requests(tmp_path, settings, told):
+def test_convert_invalid_request_is_refused(tmp_path, settings, told):
     with pytest.raises(ConfigurationError, match=told):
         convert(write_table(tmp_path / "in"), tmp_path / "out", **settings)
 
 
-def test_wrong_folders(tmp_path):
+def test_convert_invalid_folder_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -172,7 +172,7 @@ def test_wrong_folders(tmp_path):
         )
 
 
-def test_one_process_a_folder(tmp_path):
+def test_convert_one_process_per_folder(tmp_path):
     import fcntl
 
     data = write_table(tmp_path / "in")
@@ -185,7 +185,7 @@ def test_one_process_a_folder(tmp_path):
     assert convert(data, tmp_path / "out", to="feather")["open"] == f'feather("{tmp_path / "out"}")'
 
 
-def test_an_unfinished_conversion_is_no_data(tmp_path):
+def test_unfinished_conversion_is_refused_as_data(tmp_path):
     data = write_table(tmp_path / "in")
 
     def stop(what, done, left):
@@ -211,7 +211,7 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
+def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_path, capfd):
     data, out = write_table(tmp_path / "in"), tmp_path / "out"
     words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -230,7 +230,7 @@ def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 
 
-def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
+def test_convert_original_that_changes_is_detected(tmp_path):
     data = write_table(tmp_path / "in")
 
     def change(what, done, left):

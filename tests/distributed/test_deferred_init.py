@@ -202,7 +202,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_of_a_model_made_at_once(name):
+def test_materialized_model_equals_one_built_at_once(name):
     whole, after = at_once(MODELS[name])
     made, after_parts = part_by_part(MODELS[name])
     assert made.keys() == whole.keys()
@@ -212,7 +212,7 @@ def test_the_numbers_of_a_model_made_at_once(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", [0, 1])
-def test_of_a_part_too(name, part):
+def test_materialized_stage_equals_part_of_the_model(name, part):
     whole, after = at_once(MODELS[name])
     wanted = set(list(whole)[part::2])
     made, after_parts = part_by_part(MODELS[name], wanted.__contains__)
@@ -221,7 +221,7 @@ def test_of_a_part_too(name, part):
     assert torch.equal(after, after_parts)
 
 
-def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
+def test_weight_is_materialized_as_soon_as_it_is_drawn():
     """Although the model is built, initialized again and converted as a whole: otherwise all weights are pending at
     once."""
 
@@ -237,7 +237,7 @@ def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
     assert len(states) == 7 and not any(torch.equal(one, other) for one, other in pairwise(states))
 
 
-def test_what_was_one_weight_stays_one():
+def test_tied_weights_stay_tied():
     model, making = deferred_init(Tied)
     assert model.out.weight is model.table.weight
     model.table.weight.kind = "table"
@@ -247,7 +247,7 @@ def test_what_was_one_weight_stays_one():
     assert torch.equal(model.out.weight, made[0]) and model.out.weight.kind == "table"
 
 
-def test_a_recurrent_layer_computes_with_the_weights_it_was_given():
+def test_recurrent_layer_uses_its_materialized_weights():
     whole, _ = at_once(make := lambda: nn.LSTM(3, 4))
     torch.manual_seed(3)
     model, making = deferred_init(make)
@@ -313,7 +313,7 @@ def by_a_mask():
         (by_a_mask, "reads values while it is built"),
     ],
 )
-def test_what_cannot_be_initialized_in_parts_is_refused(make, says):
+def test_unsupported_initialization_is_refused(make, says):
     with pytest.raises(ConfigurationError) as refused:
         deferred_init(make)
     assert (

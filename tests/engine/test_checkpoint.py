@@ -76,7 +76,7 @@ def _of_another_run(path, mark):
 
 
 @pytest.mark.parametrize("damage", [_half, _flipped, _garbage, _empty, _hostile, _hostile_old_format, _of_another_run])
-def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
+def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
     off, whole = broken_off
     mark = off.parent / "executed"
     _, newest = sorted((off / "checkpoints").iterdir())
@@ -95,7 +95,7 @@ def _starts(folder) -> list[int]:
     return [time["step"] for time in times if time["what"] == "start"]
 
 
-def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
+def test_resume_without_an_intact_checkpoint_keeps_the_log(broken_off):
     off, _ = broken_off
     for path in (off / "checkpoints").iterdir():
         _garbage(path, None)
@@ -108,7 +108,7 @@ def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
     assert log and (off / "log.jsonl").read_bytes() == log
 
 
-def test_a_run_broken_off_before_its_first_checkpoint_starts_again(broken_off):
+def test_resume_before_the_first_checkpoint_starts_again(broken_off):
     off, whole = broken_off
     for path in (off / "checkpoints").iterdir():
         path.unlink()
@@ -116,7 +116,7 @@ def test_a_run_broken_off_before_its_first_checkpoint_starts_again(broken_off):
     assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
 
 
-def test_a_half_written_file_is_swept_away(broken_off):
+def test_resume_removes_a_partial_file(broken_off):
     off, _ = broken_off
     stale = off / "checkpoints" / "step-0000000099.pt.part"
     stale.write_bytes(b"half")
@@ -124,7 +124,7 @@ def test_a_half_written_file_is_swept_away(broken_off):
     assert not stale.exists()
 
 
-def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
+def test_run_keeps_two_checkpoints_of_plain_data(broken_off):
     _, whole = broken_off
     kept = sorted((whole / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
@@ -151,7 +151,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
     assert hasten.train(engine_tasks.map_style(), out=out, resume=True, device="cpu")["steps"] == 12
 
 
-def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
+def test_log_on_a_failing_disk_is_one_error_line(tmp_path):
     folder = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
@@ -161,7 +161,7 @@ def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
     folder.close()
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
+def test_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigurationError, match="choose another --out"):
@@ -169,7 +169,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_a_read_only_folder(tmp_path):
+def test_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(ConfigurationError, match="cannot write to"):
@@ -194,7 +194,7 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
 
 
-def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
+def test_resume_random_state_of_a_machine_with_more_gpus_is_accepted():
     """States of devices that do not exist here are ignored."""
     state = get_rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
     if torch.cuda.is_available():
@@ -218,7 +218,7 @@ class Following(torch.nn.Module):
         return self.student(inputs) - self.teacher(inputs)
 
 
-def test_weights_that_follow_others_in_the_forward_pass_are_copied_before_it():
+def test_checkpoint_copies_weights_changed_in_the_forward_pass_before_it():
     task = engine_tasks.map_style()
     run = build(dataclasses.replace(task, model=Following)).run
     address = {weight.data_ptr() for weight in update_only_tensors(run)}

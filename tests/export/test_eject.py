@@ -255,7 +255,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline"
 )
-def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsys):
+def test_ejected_script_gives_the_weights_of_train(name, methods, file, tmp_path, monkeypatch, capsys):
     methods = [method.replace("FILE", str(file)) for method in methods]
     result = hasten.train(f"{file}:{name}", methods, out=tmp_path / "run", device="cpu", seed=3)
     script = tmp_path / "script.py"
@@ -278,7 +278,7 @@ def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_runs_where_hasten_is_not_installed(file, tmp_path):
+def test_ejected_script_runs_without_hasten(file, tmp_path):
     (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
     without = (
         "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; "
@@ -295,7 +295,7 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
     assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
 
 
-def test_what_reads_its_data_is_told_first(file):
+def test_eject_warns_about_data_that_are_read_by_the_script(file):
     told = {
         name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}")))
         for name in ("plain", "piped", "piped_later", "piped_by_dots")
@@ -309,14 +309,14 @@ def test_what_reads_its_data_is_told_first(file):
 
 @pytest.mark.parametrize("method", ["loader_workers", "autotune_loader"])
 @pytest.mark.parametrize("name", ["piped", "piped_later"])
-def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
+def test_ejected_pipeline_states_its_own_workers(file, name, method):
     with pytest.raises(
         hasten.ConfigurationError, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"
     ):
         hasten.eject(f"{file}:{name}", method)
 
 
-def test_only_what_is_used_is_written(file):
+def test_ejected_script_contains_only_used_code(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
     assert "def from_iterable_dataset" not in script and "def accumulated" not in script
@@ -325,13 +325,13 @@ def test_only_what_is_used_is_written(file):
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_every_method_can_be_written(name, file):
+def test_every_method_can_be_ejected(name, file):
     script = hasten.eject(f"{file}:fixed", name)
     assert "hasten" not in imported_by(script)
     assert not undefined_in(script)
 
 
-def test_what_has_no_source_is_refused():
+def test_eject_without_source_code_is_refused():
     task = hasten.Task(model=torch.nn.Identity, train_data=[1], loss=None, optimizer=torch.optim.SGD)
     with pytest.raises(hasten.ConfigurationError, match="object without source"):
         hasten.eject(task)
@@ -339,7 +339,7 @@ def test_what_has_no_source_is_refused():
         hasten.eject(lambda: task)
 
 
-def test_two_methods_in_conflict_are_refused(file):
+def test_eject_of_conflicting_methods_is_refused(file):
     with pytest.raises(hasten.ConfigurationError):
         hasten.eject(f"{file}:plain", "nonesuch")
 
@@ -353,7 +353,7 @@ def test_two_methods_in_conflict_are_refused(file):
         ("on_a_plateau", hasten.ConfigurationError, "choose one that counts steps"),
     ],
 )
-def test_what_cannot_train_is_not_written(name, kind, words, file):
+def test_eject_of_an_untrainable_task_is_refused(name, kind, words, file):
     with pytest.raises(kind, match=words):
         hasten.eject(f"{file}:{name}")
 

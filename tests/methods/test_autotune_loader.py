@@ -54,13 +54,13 @@ def no_processes_left(before: tuple[set, int]) -> bool:
     return True
 
 
-def test_more_workers_than_cores_are_refused():
+def test_workers_above_cores_are_refused():
     with pytest.raises(ConfigurationError, match="4 workers are more than cores=1"):
         make_methods(Recipe.parse("autotune_loader:cores=1,processes=4"))
 
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
-def test_same_bits_and_no_processes_left(name, tmp_path, quick):
+def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
     before = at_work()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
@@ -117,7 +117,7 @@ def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
     assert again["recipe"] == TUNED and "processes" in again["tuned_settings"]["autotune_loader"]
 
 
-def test_fast_source_keeps_no_workers(perceptron, monkeypatch):
+def test_fast_source_uses_no_workers(perceptron, monkeypatch):
     napped = 0.0
     monkeypatch.setattr(
         autotuner_module, "perf_counter", lambda: time.thread_time() + napped
@@ -193,7 +193,7 @@ def test_validation_data_of_another_type_keep_their_workers(train, validation):
     assert readers(program) == {os.getpid()}
 
 
-def test_workers_of_the_task_for_validation_data_are_kept():
+def test_validation_workers_of_the_task_are_unchanged():
     program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert len(readers(program) - {os.getpid()}) == 1
@@ -212,7 +212,7 @@ def autotuner_of(task, words):
     return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotune_loader"]
 
 
-def test_initial_workers(perceptron):
+def test_initial_workers_are_used_first(perceptron):
     assert autotuner_of(perceptron(), "autotune_loader").workers == WorkerConfig()
     assert autotuner_of(perceptron(), "autotune_loader:processes=2").workers == WorkerConfig(processes=2, prefetch=2)
     assert autotuner_of(perceptron(), "autotune_loader:processes=3,cores=3,prefetch=5").workers == WorkerConfig(
@@ -228,7 +228,7 @@ def test_initial_workers(perceptron):
     assert autotuner_of(loader_tasks.pipeline(), "autotune_loader:cache=no").cache == "no"
 
 
-def test_no_effect_reasons(trained):
+def test_no_effect_states_its_reason(trained):
     assert "no other thread or process" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
     noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotune_loader")
     assert "random" in noisy.run.no_effect[0][1]

@@ -21,7 +21,7 @@ def test_every_fused_optimizer_of_torch_gives_the_same_weights(name, perceptron,
         torch.testing.assert_close(fused.weights[key], usual.weights[key], rtol=1e-4, atol=1e-6)
 
 
-def test_the_schedule_keeps_its_optimizer(perceptron, trained):
+def test_scheduler_keeps_its_optimizer(perceptron, trained):
     def optimizer(model, number):
         adam = torch.optim.Adam(model.parameters(), lr=1.0)
         return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1e-3 * (step + 1))
@@ -31,7 +31,7 @@ def test_the_schedule_keeps_its_optimizer(perceptron, trained):
     assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # learning rate of the fourth step
 
 
-def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
+def test_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     first, second = (trained(perceptron(), "fused_optimizer", number) for number in (3, 1))
     second.run.optimizer.load_state_dict(first.run.optimizer.state_dict())
     second.program.forward_backward(next(iter(second.program.train)))
@@ -51,6 +51,6 @@ class OwnAdam(torch.optim.Adam):
         (lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), "the task's Adam is fused already"),
     ],
 )
-def test_it_says_what_it_cannot_fuse(optimizer, why, perceptron, trained):
+def test_unsupported_optimizer_has_no_effect(optimizer, why, perceptron, trained):
     ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
     assert name == "fused_optimizer" and why in reason

@@ -26,12 +26,12 @@ def test_long_gradients_are_shortened(perceptron):
     assert before > 0.1 and after == pytest.approx(0.1, rel=1e-4)
 
 
-def test_short_gradients_stay(perceptron):
+def test_short_gradients_are_unchanged(perceptron):
     before, after = _norms(perceptron(), 100.0)
     assert before == after
 
 
 @pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
-def test_a_norm_that_is_none_is_refused(max_norm):
+def test_invalid_max_norm_is_refused(max_norm):
     with pytest.raises(ConfigurationError, match=r"max_norm must be (finite and )?above 0"):
         make_method("gradient_clipping", {"max_norm": max_norm})

@@ -87,7 +87,7 @@ def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
     return confirm(study, Incumbents([Recipe(), *rungs]), baseline, 5.0)
 
 
-def test_the_fastest_wins_and_the_slower_one_costs_nothing():
+def test_confirm_fastest_recipe_wins_and_others_cost_nothing():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9})
     won = confirmed(study)
     assert won.recipe == FASTER
@@ -98,7 +98,7 @@ def test_the_fastest_wins_and_the_slower_one_costs_nothing():
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
 
-def test_a_slower_one_that_holds_wins_and_shares_the_originals_runs():
+def test_confirm_slower_recipe_that_passes_wins_with_the_runs_of_the_original():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     won = confirmed(study)
     assert won.recipe == FAST
@@ -107,14 +107,14 @@ def test_a_slower_one_that_holds_wins_and_shares_the_originals_runs():
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
 
-def test_a_cheap_recipe_is_run_on_further_seeds_and_a_dear_one_is_not():
+def test_confirm_runs_further_seeds_of_cheap_recipes_only():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     confirmed(study)
     assert sum(seed >= FIRST_FURTHER_SEED for seed in study.seeds_of(FASTER)) == 2 * LOOKS[0]  # 2 of the 10 seconds
     assert all(seed < FIRST_FURTHER_SEED for seed in study.seeds_of(FAST))  # 5 of them
 
 
-def test_one_seed_that_misses_the_target_ends_it():
+def test_confirm_seed_that_misses_the_target_ends_the_recipe():
     study = Planted({"baseline": 0.9, str(FAST): 0.79, str(FASTER): 0.79})
     last = confirmed(study)
     assert not last.passed
@@ -122,7 +122,7 @@ def test_one_seed_that_misses_the_target_ends_it():
     assert len(study.seeds_of(FASTER)) == 1
 
 
-def test_a_further_seed_that_misses_the_target_is_one_of_many():
+def test_confirm_further_seed_that_misses_the_target_is_one_of_many():
     """If the original misses the target now and then, a veto for each further seed would penalize cheap recipes."""
     study = Planted({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
     won = confirmed(study)
@@ -132,7 +132,7 @@ def test_a_further_seed_that_misses_the_target_is_one_of_many():
     assert all(seed >= FIRST_FURTHER_SEED for seed in missed)
 
 
-def test_as_good_but_not_faster_is_said():
+def test_confirm_equal_speed_is_stated():
     study = Planted(
         {"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0}
     )
@@ -142,7 +142,7 @@ def test_as_good_but_not_faster_is_said():
     assert {verdict for verdict, _ in study.notes.values()} == {"refused"}
 
 
-def test_where_the_budget_ends_what_was_seen_is_judged():
+def test_confirm_at_the_end_of_the_budget_judges_the_finished_runs():
     enough = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
     assert confirmed(enough).passed
     few = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=4)
@@ -150,7 +150,7 @@ def test_where_the_budget_ends_what_was_seen_is_judged():
     assert all("budget ended" in why for _, why in few.notes.values())
 
 
-def test_a_slower_one_that_holds_is_improved_upon_only_where_that_pays():
+def test_confirm_improves_a_passing_slower_recipe_only_if_it_pays():
     nearly = {"baseline": 10.0, str(FAST): 2.1, str(FASTER): 2.0}
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.8905}, cost=nearly)
     won = confirmed(study)
@@ -161,7 +161,7 @@ def test_a_slower_one_that_holds_is_improved_upon_only_where_that_pays():
 ONE, TWO = Recipe({"num_threads": {"count": 1}}), Recipe({"channels_last": {}})  # exact
 
 
-def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
+def test_finalists_contain_a_quality_risk_once():
     suspect = FASTER
     rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two leave out one member each
     metric = {str(recipe): 0.85 if recipe.methods.keys() & suspect.methods else 0.9 for recipe in (Recipe(), *rungs)}
@@ -171,7 +171,7 @@ def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
     assert {name for name, _ in study.ran} == {"baseline", str(suspect), str(ONE | TWO)}
 
 
-def test_what_is_exact_is_looked_at_before_the_budget_is_spent_on_doubts():
+def test_confirm_runs_exact_recipes_before_doubtful_ones():
     in_doubt = 0.8905
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): in_doubt, str(FASTER): in_doubt}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(FAST): 5.0, str(FASTER): 2.0}
@@ -183,7 +183,7 @@ def test_what_is_exact_is_looked_at_before_the_budget_is_spent_on_doubts():
     assert confirmed(ample, (ONE, FAST, FASTER)).recipe == FAST, "that something exact holds does not end the looking"
 
 
-def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
+def test_confirm_runs_more_seeds_of_near_passes_before_exact_recipes():
     cost = {"baseline": 10.0, str(ONE): 8.0, str(FASTER): 2.0}
     first_look = LOOKS[0] * 2 + LOOKS[0] * 2
     second = (LOOKS[1] - LOOKS[0]) * 4
@@ -198,7 +198,7 @@ def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
         assert won.recipe == held, metric
 
 
-def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
+def test_confirm_exact_recipe_needs_a_third_seed_only_if_seeds_disagree():
     same, rounds = Recipe({"in_memory_batches": {}}), Recipe({"channels_last": {}})
     cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
     study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
@@ -212,27 +212,27 @@ def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
     assert not confirmed(broken, (rounds,)).passed
 
 
-def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
+def test_confirm_speed_of_exact_recipes_runs_no_more_seeds():
     study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 9.95})
     done = confirmed(study, (ONE,))
     assert "not surely faster" in done.why and "the blocks" not in done.why
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
-def test_rounding_that_moves_a_seed_to_another_look_says_nothing_of_the_speed():
+def test_confirm_seed_moved_to_another_evaluation_by_rounding_is_ignored():
     study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]})
     done = confirmed(study, (ONE,))
     assert done.passed and done.speedup.median == pytest.approx(2.0)
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
-def test_two_seeds_that_end_worse_are_not_enough_though_the_proof_has_passed():
+def test_confirm_two_worse_seeds_fail_despite_an_exactness_check():
     study = Planted({"baseline": 0.9, str(ONE): 0.875}, spread=0.008, cost={"baseline": 10.0, str(ONE): 5.0})
     confirmed(study, (ONE,))
     assert len(study.seeds_of(ONE)) > EXACT_PAIRS
 
 
-def test_of_several_that_hold_the_fastest_wins():
+def test_confirm_of_several_passing_recipes_the_fastest_wins():
     in_doubt, slowed = 0.8905, 3.4
     cost = {"baseline": 10.0, str(ONE): 5.0, str(FAST): 3.0, str(FASTER): 2.0}
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): 0.9, str(FASTER): in_doubt}
@@ -242,7 +242,7 @@ def test_of_several_that_hold_the_fastest_wins():
     assert study.notes[str(FAST)][0] == "slower"
 
 
-def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():
+def test_confirm_exact_recipe_with_contradicting_run_times_needs_a_third_run():
     same = Recipe({"in_memory_batches": {}})
     study = Planted(
         {"baseline": 0.9, str(same): 0.9},
@@ -256,7 +256,7 @@ def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not
     assert not done.passed or done.speedup.median < 1.3, "2x is what the blocks promise"
 
 
-def test_what_is_put_forward():
+def test_finalists_of_a_search():
     outside = Recipe({"./mine.py:Mine": {}})
     assert _finalists([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
     assert _finalists([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], (
@@ -273,7 +273,7 @@ def test_what_is_put_forward():
     )
 
 
-def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
+def test_interval_of_a_changed_training_includes_the_evaluation_spacing():
     study = Planted(
         {"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0}
     )
@@ -283,7 +283,7 @@ def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
     assert other.speedup.low < exact.speedup.low < other.speedup.median == pytest.approx(exact.speedup.median)
 
 
-def test_where_the_stopwatch_counts_three_seeds_that_agree_are_not_certain_either():
+def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): 3.0})
     won = confirmed(study, (FASTER,))
     assert won.speedup.median == pytest.approx(2.0)
@@ -292,7 +292,7 @@ def test_where_the_stopwatch_counts_three_seeds_that_agree_are_not_certain_eithe
 
 
 @pytest.mark.parametrize(("late", "told"), [(0.2, 5.0), (2.0, 2.4)])
-def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads(late, told):
+def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, told):
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
     won = confirmed(study, (FASTER,))
     assert won.measured_speedup.high > 5.0
@@ -316,6 +316,6 @@ def coverage(share: float, told: int) -> float:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_seeds_that_agree_at_a_look_are_not_taken_for_certainty(share):
+def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
     assert coverage(share, told=4) >= 0.95
     assert coverage(share, told=2) < 0.8, "what the counts say without the distances of the looks"

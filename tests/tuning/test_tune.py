@@ -76,7 +76,7 @@ def short(monkeypatch):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_gain_is_found_and_proven(task, tmp_path):
+def test_tune_finds_and_confirms_a_gain(task, tmp_path):
     told = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
     assert told["verdict"] == "faster", told["why"]
     assert set(told["recipe"]) == {"in_memory_batches"}
@@ -90,7 +90,7 @@ def test_a_gain_is_found_and_proven(task, tmp_path):
     assert again["speedup"] == told["speedup"], "a finished search is not measured again"
 
 
-def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path, short):
+def test_tune_refuses_silent_harm_of_any_claimed_class(task, tmp_path, short):
     (tmp_path / "harm.py").write_text(HARM)
     offered = [f"{tmp_path / 'harm.py'}:{name}" for name in ("Slow", "Honest")]
     told = hasten.tune(task, budget=BUDGET, methods=["tf32"], extra=offered, out=tmp_path / "out")
@@ -99,7 +99,7 @@ def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path,
     assert all(not fate["accepted"] and fate["why"] for fate in told["offered"]), told["offered"]
 
 
-def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
+def test_tune_refuses_at_once_what_it_could_never_confirm(task, tmp_path):
     with pytest.raises(ConfigurationError, match=r"^local_sgd:warmup_steps=20 makes the first steps differ"):
         hasten.tune(task, processes=2, methods=["local_sgd:warmup_steps=20"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -110,7 +110,7 @@ def search(task, out):
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, short):
+def test_tune_killed_resumes_without_losing_a_finished_trial(task, tmp_path, short):
     trials, process, deadline = (
         tmp_path / "out" / "trials.jsonl",
         start_process(search, task, tmp_path / "out"),
@@ -133,7 +133,7 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, sho
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_the_budget_is_kept_within_one_trial(task, tmp_path):
+def test_tune_exceeds_its_budget_by_at_most_one_trial(task, tmp_path):
     told = hasten.tune(task, budget=20, out=tmp_path / "out")
     longest = max(
         json.loads(line)["outcome"]["trial_seconds"]
@@ -150,20 +150,20 @@ def test_the_budget_is_kept_within_one_trial(task, tmp_path):
         ({"methods": ["batch_size:factor=1"]}, "factor"),
     ],
 )
-def test_wrong_requests(task, tmp_path, arguments, words):
+def test_tune_invalid_request_is_refused(task, tmp_path, arguments, words):
     with pytest.raises(ConfigurationError, match=words):
         hasten.tune(task, out=tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_without_validation_data_nobody_can_judge(tmp_path):
+def test_tune_without_validation_data_is_refused(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
     with pytest.raises(ConfigurationError, match="validation_data"):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
+def test_tune_unreachable_target_is_stated_and_task_warnings_shown_once(tmp_path, short):
     """Also in a resumed search that finds every trial in its store."""
     warn = 'warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
     noticing = f"def points():\n    import warnings\n    {warn}"

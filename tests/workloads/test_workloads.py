@@ -71,13 +71,13 @@ def name(request):
     return request.param
 
 
-def test_it_is_all_there(name):
+def test_workload_files_and_sizes_exist(name):
     task = loaded(name)
     assert (len(task.train_data), len(task.validation_data)) == WORKLOADS[name].sizes
     assert task.name == name and task.target is not None and task.epochs > 1
 
 
-def test_its_samples_are_as_documented(name):
+def test_workload_samples_are_as_documented(name):
     task = loaded(name)
     for data in (task.train_data, task.validation_data):
         for index in torch.linspace(0, len(data) - 1, 40).long().tolist():
@@ -87,13 +87,13 @@ def test_its_samples_are_as_documented(name):
                 assert smallest <= tensor.min() and tensor.max() <= largest
 
 
-def test_training_and_validation_data_are_not_the_same(name):
+def test_workload_training_and_validation_data_differ(name):
     task = loaded(name)
     first = {repr(labels_as_tensors(task.train_data[index])) for index in range(50)}
     assert len(first) > 45 and not first & {repr(labels_as_tensors(task.validation_data[index])) for index in range(50)}
 
 
-def test_it_learns(name):
+def test_workload_loss_falls(name):
     """A batch of samples, repeated twelve times: the loss is finite and falls."""
     task = dataclasses.replace(loaded(name), train_data=some_of(loaded(name).train_data, 32), batch_size=32, epochs=12)
     program = build(task, seed=1)
@@ -101,7 +101,7 @@ def test_it_learns(name):
     assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] * 0.98
 
 
-def test_it_is_judged(name):
+def test_workload_metric_before_training_is_guessing(name):
     """Before training the metric is that of guessing."""
     task = dataclasses.replace(loaded(name), validation_data=some_of(loaded(name).validation_data, 200))
     measured = evaluate(build(task, seed=1))
@@ -111,7 +111,7 @@ def test_it_is_judged(name):
         assert measured.metric < 0.8 if classes == 2 else measured.metric < 0.3
 
 
-def test_the_same_seed_gives_the_same_model(name):
+def test_workload_with_the_same_seed_gives_the_same_model(name):
     task = loaded(name)
     once, again, other = (build(task, seed=seed).run.model.state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(once[key], again[key]) for key in once)
