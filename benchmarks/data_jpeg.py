@@ -216,7 +216,7 @@ class Decoding:
 
 def fits(batch) -> bool:
     if isinstance(batch, numpy.ndarray):
-        return True  # of the bound
+        return True  # the bound returns no images
     pictures = torch.as_tensor(batch[0])
     return (
         pictures.dtype == torch.uint8

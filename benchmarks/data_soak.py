@@ -41,7 +41,7 @@ SHARED, NAMELESS = Path("/dev/shm"), "memfd:hasten-data"
 PAUSES = 0.3, 2.0  # seconds between two kills
 SPARED = 2  # number of checks during which a replacement worker is not killed
 FEWEST = 8  # epochs required to judge whether memory is flat
-OWN = ("Pss_Anon:", "Pss_Shmem:")  # measurement noise of a process, in kB
+OWN = ("Pss_Anon:", "Pss_Shmem:")  # memory of a process without mapped files, in kB
 
 
 def pipeline():

@@ -194,7 +194,7 @@ def test_compare_repetitions_beyond_the_budget_raise():
         check_blocks_are_fair(recipe, plan, 500, longest=40.0)
 
 
-def test_compare_run_with_other_initial_steps_raises():
+def test_check_blocks_are_fair_with_warmup_steps_raises():
     recipe, plan = Recipe.parse("local_sgd:warmup_steps=500"), {"step": 0.1, "sync_period": 8, "warmup_steps": 500}
     with pytest.raises(RunError, match="the first 500 steps of local_sgd:warmup_steps=500 differ from the others"):
         check_blocks_are_fair(recipe, plan, 8, longest=1e9)

@@ -350,7 +350,7 @@ def test_command_probable_mistake_warns(words, says, here, monkeypatch, capfd):
     "words",
     ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
-def test_recipe_code_also_named_on_command_line_is_loaded_once(words, here, monkeypatch, capfd):
+def test_recipe_code_also_named_on_command_line_keeps_its_options(words, here, monkeypatch, capfd):
     """The recipe's ``mine.py`` lies beside it, whatever the current directory is; its options apply."""
     monkeypatch.chdir(here)
     (here / "elsewhere").mkdir(exist_ok=True)

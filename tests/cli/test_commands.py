@@ -236,7 +236,7 @@ def without_columns() -> None:
 
 
 @pytest.mark.parametrize("odd", [in_ascii, without_columns])
-def test_terminal_without_utf8_gets_output(here, odd):
+def test_terminal_with_unusual_settings_gets_output(here, odd):
     done = run_hasten("methods", cwd=here, prepare=odd)
     assert done.returncode == 0 and done.stderr == "" and "in_memory_batches" in done.stdout
 

@@ -141,7 +141,7 @@ def test_changed_remote_file_is_indexed_again(web, tmp_path, kind):
     assert times > 0 and not same(everything(source), before)
 
 
-def test_small_index_is_not_cached(tmp_path, monkeypatch):
+def test_index_of_recent_small_or_truncated_file_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     opened(written(tmp_path / "now.tar"))
     assert not kept(), "it may change again without a new time"

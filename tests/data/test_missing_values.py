@@ -257,7 +257,7 @@ def test_parquet_empty_text_is_a_value(tmp_path):
         (3, "classes= must be a list of names, not 3"),
     ],
 )
-def test_classes_must_be_ordered_words(tmp_path, classes, told):
+def test_invalid_classes_are_refused(tmp_path, classes, told):
     with pytest.raises(ConfigurationError, match=told):
         csv(labelled(tmp_path), target="kind", classes=classes)
 

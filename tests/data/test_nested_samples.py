@@ -156,7 +156,7 @@ class Numbers(Source):
         return {}
 
 
-def test_map_results_of_numbers_are_not_taken_for_list_items():
+def test_map_result_of_a_number_is_not_taken_for_a_list_item():
     (batch,) = Pipeline(Numbers()).map(lambda sample: {"lists": sample["lists"], "new": 1}).batch(6)
     assert batch["new"].tolist() == [1] * 6 and batch["lists"] == [[1]] * 6
 

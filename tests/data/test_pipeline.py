@@ -190,7 +190,7 @@ def test_resume_at_any_batch_gives_the_rest(way):
     [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(1, 0), lambda p: p.skip_bad_rows(1)],
     ids=["to", "prefetch", "shard", "skip_bad_rows"],
 )
-def test_resume_of_epochs_with_equal_first_words(whole, way):
+def test_every_way_of_iterating_advances_and_resumes_epochs(whole, way):
     train, plain = random_pipeline(), random_pipeline()
     for _ in range(2):
         seen = []

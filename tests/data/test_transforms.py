@@ -193,7 +193,7 @@ def test_transforms_invalid_requests_are_refused(wrong, told):
         wrong()
 
 
-def test_normalize_fused_kernel_is_disabled_while_it_needs_fresh_memory(monkeypatch):
+def test_augmented_images_one_pass_kernel_is_disabled_while_it_needs_fresh_memory(monkeypatch):
     gather, called, seen = augmented_images(pictures((3, 32, 32))).batch_maps[0].function, [], []
     if gather.footers is None:
         pytest.skip("this torch has no kernel for it, or another one")

@@ -1,4 +1,4 @@
-"""The fused NumPy operation gives the bits of the two that it replaces, and is not used if it does not."""
+"""The one-pass kernel gives the bits of the two passes that it replaces, and is not used if it does not."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def asked_anew():
 
 @pytest.mark.parametrize(("means", "stds"), MOMENTS, ids=["cifar", "one", "odd"])
 @pytest.mark.parametrize("values", [8, 24, 1000, 1024])
-def test_fused_operation_has_the_bits_of_two(means, stds, values):
+def test_one_pass_kernel_has_the_bits_of_two_passes(means, stds, values):
     if not can_unpack(means, stds):
         pytest.skip("this torch has no such kernel, or another one")
     pictures = torch.randint(
@@ -30,14 +30,14 @@ def test_fused_operation_has_the_bits_of_two(means, stds, values):
     assert torch.equal(made, scaled(pictures.view(33, len(means), 2, values), means, stds).view(pictures.shape))
 
 
-def test_fused_operation_with_a_different_bit_is_not_used(monkeypatch):
+def test_one_pass_kernel_with_a_different_bit_is_not_used(monkeypatch):
     monkeypatch.setattr(
         unpacking, "unpack_planes", lambda planes: torch.nextafter(unpack_planes(planes), torch.tensor(torch.inf))
     )
     assert not can_unpack(*MOMENTS[0])
 
 
-def test_fused_operation_with_a_different_tail_is_not_used(monkeypatch):
+def test_one_pass_kernel_with_a_different_tail_is_not_used(monkeypatch):
     def odd(planes):
         made = unpack_planes(planes)
         made[:, made.shape[1] // 16 * 16 :] += 1.0
@@ -47,6 +47,6 @@ def test_fused_operation_with_a_different_tail_is_not_used(monkeypatch):
     assert not can_unpack(*MOMENTS[0])
 
 
-def test_fused_operation_that_is_missing_is_not_used(monkeypatch):
+def test_one_pass_kernel_that_is_missing_is_not_used(monkeypatch):
     monkeypatch.setattr(unpacking, "unpack_planes", lambda planes: torch.ops.quantized.no_such_kernel(planes))
     assert not can_unpack(*MOMENTS[0])

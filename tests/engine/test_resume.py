@@ -122,7 +122,7 @@ def test_resume_of_another_run_is_refused_with_the_difference(again, words, tmp_
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", ["checkpoints/step-0000000004.pt", "result.json", "log.jsonl", "model.safetensors"])
-def test_removed_run_is_no_run(left, resume, tmp_path):
+def test_folder_with_leftover_files_is_no_run(left, resume, tmp_path):
     path = tmp_path / left
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")

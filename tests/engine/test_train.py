@@ -62,7 +62,7 @@ def test_torchmetrics_metric_equals_metric_by_name():
     )
 
 
-def test_log_contains_no_empty_events(tmp_path):
+def test_log_of_a_run_failing_at_step_1_is_empty(tmp_path):
     with pytest.raises(RunError, match="the loss is nan at step 1"):
         train(engine_tasks.task(TensorDataset(x * math.nan, y)), out=tmp_path / "r")
     assert (tmp_path / "r" / "log.jsonl").read_bytes() == b""

@@ -27,8 +27,8 @@ from helpers import HELPERS
 from helpers.netns_cluster import lose, missing, processes_on, start_on, two_nodes
 from helpers.process import children, environment
 
-PASSES = 10  # steps per second of the counting task
-MOST = 600.0  # seconds without a step after which the run counts as hanging
+PASSES = 10  # epochs of the counting task
+HANG_TIMEOUT_S = 600.0  # a run without a step for that long counts as hanging
 RESTARTS = ("--max-restarts", "999")
 
 
@@ -77,7 +77,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
                     with suppress(ProcessLookupError):
                         os.kill(dice.choice(ranks), signal.SIGKILL)
                         told.ranks += 1
-            codes = [job.wait(MOST) for job in jobs]
+            codes = [job.wait(HANG_TIMEOUT_S) for job in jobs]
         finally:
             for job in jobs:
                 job.kill()
@@ -124,10 +124,10 @@ def ranks_of(job: subprocess.Popen, machine: int | None) -> list[int]:
 
 def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
     """Waits until the run has recorded another step, or has ended."""
-    times, until = out / "times.jsonl", time.monotonic() + MOST
+    times, until = out / "times.jsonl", time.monotonic() + HANG_TIMEOUT_S
     size = times.stat().st_size if times.exists() else 0
     while not (times.exists() and times.stat().st_size != size) and not all(job.poll() is not None for job in jobs):
-        assert time.monotonic() < until, f"no step for {MOST:.0f} s"
+        assert time.monotonic() < until, f"no step for {HANG_TIMEOUT_S:.0f} s"
         time.sleep(0.01)
 
 
