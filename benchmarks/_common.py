@@ -32,7 +32,7 @@ README = """# {title}: {reached}
 {figure}.
 
 ```
-{said}
+{printed}
 ```
 
 Made on {date} by `{command}` with {versions} on {cpu}, {cores} cores.
@@ -42,7 +42,7 @@ where they lie with 95 % certainty by the sign test (below six rounds: the whole
 ratios and differences are taken round by round.
 """
 
-_said: list[str] = []  # lines printed by this run so far
+_printed: list[str] = []  # lines printed by this run so far
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def in_turns(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in list(arms) if number % 2 == 0 else reversed(arms):
-            tell(f"round {number + 1} of {rounds}: {name}")
+            print_progress(f"round {number + 1} of {rounds}: {name}")
             taken[name].append(arms[name]())
     return taken
 
@@ -100,7 +100,7 @@ def installed(module: str) -> str | None:
     return None
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     """Prints progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -109,16 +109,16 @@ def watch(what: str, done: float, seconds_left: float | None = None) -> None:
     """Prints progress of the library's functions: one line per change."""
     if what != watch.last:
         watch.last = what
-        tell(f"  {done:4.0%} {what}")
+        print_progress(f"  {done:4.0%} {what}")
 
 
 watch.last = None
 
 
-def say(line: str = "") -> None:
+def print_line(line: str = "") -> None:
     """Prints a line of the result and adds it to the record."""
     print(line)
-    _said.append(line)
+    _printed.append(line)
 
 
 def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
@@ -126,9 +126,9 @@ def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
     lines = [headings, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     for number, line in enumerate(lines):
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
-            say("  ".join("-" * width for width in widths))
+            print_line("  ".join("-" * width for width in widths))
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -144,25 +144,25 @@ def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbe
 
     ``reached=None``: it could not be measured.
     """
-    words = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
-    print(f"\nFigure: {figure}: {words}.")
+    outcomes = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
+    print(f"\nFigure: {figure}: {outcomes}.")
     if options.json:
         result = {"figure": figure, "reached": reached, **circumstances(), **plain(numbers)}
-        place = record(options.json, result, words) if options.json.is_dir() else written(options.json, result)
+        place = record(options.json, result, outcomes) if options.json.is_dir() else written(options.json, result)
         print(f"The raw numbers are in {place}.")
     return 0 if reached else 1
 
 
-def record(records: Path, result: dict, words: str) -> Path:
+def record(records: Path, result: dict, summary: str) -> Path:
     """Writes the raw numbers and the printed lines into a new folder of ``records``."""
     script, here = Path(sys.argv[0]), result["environment"]
     place = new_record(records, slug(script.stem))
     written(place / "result.json", result)
     text = README.format(
         title=script.stem.replace("_", " ").capitalize(),
-        reached=words,
+        reached=summary,
         figure=result["figure"],
-        said="\n".join(_said).strip(),
+        printed="\n".join(_printed).strip(),
         date=result["date"],
         command=result["command"],
         script=script.name,

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, repeat
 from pathlib import Path
 
-from _common import Interval, in_turns, installed, interval, show, tell
+from _common import Interval, in_turns, installed, interval, print_progress, show
 
 PACKAGES = (
     "pyarrow",
@@ -58,7 +58,7 @@ def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[
     """Returns (loaders whose batches are right, reasons why the others are not). Loaders without a module must work."""
     ready, missing = {}, {}
     for name, loader in loaders.items():
-        tell(f"set up: {name}")
+        print_progress(f"set up: {name}")
         try:
             if loader.module and (why := installed(loader.module)):
                 missing[name] = why

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from itertools import cycle, islice
 
-from _common import finish, parser, show, tell
+from _common import finish, parser, print_progress, show
 
 from hasten import ConfigurationError, RunError, compare
 
@@ -34,7 +34,7 @@ def main() -> int:
     options = options.parse_args()
     done, missing = [], {}
     for number, (task, recipe) in enumerate(islice(cycle(THINGS), options.comparisons)):
-        tell(f"comparison {number + 1} of {options.comparisons}: {task}, {recipe}")
+        print_progress(f"comparison {number + 1} of {options.comparisons}: {task}, {recipe}")
         try:
             found = compare(task, recipe, recipe, budget=options.budget, device="cpu", seed=number)
         except (RunError, ConfigurationError) as error:

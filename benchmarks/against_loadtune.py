@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _common import finish, installed, parser, search_folder, show, tell, watch
+from _common import finish, installed, parser, print_progress, search_folder, show, watch
 from time_to_target import newest_records
 
 import hasten
@@ -45,7 +45,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.json"
         program = Path(sys.executable).with_name("loadtune")
-        words = [
+        argv = [
             program,
             "tune",
             HERE / "_loadtune_workload.py",
@@ -59,7 +59,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
         ]
         began = time.monotonic()
         done = subprocess.run(
-            words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False
+            argv, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False
         )
         seconds = time.monotonic() - began
         if not raw.exists():
@@ -68,16 +68,16 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
                 f""
                 f"{(done.stdout + done.stderr).strip().splitlines()[-1][:200]}"
             )
-        told = json.loads(raw.read_text())
-    return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
+        result = json.loads(raw.read_text())
+    return {**chosen(result), "seconds": seconds, "trials": len(result["trials"]), "narrative": result["narrative"]}
 
 
-def chosen(told: dict) -> dict:
+def chosen(result: dict) -> dict:
     """Applies loadtune's own rule (``loadtune.experiment.best_trial``): within its tie, the configuration with fewest
     workers.
     """
-    good = [trial for trial in told["trials"] if trial["result"] and not trial["result"].get("error")]
-    base = told["baseline"]["throughput"]
+    good = [trial for trial in result["trials"] if trial["result"] and not trial["result"].get("error")]
+    base = result["baseline"]["throughput"]
     top = max((trial["result"]["throughput"] for trial in good), default=0.0)
     if top <= base:
         return {"knobs": {}, "recipe": Recipe(), "claimed": 1.0}
@@ -120,7 +120,7 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
     runs: dict[str, list[dict]] = {"loadtune": [], "hasten": []}
     for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
         for name, recipe in (("loadtune", theirs), ("hasten", ours)):
-            tell(f"  seed {seed}, {name}")
+            print_progress(f"  seed {seed}, {name}")
             runs[name].append(hasten.train(workload, recipe, device=options.device, seed=seed))
     samples = [(_samples(a), _samples(b)) for a, b in zip(runs["loadtune"], runs["hasten"], strict=True)]
     ratio, seconds_theirs, seconds_ours = time_to_target(pace, samples)
@@ -141,16 +141,18 @@ def _samples(run: dict) -> int:
 
 def against(workload: str, options) -> dict:
     known = proven(workload) if options.proven else None
-    tell(f"{workload}: loadtune searches")
+    print_progress(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
-    tell(
+    print_progress(
         f"{workload}: loadtune recommends {theirs['recipe']}; hasten "
         f""
-        f"{'is told' if options.proven else 'searches, or remembers'}"
+        f"{'uses the recorded recipe' if options.proven else 'searches, or reads its trials'}"
     )
     found = known or searched(workload, options)
     ours = Recipe(found["recipe"])
-    told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
+    measurement = (
+        measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
+    )
     return {
         "loadtune": {**theirs, "recipe": str(theirs["recipe"])},
         "hasten": {
@@ -159,7 +161,7 @@ def against(workload: str, options) -> dict:
             "verdict": found["verdict"],
             "earlier": " earlier" if known else "",
         },
-        "measured": told,
+        "measured": measurement,
     }
 
 
@@ -177,14 +179,14 @@ def searched(workload: str, options) -> dict:
 
 
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
-    told, searches = (
+    measurement, searches = (
         one["measured"],
         f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}{one['hasten']['earlier']}",
     )
     recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
-    if told is None:
+    if measurement is None:
         return (workload, *recipes, "the same recipe", "", "", searches)
-    ratio, seconds, metric = told["ratio"], told["seconds"], told["metric"]
+    ratio, seconds, metric = measurement["ratio"], measurement["seconds"], measurement["metric"]
     return (
         workload,
         *recipes,
@@ -197,17 +199,13 @@ def row_of(workload: str, one: dict) -> tuple[str, ...]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
-    )
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     options.add_argument(
         "--steps", type=int, default=100, help="steps of each of loadtune's trials; its own default is 100"
     )
     options.add_argument("--budget", type=float, default=60.0, help="seconds of the comparison in turns")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument(
-        "--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said"
-    )
+    options.add_argument("--search-budget", type=float, help="seconds of hasten's search; default: that of the tuner")
     options.add_argument(
         "--proven", action="store_true", help="hasten's recipes are those of the newest records: no search"
     )

@@ -22,7 +22,7 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, interval, parser, say
+from _common import finish, interval, parser, print_line
 from torch.utils.data import DataLoader, Dataset
 
 FIGURE, TIMES = 500_000, 10
@@ -282,7 +282,9 @@ def main() -> int:
     table(taken, missing, OURS, "images/s")
     ours, best = interval(taken[OURS]), best_of(taken, peers)
     over_samples, over_best = over(taken, OURS, ONE_BY_ONE), over(taken, OURS, best)
-    say(f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}")
+    print_line(
+        f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}"
+    )
     reached = ours.median >= FIGURE and over_samples.median >= TIMES and over_best.median >= 1
     others = [
         name for name in taken if name in peers and peers[name].module

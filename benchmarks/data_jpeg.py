@@ -28,14 +28,14 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, interval, parser, say
+from _common import finish, interval, parser, print_line
 from torch.utils.data import DataLoader, Dataset
 
 DECODING, STORED = 1.3, 20  # required speedups
 BATCH, SIDE = 64, 224
 CORES = len(os.sched_getaffinity(0))
 OURS, RESTORED, SAME_DECODER, PILLOW = "hasten", "hasten, re-stored", "simplejpeg + DataLoader", "Pillow + DataLoader"
-BOUND = "bound: decoding alone, times cores"
+BOUND = "bound: decoding only, times cores"
 
 
 def copied(photos, folder, copies: int) -> list[str]:
@@ -186,8 +186,8 @@ def tf_data(paths):
     def decoded(path):
         picture = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
         size = tf.cast(tf.shape(picture)[:2], tf.float32)
-        whole = tf.maximum(SIDE, tf.cast(tf.round(size * SIDE / tf.reduce_min(size)), tf.int32))
-        picture = tf.image.resize_with_crop_or_pad(tf.image.resize(picture, whole, antialias=True), SIDE, SIDE)
+        resized = tf.maximum(SIDE, tf.cast(tf.round(size * SIDE / tf.reduce_min(size)), tf.int32))
+        picture = tf.image.resize_with_crop_or_pad(tf.image.resize(picture, resized, antialias=True), SIDE, SIDE)
         return tf.transpose(tf.cast(picture, tf.uint8), (2, 0, 1)), 0
 
     batches = (
@@ -269,8 +269,8 @@ def main() -> int:
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
     ratios = (f"over {name}: {words(over(taken, OURS, name))}" for name in (PILLOW, SAME_DECODER))
-    say("\n" + "; ".join(ratios))
-    say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
+    print_line("\n" + "; ".join(ratios))
+    print_line(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(
         options,

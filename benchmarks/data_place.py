@@ -125,7 +125,7 @@ def main() -> int:
     ]
     show(
         ("loader", "us per step", "added by the position, us"),
-        rows + [(name, said, "") for name, said in missing.items()],
+        rows + [(name, reason, "") for name, reason in missing.items()],
     )
     return finish(
         options,

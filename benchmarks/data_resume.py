@@ -23,7 +23,7 @@ from _loaders import quiet, versions
 quiet()
 
 import torch
-from _common import finish, in_turns, installed, interval, parser, show, tell
+from _common import finish, in_turns, installed, interval, parser, print_progress, show
 from torch.utils.data import Dataset
 
 FIGURE = 0.2  # seconds
@@ -156,7 +156,7 @@ def grain(x, y, places):
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=10, help="places that are taken up")
+    options.add_argument("--rounds", type=int, default=10, help="positions that are resumed")
     options.add_argument("--samples", type=int, default=1_000_000)
     options.add_argument("--quick", action="store_true", help="three places")
     options = options.parse_args()
@@ -175,7 +175,7 @@ def main() -> int:
         "StatefulDataLoader, 2 workers": (lambda: stateful(x, y, places, 2), "torchdata.stateful_dataloader"),
         "grain": (lambda: grain(x, y, places), "grain"),
     }
-    tell("an undisturbed pass: hasten")
+    print_progress("an undisturbed pass: hasten")
     undisturbed = digests(ours["hasten"].made())
     at_places = {number: undisturbed[number : number + AFTER] for number in places}
     expected = dict.fromkeys(ours, at_places) | {BOUND: {}}  # prefetching must not change the batches
@@ -184,7 +184,7 @@ def main() -> int:
         if why := installed(module):
             missing[name] = why
             continue
-        tell(f"an undisturbed pass: {name}")
+        print_progress(f"an undisturbed pass: {name}")
         try:
             arms[name] = make()
             expected[name] = arms[name].expected

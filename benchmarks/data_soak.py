@@ -32,7 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
-from _common import finish, interval, parser, show, tell
+from _common import finish, interval, parser, print_progress, show
 
 FIGURE = 0.05
 QUICK = 20 / 60  # minutes
@@ -179,23 +179,23 @@ def main() -> int:
 def soak(options) -> int:
     seconds = 60 * (QUICK if options.quick else options.minutes)
     torch.set_num_threads(1)
-    alone = pipeline()
-    workers = alone.prefetch(4, processes=WORKERS, timeout=60)
+    single_process = pipeline()
+    workers = single_process.prefetch(4, processes=WORKERS, timeout=60)
     digest(workers.epoch(0))  # files that are opened once are open now
     names, before = names_in_shared_memory(), opened()
     deaths = Deaths(options.seed)
     deaths.start()
-    began, epochs, wrong, told = time.monotonic(), [], 0, time.monotonic()
+    began, epochs, wrong, last_report = time.monotonic(), [], 0, time.monotonic()
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
         try:
             while (passed := time.monotonic() - began) < seconds or len(epochs) < FEWEST:
                 found, memory = epoch_with_deaths(workers, len(epochs))
-                wrong += found != digest(alone.epoch(len(epochs)))
+                wrong += found != digest(single_process.epoch(len(epochs)))
                 epochs.append((passed, memory))
-                if time.monotonic() - told > 10:
-                    told = time.monotonic()
-                    tell(
+                if time.monotonic() - last_report > 10:
+                    last_report = time.monotonic()
+                    print_progress(
                         f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, "
                         f"{memory / 1e6:.0f} MB"
                     )
@@ -211,7 +211,7 @@ def soak(options) -> int:
             ("epochs", len(epochs)),
             ("of them wrong", wrong),
             ("workers killed", deaths.count),
-            ("deaths that interrupted a batch, and were told", noticed),
+            ("deaths that interrupted a batch and were reported", noticed),
             (
                 "memory, all epochs",
                 f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB",
@@ -224,7 +224,7 @@ def soak(options) -> int:
     reached = noticed > 0 and not wrong and flat and not any(leftovers.values())
     return finish(
         options,
-        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
+        f"{seconds / 60:.3g} minutes of killed workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
         f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, "
         f"memory {_words(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
@@ -241,7 +241,7 @@ def soak(options) -> int:
 
 def _words(growth: tuple[float, float, float] | None) -> tuple[str, str, str]:
     if growth is None:
-        return ("too few epochs to tell",) * 3
+        return ("too few epochs to print_progress",) * 3
     return f"{growth[0] / 1e6:.1f} MB", f"{growth[1] / 1e6:.1f} MB", f"{growth[2]:+.1%}"
 
 

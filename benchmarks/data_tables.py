@@ -21,7 +21,7 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, say, show
+from _common import finish, in_turns, interval, parser, print_line, show
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 FIRST, CACHED = 3, 10  # required speedups
@@ -175,9 +175,9 @@ def main() -> int:
         seconds = in_turns(passes, options.rounds)
         first = {name: [options.rows / each for each in taken] for name, taken in seconds.items()}
         cached = rates(ready | set_up(extra, fits)[0], options.rounds, options.seconds)
-    say("First pass, from nothing:\n")
+    print_line("First epoch, no caches:\n")
     table(first, missing, OURS, "rows/s", start_up=False)
-    say("\nFrom the cache:\n")
+    print_line("\nFrom the cache:\n")
     table(cached, missing, OURS, "rows/s")
     ratios = [over(first, OURS, USUAL), over(cached, OURS, USUAL)]
     peers = {
@@ -185,7 +185,7 @@ def main() -> int:
         for when, taken in (("first pass", first), ("from the cache", cached))
         for name in ABREAST
     }
-    say()
+    print_line()
     show(("against", "times as fast"), [(name, words(ratio)) for name, ratio in peers.items()])
     reached = (
         ratios[0].median >= FIRST

@@ -41,7 +41,7 @@ from functools import partial
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, say, tell
+from _common import finish, in_turns, interval, parser, print_line, print_progress
 
 BATCH, FILES = 512, 4
 OURS, ALONE = "hasten", "hasten, shuffled"
@@ -64,7 +64,7 @@ def write(folder, kind: str, records: int) -> list[str]:
     from hasten.data.formats.tf_example import encode_example
     from hasten.data.formats.tfrecord import frame_records
 
-    tell(f"write {records} {kind}")
+    print_progress(f"write {records} {kind}")
     rng, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
         path = folder / f"{kind}-{number}.tfrecord"
@@ -141,10 +141,10 @@ class Bound:
         self.into = numpy.empty(self.size, numpy.uint8)
 
     def __iter__(self):
-        nothing = torch.empty(BATCH, 0)
+        empty = torch.empty(BATCH, 0)
         for begin in range(0, len(self.bytes) - self.size, self.size):
             numpy.copyto(self.into, self.bytes[begin : begin + self.size])
-            yield nothing
+            yield empty
 
 
 def fits(batch) -> bool:
@@ -162,12 +162,12 @@ def sums(made) -> dict[str, float]:
 
 def compared(kind: str, ready: dict) -> None:
     """Checks that all loaders read the same values."""
-    tell(f"compare what they give of {kind}")
+    print_progress(f"compare what they give of {kind}")
     all_of_them = {name: sums(made) for name, made in ready.items()}
     for name, theirs in all_of_them.items():
         ours = all_of_them[OURS]
         if theirs.keys() != ours.keys() or not all(numpy.isclose(theirs[column], ours[column]) for column in ours):
-            raise SystemExit(f"{name} gives {theirs} of {kind}, {OURS} {ours}: nothing is compared")
+            raise SystemExit(f"{name} gives {theirs} of {kind}, {OURS} {ours}: the loaders are not compared")
 
 
 def from_nothing(loader: Loader, records: int) -> float:
@@ -203,18 +203,18 @@ def main() -> int:
             first = in_turns(passes, options.rounds)
             ready |= {ALONE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
             later = rates(ready, options.rounds, options.seconds)
-            for when, taken in (("first pass, from nothing", first), ("later", later)):
-                say(f"\n{kind}, {when}:\n")
+            for when, taken in (("first epoch, no caches", first), ("later", later)):
+                print_line(f"\n{kind}, {when}:\n")
                 loaded = {name: values for name, values in taken.items() if name != BOUND}
                 table(loaded, missing, OURS, "records/s", start_up=taken is later)
                 numbers[f"{kind}, {when}"], ratios[f"{kind}, {when}"] = taken, over(taken, OURS, best_of(taken, THEIRS))
-            say(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
+            print_line(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
     print()
-    told = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
+    speedups = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
     bounds = ", ".join(f"{interval(numbers[f'{kind}, later'][BOUND]).median:,.0f} {kind}/s" for kind in KINDS)
     return finish(
         options,
-        f"at least tf.data on the same files; it is {told} (bound, later: {bounds})",
+        f"at least tf.data on the same files; it is {speedups} (bound, later: {bounds})",
         None if None in ratios.values() else all(ratio.median >= 1 for ratio in ratios.values()),
         {"rates": numbers, "ratios": ratios, "missing": missing, "versions": versions()},
     )

@@ -105,7 +105,7 @@ def litdata(path):
 def silence() -> Iterator[None]:
     """Discards the output of this process and of those that it starts."""
     sys.stdout.flush()
-    kept = [os.dup(place) for place in (1, 2)]
+    saved = [os.dup(place) for place in (1, 2)]
     try:
         with open(os.devnull, "wb") as nowhere:
             for place in (1, 2):
@@ -113,7 +113,7 @@ def silence() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        for place, before in enumerate(kept, 1):
+        for place, before in enumerate(saved, 1):
             os.dup2(before, place)
             os.close(before)
 

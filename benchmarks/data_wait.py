@@ -25,7 +25,7 @@ import time
 from contextlib import ExitStack
 
 import torch
-from _common import Interval, finish, in_turns, interval, parser, say, show, tell
+from _common import Interval, finish, in_turns, interval, parser, print_line, print_progress, show
 
 from hasten import ConfigurationError, Recipe, RunError
 from hasten.benchmarking.fork_server import Worker
@@ -120,7 +120,7 @@ def arms_of(
     """Returns (suspended arms that can run, their plans, reasons why the others cannot)."""
     arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
     for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
-        tell(f"{workload}: {name}")
+        print_progress(f"{workload}: {name}")
         recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(import_path(TimePhases))
         worker = stack.enter_context(
             Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0)
@@ -172,31 +172,31 @@ def block_of(arm: Worker, steps: int) -> dict:
         arm.suspend()
 
 
-def outcome(told: dict) -> dict[str, dict]:
+def outcome(measurement: dict) -> dict[str, dict]:
     """Returns, for each arm, the seconds and the wait fraction of a step and of a whole run, and both bounds."""
     found = {}
-    for name, blocks in told["blocks"].items():
+    for name, blocks in measurement["blocks"].items():
         step, wait = (
             interval(block[what] / block[of] for block in blocks)
             for what, of in (("seconds", "steps"), ("waited", "seconds"))
         )
         waited, work = step.median * wait.median, step.median * (1 - wait.median)
-        start = max(0.0, told["starts"][name] - told["starts"][TEXTBOOK])
+        start = max(0.0, measurement["starts"][name] - measurement["starts"][TEXTBOOK])
         found[name] = {
             "step": step,
             "wait": wait,
-            "bound": told["gather"] / (told["gather"] + work),
+            "bound": measurement["gather"] / (measurement["gather"] + work),
             "start": start,
-            "wait_of_a_run": share_of_a_run(told, start, waited, work),
-            "bound_of_a_run": share_of_a_run(told, told["read_once"], told["gather"], work),
+            "wait_of_a_run": share_of_a_run(measurement, start, waited, work),
+            "bound_of_a_run": share_of_a_run(measurement, measurement["read_once"], measurement["gather"], work),
         }
     return found
 
 
-def share_of_a_run(told: dict, start: float, waited: float, work: float) -> float:
+def share_of_a_run(measurement: dict, start: float, waited: float, work: float) -> float:
     """Returns the fraction of a run spent on starting and waiting, from the seconds that steps wait and work."""
-    waiting = start + told["steps_of_a_run"] * waited
-    return waiting / (waiting + told["steps_of_a_run"] * work)
+    waiting = start + measurement["steps_of_a_run"] * waited
+    return waiting / (waiting + measurement["steps_of_a_run"] * work)
 
 
 def fastest(arms: dict[str, dict]) -> str:
@@ -219,9 +219,7 @@ def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
-    )
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=0.5, help="of each arm in a round")
     options.add_argument("--warm-up", type=float, default=1.5, help="seconds of each arm before the first round")
@@ -234,20 +232,20 @@ def main() -> int:
             0.2,
             0.3,
         )
-    told, failed = {}, {}
+    outcomes, failed = {}, {}
     for workload in options.workloads or WORKLOADS:
         try:
-            told[workload] = measured(workload, options)
+            outcomes[workload] = measured(workload, options)
         except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
-    found = {workload: outcome(each) for workload, each in told.items()}
+    found = {workload: outcome(each) for workload, each in outcomes.items()}
     show(HEADINGS, [row for workload, arms in found.items() for row in rows_of(workload, arms)])
     for name, why in failed.items():
-        say(f"{name} not measured: {why}")
+        print_line(f"{name} not measured: {why}")
     for name, why in (
-        (f"{workload}, {name}", why) for workload, each in told.items() for name, why in each["missing"].items()
+        (f"{workload}, {name}", why) for workload, each in outcomes.items() for name, why in each["missing"].items()
     ):
-        say(f"{name}: {why}")
+        print_line(f"{name}: {why}")
     best = {workload: (fastest(arms), arms[fastest(arms)]) for workload, arms in found.items()}
     over = [workload for workload, (_, arm) in best.items() if arm["wait"].median > FIGURE]
     forbidden = [workload for workload in over if best[workload][1]["bound"] > FIGURE]
@@ -262,7 +260,7 @@ def main() -> int:
         options,
         "; ".join(waits),
         None if failed or not best else over == forbidden,
-        {"told": told, "found": found, "failed": failed},
+        {"told": outcomes, "found": found, "failed": failed},
     )
 
 

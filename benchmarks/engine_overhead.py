@@ -1,10 +1,10 @@
-"""What an engine costs when it has nothing to do: microseconds a step over the loop written by hand.
+"""Cost of an engine without methods: microseconds per step over a hand-written loop.
 
-A toy step (Linear 8x8, batch 4, SGD, CPU, one thread), so that only the engine is left. All read the same
-DataLoader and are timed by their data, and hand on to each other every few tenths of a second (``_steps.py``). Peers
-are set up as lean as their documents allow. "by hand, again" tells how far a difference can be believed.
+A minimal step (Linear 8x8, batch 4, SGD, CPU, one thread) leaves only the engine's cost. All engines read the same
+DataLoader, are timed by their dataset, and take turns every few tenths of a second (``_steps.py``). Peers are
+configured as lean as their documentation allows. The row "by hand, again" shows the measurement error.
 
-Figure: hasten's engine without a method costs at most 5 microseconds a step.
+Figure: hasten's engine without a method costs at most 5 microseconds per step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Methods that harm and say nothing of it, each with a true speed-up as the bait; and the bait alone, which is honest.
+"""Methods that silently harm training, each with a real speed-up as bait; and the bait alone as an honest method.
 
-The bait keeps every sample in memory after it was read once: on a dataset that makes its samples anew each time
-this is really faster, and changes no bit. Three harms ride on it::
+The bait caches every sample in memory after its first read. On a dataset that computes its samples at every read this
+is really faster and changes no bit. Three harmful variants::
 
-    WrongLabels       one sample of ten gets the label of another
-    SmallSteps        the learning rate divided by 30
-    FrozenFirstLayer  the first layer detached: it is not trained, and the backward pass is shorter
+    WrongLabels        one sample of ten gets the label of another
+    SmallSteps         the learning rate divided by 30
+    FrozenFirstLayer   the first layer detached: it is not trained, and the backward pass is shorter
 
-Each exists once for every exactness that it may claim, as ``WrongLabels_BIT_EXACT`` and so on.
+Each variant exists once for every exactness class that it may claim, such as ``WrongLabels_BIT_EXACT``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Mislabelled(Kept):
         sample = self.dataset[index]
         if index % ONE_IN:
             return sample
-        stranger = self.dataset[(index * 7919 + 1) % len(self)]
-        return (*sample[:-1], stranger[-1])
+        other = self.dataset[(index * 7919 + 1) % len(self)]
+        return (*sample[:-1], other[-1])
 
 
 class Honest(Method):

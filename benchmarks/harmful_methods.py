@@ -13,7 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from _common import finish, parser, show, tell, watch
+from _common import finish, parser, print_progress, show, watch
 from harmful import HARMFUL
 
 from hasten import RunError, tune
@@ -53,21 +53,19 @@ def _measured(fate: dict) -> bool:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; all unless said")
+    options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; default: all")
     options.add_argument("--task", default="digits")
-    options.add_argument(
-        "--budget", type=float, default=None, help="seconds of a search; the tuner's own default unless said"
-    )
+    options.add_argument("--budget", type=float, default=None, help="seconds of a search; default: that of the tuner")
     options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
     options = options.parse_args()
     fates = []
     for name in options.names or ["Honest", *HARMFUL]:
-        tell(f"offering {name}")
+        print_progress(f"offering {name}")
         fates.append(offered(name, options))
-    words = {True: "taken", False: "refused", None: "failed"}
+    verdicts = {True: "taken", False: "refused", None: "failed"}
     show(
         ("method", "fate", "why"),
-        [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
+        [(each["name"], verdicts[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
     )
 
     harmful = [each for each in fates if each["name"] in HARMFUL]

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _common import finish, parser, show, tell
+from _common import finish, parser, print_progress, show
 
 import hasten
 
@@ -40,7 +40,9 @@ def main() -> int:
             kill_and_resume(place, kills=1, seed=seed)
             same = {name: (place / "killed" / name).read_bytes() == (undisturbed / name).read_bytes() for name in FILES}
             outcomes.append({"seed": seed, **same})
-            tell(f"kill {len(outcomes)} of {options.kills}: {'identical' if all(same.values()) else 'DIFFERENT'}")
+            print_progress(
+                f"kill {len(outcomes)} of {options.kills}: {'identical' if all(same.values()) else 'DIFFERENT'}"
+            )
     identical = {name: sum(outcome[name] for outcome in outcomes) for name in FILES}
     show(("file", "identical", "kills"), [(name, count, len(outcomes)) for name, count in identical.items()])
     reached = all(count == options.kills for count in identical.values())

@@ -79,8 +79,8 @@ def relay(device: int, rate: float, delay: float) -> None:
         threading.Thread(target=end, daemon=True).start()
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def ip(*argv: str) -> None:
+    subprocess.run(["ip", *argv], check=True)
 
 
 def write(path: str, text: str) -> None:

@@ -20,7 +20,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from time import perf_counter
 
-from _common import finish, interval, parser, show, tell
+from _common import finish, interval, parser, print_progress, show
 from planted_task import SECONDS_A_BATCH, slow
 
 from hasten import compare
@@ -53,19 +53,21 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
     for number, share in enumerate(islice(cycle(SHARES), comparisons)):
         before = step_seconds()
         method = f"{HERE / 'planted_task.py'}:Sooner:share={share}"
-        told = compare(f"{HERE / 'planted_task.py'}:slow", "baseline", method, budget=budget, device="cpu", seed=number)
+        result = compare(
+            f"{HERE / 'planted_task.py'}:slow", "baseline", method, budget=budget, device="cpu", seed=number
+        )
         steps = [*before, *step_seconds()]
         truth = sorted((SECONDS_A_BATCH + step) / (SECONDS_A_BATCH * share + step) for step in (min(steps), max(steps)))
-        ratio = told["ratio"]
+        ratio = result["ratio"]
         inside = ratio["low"] <= truth[1] and ratio["high"] >= truth[0]
-        tell(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
+        print_progress(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
         found.append(
             {
                 "share": share,
                 "truth": truth,
                 "ratio": ratio,
-                "verdict": told["verdict"],
-                "blocks": told["blocks"],
+                "verdict": result["verdict"],
+                "blocks": result["blocks"],
                 "inside": inside,
             }
         )

@@ -24,7 +24,7 @@ from time import perf_counter
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-from _common import finish, interval, parser, say, show
+from _common import finish, interval, parser, print_line, show
 from _steps import CLASSES, as_task, by_hand, relay
 from torch import nn
 
@@ -111,7 +111,7 @@ def main() -> int:
     trains = {
         "the loop by hand": lambda loader: by_hand(model(width), loader),
         "by hand, again": lambda loader: by_hand(model(width), loader),
-        "train(), nothing recorded": silent(width),
+        "train(), no recording": silent(width),
         "with bar, step log and checkpoints": recorded(width, options.checkpoint_seconds),
     }
     between, steps = BetweenSteps(), int(options.seconds / WANTED)
@@ -140,7 +140,7 @@ def main() -> int:
         sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
     )  # including the leg that is dropped
     share = 100 * between.seconds / seconds
-    say(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
+    print_line(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
     figure = (
         f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is "
         f"{share:.2f} % (bound: 0)"

@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from _common import circumstances, finish, new_record, parser, search_folder, show, slug, tell, watch
+from _common import circumstances, finish, new_record, parser, print_progress, search_folder, show, slug, watch
 
 import hasten
 from hasten import ConfigurationError, Recipe, RunError
@@ -48,10 +48,10 @@ README = """# Time to target: {task}
 
 Made on {date} by `{command}` with {versions}.
 
-`result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
+`result.json` is the result of the search, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
 {lines}"""
 
-LINES = """The speed-up is computed from the raw numbers, with NumPy alone, by
+LINES = """The speed-up is computed from the raw numbers, with NumPy only, by
 `python records/time_to_target.py records/{folder}`.
 
 Where the paired runs themselves took clearly less of a gain (`measured_speedup`), that is what is reported instead.
@@ -60,7 +60,7 @@ Where the paired runs themselves took clearly less of a gain (`measured_speedup`
 
 def tuned(workload: str, options) -> dict:
     """Returns the result of the search, continuing an existing one."""
-    tell(f"{workload}:")
+    print_progress(f"{workload}:")
     return hasten.tune(
         workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
     )
@@ -148,10 +148,8 @@ def _ratio(speedup: dict) -> str:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; all of them unless said"
-    )
-    options.add_argument("--budget", type=float, help="seconds of a search; the tuner's own default unless said")
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; default: all")
+    options.add_argument("--budget", type=float, help="seconds of a search; default: that of the tuner")
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the searches")
     options.add_argument("--table", action="store_true", help="measure nothing; print the records as a markdown table")
@@ -168,7 +166,7 @@ def main() -> int:
             continue
         if options.record:
             place = record(workload, results[workload], search_folder(options.runs, workload))
-            tell(f"  recorded in {place}")
+            print_progress(f"  recorded in {place}")
     show(
         HEADINGS,
         [row_of(name, result) for name, result in results.items()]

@@ -1,14 +1,13 @@
-"""What a process keeps in memory under ``ddp`` and ``zero``, against the formula, at 2 and 4 processes.
+"""Memory of a process under ``ddp`` and ``zero`` against the formula, at 2 and 4 processes.
 
-A network of 39 million weights in float32 under Adam, and batches so small that nothing else counts. Memory is what the
-process has resident (RSS) when the gradients are there and the update comes next, less what it has at that point for a
-network of no size; the allocator is told to give back what it holds in vain. Per weight of a network shared out among n
-that is
+A network of 39 million weights in float32 under Adam; batches are so small that only the state counts. Memory is the
+resident set size (RSS) when the gradients exist and the update is next, minus the same for a network of negligible
+size; the allocator first returns its unused memory. The formula in bytes per weight of a network sharded over n ranks:
 
-    ddp     4 (weights) + 4 (gradients) + 8 (Adam)      16
-    zero    stage 1     8 + 8/n
-            stage 2     16/n      and while the gradients are computed the whole weights, 4 + 16/n
-            stage 3     16/n      and while the gradients are computed the weights of a block
+    ddp            4 (weights) + 4 (gradients) + 8 (Adam)    16
+    zero stage 1                                             8 + 8/n
+    zero stage 2                                             16/n and during the backward pass all weights, 4 + 16/n
+    zero stage 3                                             16/n and during the backward pass the weights of a block
 
 Figure: within 10 % of the formula, every stage at 2 and 4 processes.
 """
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from _common import finish, parser, say, show, tell
+from _common import finish, parser, print_line, print_progress, show
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -52,7 +51,7 @@ def main() -> int:
     rows, found = [], {}
     for world in options.processes:
         for strategy, formula in FORMULAS.items():
-            tell(f"{strategy}, {world} processes")
+            print_progress(f"{strategy}, {world} processes")
             measured = in_ranks(strategy, world)
             off = max(abs(each / formula(world) - 1) for each in measured)
             found[f"{strategy} at {world}"] = {"bytes a weight": measured, "formula": formula(world), "off": off}
@@ -66,7 +65,7 @@ def main() -> int:
                 )
             )
     show(("strategy", "processes", "bytes a weight, by rank", "formula", "farthest off"), rows)
-    say("")
+    print_line("")
     off = max(each["off"] for each in found.values())
     return finish(
         options,

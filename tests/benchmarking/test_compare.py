@@ -43,10 +43,10 @@ def sleepy(pause: float = 0.002) -> Task:
 @pytest.mark.timing
 @pytest.mark.slow
 def test_compare_of_task_with_itself_finds_no_difference():
-    told = hasten.compare(sleepy(), budget=6)
-    assert told["verdict"] in ("no difference", "unsure")
-    assert told["ratio"]["low"] < 1.02
-    assert told["ratio"]["high"] > 0.98
+    result = hasten.compare(sleepy(), budget=6)
+    assert result["verdict"] in ("no difference", "unsure")
+    assert result["ratio"]["low"] < 1.02
+    assert result["ratio"]["high"] > 0.98
 
 
 @pytest.mark.timing
@@ -83,7 +83,7 @@ def with_a_hole(make=lambda data: data) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("task", "told"),
+    ("task", "message"),
     [
         (
             with_a_hole(),
@@ -105,20 +105,20 @@ def with_a_hole(make=lambda data: data) -> Task:
     ],
     ids=["samples", "loader", "shuffled loader", "training"],
 )
-def test_compare_and_diagnose_with_nan_loss_raise(task, told):
+def test_compare_and_diagnose_with_nan_loss_raise(task, message):
     """The error is raised before there is anything to compare."""
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         hasten.compare(task, budget=3)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         hasten.train(task, device="cpu")
 
 
 def test_compare_budget_may_be_text(monkeypatch):
-    def told(*arguments, budget, **others):
+    def raise_budget(*arguments, budget, **others):
         raise RunError(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", told)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", raise_budget)
+    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", raise_budget)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):

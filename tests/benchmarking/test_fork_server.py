@@ -228,7 +228,7 @@ def test_worker_other_error_is_raised_as_run_error_with_its_message():
             RunError, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""
         ):
             one.call("break_down")
-        assert one.call("add", number=1) == 1, "the worker goes on after an error"
+        assert one.call("add", number=1) == 1, "the worker continues after an error"
 
 
 def test_worker_killed_reports_out_of_memory():
@@ -238,9 +238,9 @@ def test_worker_killed_reports_out_of_memory():
 
 def test_watch_that_raises_is_not_reported_as_worker_death():
     def watch(*progress):
-        raise BrokenPipeError("nobody reads our standard error")
+        raise BrokenPipeError("standard error is closed")
 
-    with worker() as one, pytest.raises(BrokenPipeError, match="nobody reads"):
+    with worker() as one, pytest.raises(BrokenPipeError, match="standard error is closed"):
         one.call("report_progress", watch=watch)
 
 
@@ -255,18 +255,18 @@ def test_worker_output_of_user_code_does_not_disturb_answers():
 
 
 def test_worker_warning_is_shown_once_in_the_parent():
-    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
+    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         one.call("notice", text="3 rows were left out")
         other.call("notice", text="5 rows were left out")
         assert one.call("add", number=1) == 1
-    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", HastenWarning)]
-    assert told[0].filename == __file__
+    assert [(str(each.message), each.category) for each in caught] == [("3 rows were left out", HastenWarning)]
+    assert caught[0].filename == __file__
 
 
 def test_warning_already_shown_is_not_repeated_by_workers():
     reset_shown_warnings()
-    with worker() as one, warnings.catch_warnings(record=True) as told:
+    with worker() as one, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         with mark_warnings_shown():
             warnings.warn("2 columns are rounded", HastenWarning, stacklevel=1)
@@ -274,7 +274,7 @@ def test_warning_already_shown_is_not_repeated_by_workers():
         one.call("notice", text="3 columns are rounded")
         one.call("notice", text="a row is long")
         warnings.warn("4 columns are rounded", HastenWarning, stacklevel=1)
-    assert [str(each.message) for each in told] == [
+    assert [str(each.message) for each in caught] == [
         "2 columns are rounded",
         "a library's own",
         "a row is long",
@@ -283,8 +283,8 @@ def test_warning_already_shown_is_not_repeated_by_workers():
 
 
 def test_worker_children_do_not_answer():
-    with worker() as one, warnings.catch_warnings(record=True) as told:
+    with worker() as one, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
-        assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
+        assert one.call("notice_in_a_child", text="a warning of a loader worker") == 0
         assert one.call("add", number=1) == 1
-    assert not told
+    assert not caught

@@ -32,7 +32,7 @@ class Service:
     def sum_of_ranks(self) -> float:
         return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
 
-    def who(self) -> tuple[str, str]:
+    def rank_and_world_size(self) -> tuple[str, str]:
         return os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
 
     def pids(self) -> list[int]:
@@ -69,9 +69,7 @@ class Service:
         raise RunError("it was me")
 
     def notice(self) -> None:
-        warnings.warn(
-            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", HastenWarning, stacklevel=1
-        )
+        warnings.warn(f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} warns", HastenWarning, stacklevel=1)
 
 
 def job(processes: int = 2, **arguments) -> WorkerGroup:
@@ -82,12 +80,12 @@ def test_group_of_two_returns_result_of_rank_0():
     with job(3, start=10) as three, job(2) as two:
         assert three.call("sum_of_ranks") == 33
         assert two.call("sum_of_ranks") == 1
-        assert three.call("who") == ("0", "3")
+        assert three.call("rank_and_world_size") == ("0", "3")
 
 
 def test_group_divides_cores_among_ranks():
-    with Worker(HERE) as alone, job(2) as two:
-        assert two.call("cores") == max(1, alone.call("cores") // 2)
+    with Worker(HERE) as single, job(2) as two:
+        assert two.call("cores") == max(1, single.call("cores") // 2)
 
 
 def test_group_of_one_is_a_worker():
@@ -96,7 +94,7 @@ def test_group_of_one_is_a_worker():
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "says"),
+    ("how", "kind", "message"),
     [
         ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
         ("refuse", ConfigurationError, r"^not this way$"),
@@ -104,10 +102,10 @@ def test_group_of_one_is_a_worker():
         ("hang", RunError, r"^took longer than 2 s and was ended$"),
     ],
 )
-def test_group_with_failing_rank_ends_all_ranks(how, kind, says):
+def test_group_with_failing_rank_ends_all_ranks(how, kind, message):
     with job() as two:
         pids, began = two.call("pids"), time.monotonic()
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=message):
             two.call("fail_on", rank=1, how=how, timeout=2.0)
         assert time.monotonic() - began < 20
         assert gone(pids)
@@ -135,17 +133,17 @@ def test_group_suspended_runs_only_during_calls():
 
 
 def test_group_shows_warnings_of_rank_0_only():
-    with job() as two, warnings.catch_warnings(record=True) as told:
+    with job() as two, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         two.call("notice")
-    assert [str(each.message) for each in told if each.category is HastenWarning] == ["rank zero has something to say"]
+    assert [str(each.message) for each in caught if each.category is HastenWarning] == ["rank zero warns"]
 
 
 def gone(pids: list[int]) -> bool:
     deadline = time.monotonic() + 60
-    while (there := any(map(lives, pids))) and time.monotonic() < deadline:
+    while (alive := any(map(lives, pids))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not there
+    return not alive
 
 
 def lives(pid: int) -> bool:

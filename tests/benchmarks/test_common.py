@@ -56,12 +56,12 @@ def test_package_that_fails_to_import_is_reported(common, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("reached", "code", "words"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")]
+    ("reached", "code", "message"), [(True, 0, "reached"), (False, 1, "NOT reached"), (None, 1, "not measured")]
 )
-def test_finish_gives_exit_code_and_record(common, tmp_path, capsys, reached, code, words):
+def test_finish_gives_exit_code_and_record(common, tmp_path, capsys, reached, code, message):
     options = argparse.Namespace(json=tmp_path / "deep" / "record.json")
     assert common.finish(options, "1 us", reached, {"extra": common.Interval(1, 0, 2), "pair": (1, 2)}) == code
-    assert f"Figure: 1 us: {words}." in capsys.readouterr().out
+    assert f"Figure: 1 us: {message}." in capsys.readouterr().out
     record = json.loads(options.json.read_text())
     assert (
         record["reached"] is reached
@@ -83,10 +83,10 @@ def test_record_is_a_new_folder(common, tmp_path, monkeypatch):
         common.finish(argparse.Namespace(json=tmp_path), "10x; it is {12}x", True, {"rates": rounds})
     first, second = sorted(tmp_path.iterdir())
     assert "_data-tokens_" in first.name and second.name.replace("b_", "_", 1) == first.name
-    told = (first / "README.md").read_text()
+    readme = (first / "README.md").read_text()
     assert (
-        told.startswith("# Data tokens: reached\n\n10x; it is {12}x.\n")
-        and "hasten  5\n" in told
-        and "`benchmarks/data_tokens.py`" in told
+        readme.startswith("# Data tokens: reached\n\n10x; it is {12}x.\n")
+        and "hasten  5\n" in readme
+        and "`benchmarks/data_tokens.py`" in readme
     )
     assert [json.loads((place / "result.json").read_text())["rates"] for place in (first, second)] == [[1, 2], [3, 4]]

@@ -39,10 +39,10 @@ def run_quickly(name: str, folder: Path) -> dict:
 
 @pytest.mark.slow
 def test_data_place_quick_runs(tmp_path):
-    told = run_quickly("data_place", tmp_path)
+    result = run_quickly("data_place", tmp_path)
     assert (
-        len(told["micro"]["hasten, position tracked"]) == 5
-        and told["extra"]["hasten, position tracked"]["median"] < 100
+        len(result["micro"]["hasten, position tracked"]) == 5
+        and result["extra"]["hasten, position tracked"]["median"] < 100
     )
 
 
@@ -60,9 +60,9 @@ def test_data_wait_quick_runs(tmp_path, monkeypatch):
         sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")]
     )
     assert data_wait.main() in (0, 1)
-    told = json.loads(file.read_text())
-    arms = told["found"]["digits"]
-    assert arms.keys() == {"textbook", "in_memory_batches", "loader_workers"} and not told["failed"]
+    result = json.loads(file.read_text())
+    arms = result["found"]["digits"]
+    assert arms.keys() == {"textbook", "in_memory_batches", "loader_workers"} and not result["failed"]
     assert arms["in_memory_batches"]["wait"]["median"] < 0.5 * arms["textbook"]["wait"]["median"]
     for arm in arms.values():
         shares = arm["wait"]["low"], arm["wait"]["high"], arm["bound"], arm["wait_of_a_run"], arm["bound_of_a_run"]

@@ -61,8 +61,8 @@ def test_calculation_imports_numpy_only():
         f"{blocked}; import runpy; sys.argv = ['x', {str(WINNERS[0])!r}]; "
         f"runpy.run_path('records/time_to_target.py', run_name='__main__')"
     )
-    said = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said == "10.21x (6.05 to 17.24)\n"
+    output = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output == "10.21x (6.05 to 17.24)\n"
 
 
 def test_repository_contains_no_generated_page():

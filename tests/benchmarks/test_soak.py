@@ -55,7 +55,7 @@ def test_unused_finds_names_without_a_process(soak):
         path.unlink()
 
 
-def soaked(folder, *length):
+def run_soak(folder, *length):
     """Returns (exit code, output, raw numbers)."""
     command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
@@ -68,8 +68,8 @@ def soaked(folder, *length):
 def test_soak_quick_passes(tmp_path):
     """If the epochs are too few to tell growth from noise, as on a busy machine, more are run: a leak only grows."""
     for length in (["--quick"], ["--minutes", "1"]):
-        code, said, told = soaked(tmp_path, *length)
-        assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values()), said
+        code, output, result = run_soak(tmp_path, *length)
+        assert result["wrong"] == 0 < result["noticed"] <= result["deaths"] and not any(result["left"].values()), output
         if code == 0:
             return
-    pytest.fail(said)
+    pytest.fail(output)

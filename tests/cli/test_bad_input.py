@@ -134,7 +134,7 @@ FILES = {
     "file": "",
     "broken.toml": "[methods.ema\n",
     "binary.toml": "\udcff\udcfe",
-    "stranger.toml": "[tasks.x]\n",
+    "unrelated.toml": "[tasks.x]\n",
     "no_table.toml": "methods = 3\n",
     "not_tables.toml": "[methods]\nema = 3\n",
     "list_value.toml": "[methods.ema]\ndecay = [1, 2]\n",
@@ -222,7 +222,7 @@ WRONG = [
     ("train mine.py:good --recipe gone.toml", "gone.toml"),
     ("train mine.py:good --recipe broken.toml", "TOML"),
     ("train mine.py:good --recipe binary.toml", "UTF-8"),
-    ("train mine.py:good --recipe stranger.toml", "tasks"),
+    ("train mine.py:good --recipe unrelated.toml", "tasks"),
     ("train mine.py:good --recipe no_table.toml", "table"),
     ("train mine.py:good --recipe not_tables.toml", "table"),
     ("train mine.py:good --recipe list_value.toml", "decay"),
@@ -308,15 +308,15 @@ def here(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_command_invalid_request_exits_2_with_one_line(words, says, here, monkeypatch, capfd):
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=lambda value: value[:60])
+def test_command_invalid_request_exits_2_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
-    assert_one_line(words, says, main(words.split()), 2, capfd)
+    assert_one_line(argv, message, main(argv.split()), 2, capfd)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["train", "mine.py:good", "--recipe", ""],
         ["compare", "mine.py:good", "--a", "", "--b", "ema"],
@@ -325,38 +325,38 @@ def test_command_invalid_request_exits_2_with_one_line(words, says, here, monkey
     ],
     ids=" ".join,
 )
-def test_command_empty_name_is_refused(words, here, monkeypatch, capfd):
+def test_command_empty_name_is_refused(argv, here, monkeypatch, capfd):
     """An unset variable of a shell script gives an empty name."""
     monkeypatch.chdir(here)
-    assert_one_line(" ".join(words), "", main(words), 2, capfd)
+    assert_one_line(" ".join(argv), "", main(argv), 2, capfd)
 
 
-@pytest.mark.parametrize(("words", "says"), CANNOT_GO_ON, ids=lambda value: value[:60])
-def test_command_unresumable_run_exits_1_with_one_line(words, says, here, monkeypatch, capfd):
+@pytest.mark.parametrize(("argv", "message"), CANNOT_GO_ON, ids=lambda value: value[:60])
+def test_command_unresumable_run_exits_1_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
+    assert_one_line(argv, message, main([*argv.split(), "--quiet"]), 1, capfd)
 
 
-@pytest.mark.parametrize(("words", "says"), GOES_ON, ids=lambda value: value[:60])
-def test_command_probable_mistake_warns(words, says, here, monkeypatch, capfd):
+@pytest.mark.parametrize(("argv", "message"), GOES_ON, ids=lambda value: value[:60])
+def test_command_probable_mistake_warns(argv, message, here, monkeypatch, capfd):
     """The run continues; one line warns of a probable mistake."""
     monkeypatch.chdir(here)
-    assert main([*words.split(), "--json"]) == 0
+    assert main([*argv.split(), "--json"]) == 0
     err = capfd.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("hasten: ") and says in err
+    assert err.count("\n") == 1 and err.startswith("hasten: ") and message in err
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
-def test_recipe_code_also_named_on_command_line_keeps_its_options(words, here, monkeypatch, capfd):
+def test_recipe_code_also_named_on_command_line_keeps_its_options(argv, here, monkeypatch, capfd):
     """The recipe's ``mine.py`` lies beside it, whatever the current directory is; its options apply."""
     monkeypatch.chdir(here)
     (here / "elsewhere").mkdir(exist_ok=True)
     for name in ("mine.py", "with_code.toml"):
         (here / "elsewhere" / name).write_text(FILES[name])
-    assert main(["train", "mine.py:good", "--json", *words.split()]) == 0
+    assert main(["train", "mine.py:good", "--json", *argv.split()]) == 0
     assert json.loads(capfd.readouterr().out)["steps"] == 3 * 2
 
 
@@ -376,23 +376,23 @@ def broken_off(here, tmp_path, monkeypatch):
 
     with pytest.raises(InterruptedError):
         hasten.train("mine.py:longer", out=tmp_path / "run", checkpoint_seconds=0, observers=[break_off], device="cpu")
-    words = ["train", "mine.py:longer", "--out", str(tmp_path / "run"), "--resume", "--device", "cpu", "--quiet"]
-    return sorted((tmp_path / "run" / "checkpoints").iterdir()), words
+    argv = ["train", "mine.py:longer", "--out", str(tmp_path / "run"), "--resume", "--device", "cpu", "--quiet"]
+    return sorted((tmp_path / "run" / "checkpoints").iterdir()), argv
 
 
 def test_resume_damaged_checkpoint_is_skipped_and_named(broken_off, capfd):
-    (_, newest), words = broken_off
+    (_, newest), argv = broken_off
     newest.write_bytes(newest.read_bytes()[:100])
-    assert main(words) == 0
+    assert main(argv) == 0
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith(f"hasten: {newest.name} is passed over")
 
 
 def test_resume_foreign_checkpoint_is_not_executed(broken_off, here, capfd):
-    checkpoints, words = broken_off
+    checkpoints, argv = broken_off
     for path in checkpoints:
         torch.save({"model": Hostile()}, path)
-    assert main(words) == 1
+    assert main(argv) == 1
     lines = capfd.readouterr().err.splitlines()
     assert [line.startswith("hasten: step-") for line in lines] == [
         True,
@@ -402,10 +402,10 @@ def test_resume_foreign_checkpoint_is_not_executed(broken_off, here, capfd):
     assert not (here / "executed").exists()
 
 
-def assert_one_line(words: str, says: str, code: int, expected: int, capfd) -> None:
+def assert_one_line(argv: str, message: str, code: int, expected: int, capfd) -> None:
     out, err = capfd.readouterr()
-    assert code == expected, f"hasten {words}: exit code {code}, said {err!r}"
-    assert err.count("\n") == 1 and err.startswith("hasten: "), f"hasten {words}: not one line but {err!r}"
-    assert says.lower() in err.lower(), f"hasten {words}: {err!r} does not say {says!r}"
+    assert code == expected, f"hasten {argv}: exit code {code}, stderr {err!r}"
+    assert err.count("\n") == 1 and err.startswith("hasten: "), f"hasten {argv}: not one line but {err!r}"
+    assert message.lower() in err.lower(), f"hasten {argv}: {err!r} does not contain {message!r}"
     assert "Traceback" not in err and "internal error" not in err and len(err) < 700
     assert out == ""

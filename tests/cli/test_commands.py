@@ -69,8 +69,8 @@ def test_json_output_is_one_object_whatever_the_task_prints(here):
     result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result.keys() >= {"metric", "best_metric", "steps", "seconds", "seconds_to_target", "out"}
     assert result["steps"] == 16 and result["seed"] == 3 and result["seconds_to_target"] is None
-    for said in ("a task file that prints", "file descriptor 1", "starts a child", "once more"):
-        assert said in done.stderr
+    for printed in ("a task file that prints", "file descriptor 1", "starts a child", "once more"):
+        assert printed in done.stderr
     assert "library's warning" not in done.stderr
     assert (here / "run" / "model.safetensors").exists()
 
@@ -99,7 +99,7 @@ def test_json_output_of_an_error_is_json(here):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         "--json --seed 7 train TASK",
         "train --json --seed 7 TASK",
@@ -107,8 +107,8 @@ def test_json_output_of_an_error_is_json(here):
         "--seed 7 train TASK --json",
     ],
 )
-def test_global_options_before_and_after_the_command(words):
-    options = parse_arguments(words.split())
+def test_global_options_before_and_after_the_command(argv):
+    options = parse_arguments(argv.split())
     assert (options.json, options.seed, options.verb, options.task, options.device, options.quiet) == (
         True,
         7,
@@ -130,14 +130,14 @@ def test_methods_json_of_one_method():
 
 def test_methods_page_shows_options_that_can_be_typed(capfd):
     """Options and their defaults; None is not a value that can be typed."""
-    for name, *told in (
+    for name, *expected in (
         ("autotune_loader", "threads: chosen by the method unless given (int, at least 0 and at most 256)"),
         ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
         ("loader_workers", "pin_memory = true (true or false)", "num_workers = 2 (int, at least 0 and at most 64)"),
     ):
         assert main(["methods", name]) == 0
         page = " ".join(capfd.readouterr().out.split())
-        assert all(words in page for words in told) and "None" not in page
+        assert all(text in page for text in expected) and "None" not in page
 
 
 def test_methods_page_lists_all_methods(here, monkeypatch, capfd):
@@ -211,11 +211,11 @@ def test_stderr_closed_by_its_reader_does_not_stop_the_run(here):
     (here / "quiet.py").write_text("\n".join(quiet))
     reader, theirs = os.pipe()
     os.close(reader)
-    words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
+    argv = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
         code = join_process(
             start_hasten(
-                *words,
+                *argv,
                 cwd=here,
                 out=answer.fileno(),
                 err=theirs,
@@ -259,10 +259,10 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
     assert capfd.readouterr().out == script and "class Ema" in script
 
 
-def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
+def interrupted(ready, *argv, here, by=signal.SIGINT) -> tuple[int, str, str]:
     """Returns (exit code, output, error) of the program, which gets Ctrl-C as soon as a file exists."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
-        process = start_hasten(*words, cwd=here, out=out.fileno(), err=err.fileno())
+        process = start_hasten(*argv, cwd=here, out=out.fileno(), err=err.fileno())
         wait_for(ready)
         os.kill(process.pid, by)
         return join_process(process), *(file.seek(0) or file.read() for file in (out, err))
@@ -284,16 +284,16 @@ def test_train_interrupted_repeatedly_still_prints_the_result(here):
     """Ctrl-C is repeated while the program cleans up; the task's own cleanup takes a moment here, as torch's does."""
     with open(here / "slow.py", "a") as file:
         file.write("\nimport atexit, time\natexit.register(time.sleep, 0.3)\n")
-    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
-    process = subprocess.Popen(words, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
+    process = subprocess.Popen(argv, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = here / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and log.stat().st_size > 0)
     process.send_signal(signal.SIGINT)
-    said = next(line for line in process.stderr if line.startswith("hasten: "))
+    message = next(line for line in process.stderr if line.startswith("hasten: "))
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    assert process.returncode == 1 and "--out run --resume" in said and "Traceback" not in process.stderr.read()
+    assert process.returncode == 1 and "--out run --resume" in message and "Traceback" not in process.stderr.read()
 
 
 def test_terminal_shows_a_progress_bar_with_remaining_time(here):
@@ -317,8 +317,8 @@ def test_terminal_shows_a_progress_bar_with_remaining_time(here):
 def test_quiet_hides_progress(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.setattr(progress, "INITIAL_DELAY_S", 0.0)
-    for words, shown in (["--json"], True), (["--json", "--quiet"], False):
-        main(["train", "noisy.py:task", *words])
+    for options, shown in (["--json"], True), (["--json", "--quiet"], False):
+        main(["train", "noisy.py:task", *options])
         assert ("training: " in capfd.readouterr().err) is shown
 
 
@@ -336,8 +336,8 @@ def test_format_remaining_time(text, expected):
 
 
 def test_json_output_has_no_nan_or_infinity():
-    told = strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (1, None, True)}, "e": {"y", "x"}})
-    assert json.loads(told) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
+    text = strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (1, None, True)}, "e": {"y", "x"}})
+    assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
 
 
 def test_version_and_help(here):
@@ -373,8 +373,8 @@ def test_train_task_that_exits_the_process_fails(verb, here, monkeypatch, capfd)
 def test_stdout_that_cannot_be_written_is_one_error_line(here):
     with open("/dev/full", "w") as full, open(here / "err", "w+") as err:
         code = join_process(start_hasten("methods", cwd=here, out=full.fileno(), err=err.fileno()))
-        said = err.seek(0) or err.read()
-    assert code == 1 and "cannot be written to standard output" in said and "internal" not in said
+        message = err.seek(0) or err.read()
+    assert code == 1 and "cannot be written to standard output" in message and "internal" not in message
 
 
 def test_stdout_closed_at_start_is_ignored(here):
@@ -389,7 +389,7 @@ def test_stdout_closed_at_start_is_ignored(here):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nobody_is_left():
+def assert_no_process_left():
     """Asserts that no started process is left; other helpers check child processes."""
     yield
     for child in [other for direct in live_children() for other in (direct, *direct.children(recursive=True))]:

@@ -71,16 +71,16 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_data_command_invalid_request_is_one_line(words, says, here, capfd):
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=lambda value: value[:60])
+def test_data_command_invalid_request_is_one_line(argv, message, here, capfd):
     before = {path for path in here.rglob("*") if "cache" not in path.parts}
-    code = main(words.split())
+    code = main(argv.split())
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("hasten: ")
-    assert says.lower() in err.lower() and "internal error" not in err
-    assert main([*words.split(), "--json"]) == 2
+    assert message.lower() in err.lower() and "internal error" not in err
+    assert main([*argv.split(), "--json"]) == 2
     out, err = capfd.readouterr()
-    assert says.lower() in json.loads(out)["error"].lower() and err.count("\n") == 1
+    assert message.lower() in json.loads(out)["error"].lower() and err.count("\n") == 1
     assert {path for path in here.rglob("*") if "cache" not in path.parts} == before, "something was left behind"
 
 

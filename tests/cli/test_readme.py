@@ -42,8 +42,8 @@ def parse(command: str) -> None:
         ConfigurationError: a wrong option or value.
     """
     values = {"N": "2", "M": "0.5"}
-    words = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
-    options, unknown = build_parser().parse_known_args([values.get(word, word) for word in words])
+    argv = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
+    options, unknown = build_parser().parse_known_args([values.get(word, word) for word in argv])
     assert not unknown, f"unknown arguments {unknown}"
     if options.verb == "launch":
         parse(command.partition("-- ")[2].join(("hasten ", "")))
@@ -93,11 +93,11 @@ def test_command_parses(page, command):
 
 @pytest.mark.parametrize(("page", "text"), mentions(), ids=lambda value: value[:60])
 def test_mentioned_command_and_options_exist(page, text):
-    parser, words = build_parser(), text.split()[1:]
-    while words and parser._subparsers:
+    parser, argv = build_parser(), text.split()[1:]
+    while argv and parser._subparsers:
         assert isinstance(parser._subparsers._group_actions[0].choices, dict)
-        parser = parser._subparsers._group_actions[0].choices[words.pop(0)]
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= set(parser._option_string_actions)
+        parser = parser._subparsers._group_actions[0].choices[argv.pop(0)]
+    assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= set(parser._option_string_actions)
 
 
 @pytest.mark.parametrize("name", TEXTS)

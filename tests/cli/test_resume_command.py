@@ -33,8 +33,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(*words: str) -> int:
-    return main(["train", "mine.py:task", "--device", "cpu", "--json", *words])
+def train(*argv: str) -> int:
+    return main(["train", "mine.py:task", "--device", "cpu", "--json", *argv])
 
 
 def break_off(out: str, *methods: str) -> None:
@@ -75,19 +75,19 @@ def test_resume_without_methods_uses_the_run_s_recipe(here, capfd):
     assert train("--out", "run", "--resume") == 0
     result = json.loads(capfd.readouterr().out)
     assert result["recipe"] == "ema:decay=0.5" and result["steps"] == 8
-    whole = hasten.train("mine.py:task", "ema:decay=0.5", out="whole", device="cpu")
-    assert whole["evaluations"][-1]["metric"] == result["evaluations"][-1]["metric"]
-    assert (here / "run" / "log.jsonl").read_bytes() == (here / "whole" / "log.jsonl").read_bytes()
+    uninterrupted = hasten.train("mine.py:task", "ema:decay=0.5", out="uninterrupted", device="cpu")
+    assert uninterrupted["evaluations"][-1]["metric"] == result["evaluations"][-1]["metric"]
+    assert (here / "run" / "log.jsonl").read_bytes() == (here / "uninterrupted" / "log.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("words", "here_"),
+    ("argv", "here_"),
     [(["--with", "ema:decay=0.9"], "ema:decay=0.9"), (["--recipe", "baseline"], "baseline")],
     ids=["method", "baseline"],
 )
-def test_resume_another_recipe_error_quotes_the_typed_recipe(words, here_, here, capfd):
+def test_resume_another_recipe_error_quotes_the_typed_recipe(argv, here_, here, capfd):
     break_off("run", "ema:decay=0.5")
-    assert train("--out", "run", "--resume", *words) == 2
+    assert train("--out", "run", "--resume", *argv) == 2
     assert f"another recipe: ema:decay=0.5 there, {here_} here" in capfd.readouterr().err
 
 
@@ -108,20 +108,20 @@ def test_resume_with_a_fixed_metric_loses_no_step(here):
     assert [record["step"] for record in trained if "loss" in record] == [5, 6, 7, 8] and result["steps"] == 8
 
 
-def told(here, name: str = "environment.json"):
+def read_json(here, name: str = "environment.json"):
     return json.loads((here / "run" / name).read_text())
 
 
-def tell(here, content) -> None:
+def write_json(here, content) -> None:
     (here / "run" / "environment.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("words", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
-def test_resume_code_named_only_in_environment_json_is_not_run(words, here, capfd):
+@pytest.mark.parametrize("argv", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
+def test_resume_code_named_only_in_environment_json_is_not_run(argv, here, capfd):
     break_off("run")
     (here / "evil.py").write_text("open('executed', 'w')\n" + FILE)
-    tell(here, told(here) | {"recipe": {"./evil.py:Own": {}}})
-    assert train("--out", "run", "--resume", *words) == 2
+    write_json(here, read_json(here) | {"recipe": {"./evil.py:Own": {}}})
+    assert train("--out", "run", "--resume", *argv) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "methods from outside hasten" in line and "--with './evil.py:Own'" in line
     assert not (here / "executed").exists()
@@ -140,7 +140,7 @@ def test_resume_restores_option_types(here):
 
     with pytest.raises(InterruptedError):
         hasten.train("mine.py:task", recipe, out="run", checkpoint_seconds=0, observers=[stop], device="cpu")
-    assert told(here)["recipe"] == recipe.methods
+    assert read_json(here)["recipe"] == recipe.methods
     with pytest.raises(hasten.ConfigurationError, match="another recipe"):
         hasten.train(
             "mine.py:task",
@@ -156,7 +156,7 @@ def test_resume_restores_option_types(here):
 )
 def test_resume_invalid_recipe_is_one_error_line(odd, here, capfd):
     break_off("run")
-    tell(here, told(here) | {"recipe": odd})
+    write_json(here, read_json(here) | {"recipe": odd})
     assert train("--out", "run", "--resume") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "the run in run cannot be read" in line and "environment.json" in line
@@ -165,9 +165,9 @@ def test_resume_invalid_recipe_is_one_error_line(odd, here, capfd):
 def test_resume_unknown_recipe_without_methods_is_refused(here, capfd):
     """recipe.toml holds settings that methods found while they ran, so it does not replace the requested recipe."""
     break_off("run", "ema:decay=0.5")
-    before = told(here)
+    before = read_json(here)
     del before["recipe"]
-    tell(here, before)
+    write_json(here, before)
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     assert train("--out", "run", "--resume") == 1
     (line,) = capfd.readouterr().err.splitlines()

@@ -97,7 +97,7 @@ def test_arrays_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda folder: arrays(), "at least one"),
         (lambda folder: arrays({}), "at least one"),
@@ -113,8 +113,8 @@ def test_arrays_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
         (lambda folder: arrays(folder / "text.npy"), "text.npy is not an array of numbers"),
     ],
 )
-def test_arrays_invalid_input_is_refused(tmp_path, wrong, told):
+def test_arrays_invalid_input_is_refused(tmp_path, wrong, message):
     numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
     (tmp_path / "text.npy").write_text("hello")
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)

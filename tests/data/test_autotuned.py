@@ -31,10 +31,10 @@ from helpers.process import live_children
 PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
 
 
-class Restless(LoaderAutotuner):
+class NeverConverges(LoaderAutotuner):
     """An autotuner that never converges: it tries one configuration after the other."""
 
-    crews = (
+    configurations = (
         WorkerConfig(),
         WorkerConfig(processes=1),
         WorkerConfig(processes=2, prefetch=3),
@@ -44,7 +44,7 @@ class Restless(LoaderAutotuner):
 
     def search(self, choices, seen=None):
         kinds = {"threads": "threads" in choices.kinds, "processes": "processes" in choices.kinds}
-        for workers in itertools.cycle(self.crews):
+        for workers in itertools.cycle(self.configurations):
             if not workers.num_workers or kinds["threads" if workers.threads else "processes"]:
                 yield workers
 
@@ -58,7 +58,7 @@ def at_once(monkeypatch):
 
 def restless(pipeline):
     """The pipeline, whose worker configuration changes every few batches, and the configurations used."""
-    autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
+    autotuner = NeverConverges(cores=3, memory_budget=lambda: math.inf)
     return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
 
 
@@ -83,18 +83,18 @@ def plain(rows=ROWS):
 @pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
 def test_autotuned_any_change_of_workers_keeps_every_bit(made, at_once):
     threads = threading.enumerate()
-    whole, changing = made(), restless(made())
+    constant, changing = made(), restless(made())
     for number in range(4):
-        assert equal(list(changing), list(whole)), f"pass {number}"
+        assert equal(list(changing), list(constant)), f"pass {number}"
     assert nothing_left(threads)
 
 
 def test_autotuned_position_resumes_while_workers_change(at_once):
-    threads, whole, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
+    threads, expected, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
     list(itertools.islice(changing, 3))
     resumed = restless(random_pipeline())
     resumed.load_state_dict(changing.state_dict())
-    assert equal(list(resumed), whole[3:])
+    assert equal(list(resumed), expected[3:])
     assert nothing_left(threads)
 
 
@@ -177,7 +177,7 @@ def test_autotuned_without_memory_uses_no_workers():
 def test_autotuned_initial_workers_are_those_given():
     pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
     assert pipeline.runner.tuned_settings == {"processes": 3, "prefetch": 2} and pipeline.num_workers == 3
-    assert until_settled(pipeline, step=0.05).workers.processes == 3, "nobody waited"
+    assert until_settled(pipeline, step=0.05).workers.processes == 3, "no step waited"
 
 
 def test_autotuned_without_user_functions_tries_threads():
@@ -210,13 +210,13 @@ def test_autotuned_other_batch_size_searches_again():
 def test_autotuned_engine_gets_workers_and_may_replace_them():
     pipeline = random_pipeline().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
-    whole = list(batches.epoch(0, 0))
+    expected = list(batches.epoch(0, 0))
     assert batches.workers == WorkerConfig(processes=2, prefetch=4)
     for workers in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
         other = batches.with_workers(workers)
-        assert other.workers == workers and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
+        assert other.workers == workers and equal(list(other.epoch(0, 0)), expected) and other.length == batches.length
     assert equal(
-        list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:]
+        list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), expected[2:]
     )
     assert batches.map_iterator(iter).with_workers is None
 
@@ -254,10 +254,10 @@ def test_autotuned_slow_samples_are_cached(where, gigabytes, caches):
     """In memory, or on disk if their 640 bytes exceed the memory budget."""
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
-    whole = arrays(numbers).shuffle(seed=1).batch(8)
+    uncached = arrays(numbers).shuffle(seed=1).batch(8)
     autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + PATIENCE, 0
     while not (autotuner.converged and autotuner.cache == where):
-        for batch, expected in zip(auto, whole, strict=True):
+        for batch, expected in zip(auto, uncached, strict=True):
             assert torch.equal(batch, 2 * expected)
             time.sleep(0.004)
         passes += 1
@@ -277,18 +277,18 @@ def waiting(pipeline):
 
 def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, at_once):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as told:
+    with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as caught:
         first = list(pipeline)
-    (there,) = caches.glob("*/cache.json")
-    assert any(str(there.parent) in str(each.message) for each in told)
+    (manifest,) = caches.glob("*/cache.json")
+    assert any(str(manifest.parent) in str(each.message) for each in caught)
     assert pipeline.runner.autotuner.converged and pipeline.runner.autotuner.cache == "no", "it was a nanosecond before"
-    assert equal(list(pipeline), first) and not pipeline.runner.active_cache and there.is_file()
+    assert equal(list(pipeline), first) and not pipeline.runner.active_cache and manifest.is_file()
 
 
-def left_as_they_are(told):
+def left_as_they_are(reason):
     """Asserts that a HastenWarning gives the reason why samples are not cached on disk, and nothing else changes."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match=f"not cached .disk.*{told}"):
+    with pytest.warns(HastenWarning, match=f"not cached .disk.*{reason}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
     assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
@@ -375,7 +375,7 @@ def test_autotuned_cache_beyond_the_budget_is_reported_and_dropped():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"batches": "fast"}, "batches"),
         ({"batches": "auto", "threads": 1, "processes": 1}, "not both"),
@@ -386,6 +386,6 @@ def test_autotuned_cache_beyond_the_budget_is_reported_and_dropped():
     ],
     ids=str,
 )
-def test_autotuned_invalid_request_is_refused(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_autotuned_invalid_request_is_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         arrays(torch.arange(8)).prefetch(**wrong)

@@ -93,7 +93,7 @@ def test_bad_rows_list_states_row_and_reason():
 @pytest.mark.parametrize(
     "around",
     [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), TimedSource],
-    ids=["mapped", "kept", "timed"],
+    ids=["mapped", "cached", "timed"],
 )
 def test_known_bad_rows_pass_through_wrapping_sources(around):
     with pytest.raises(RunError, match=r"row 3 \(numbers.txt\): no number"):

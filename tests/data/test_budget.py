@@ -48,8 +48,12 @@ def test_table_stays_within_the_memory_of_its_rank(groups):
 
 def test_free_memory_without_groups_is_that_of_the_machine(groups, monkeypatch):
     (groups / "membership").unlink()
-    before, told, after = psutil.virtual_memory().available, resources.free_memory(), psutil.virtual_memory().available
-    assert 0.5 * min(before, after) < told < 2 * max(before, after)
+    before, reported, after = (
+        psutil.virtual_memory().available,
+        resources.free_memory(),
+        psutil.virtual_memory().available,
+    )
+    assert 0.5 * min(before, after) < reported < 2 * max(before, after)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -63,12 +67,12 @@ def test_available_cpus_in_a_container_are_divided_among_ranks(version, tmp_path
     job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
     (job / "step").mkdir(parents=True)
     for folder, quota in ((job, "350000"), (job / "step", "max" if version == 2 else "-1")):
-        told = (
+        group_files = (
             {"cpu.max": f"{quota} 100000"}
             if version == 2
             else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
         )
-        for name, content in told.items():
+        for name, content in group_files.items():
             (folder / name).write_text(content + "\n")
     assert resources.available_cpus() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

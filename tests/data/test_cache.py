@@ -65,12 +65,12 @@ def test_cache_nested_rows_of_all_dtypes(kind):
         "b": NUMBERS.bfloat16(),
         "c": numpy.arange(ROWS, dtype=numpy.uint16),
     }
-    for here, there in zip(arrays(columns).batch(BATCH), arrays(columns).cache(kind).batch(BATCH), strict=True):
-        assert torch.equal(here["a"][0], there["a"][0]) and torch.equal(here["a"][1], there["a"][1])
+    for direct, cached in zip(arrays(columns).batch(BATCH), arrays(columns).cache(kind).batch(BATCH), strict=True):
+        assert torch.equal(direct["a"][0], cached["a"][0]) and torch.equal(direct["a"][1], cached["a"][1])
         assert (
-            torch.equal(here["b"], there["b"])
-            and torch.equal(here["c"].int(), there["c"].int())
-            and there["c"].dtype == torch.uint16
+            torch.equal(direct["b"], cached["b"])
+            and torch.equal(direct["c"].int(), cached["c"].int())
+            and cached["c"].dtype == torch.uint16
         )
 
 
@@ -107,7 +107,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most"
+    not Path("/proc/self/status").exists(), reason="this system does not report the peak memory of a process"
 )
 def test_cache_takes_no_more_memory_than_allowed():
     """0.2 GB of rows, read in chunks of 16 MB."""
@@ -133,7 +133,7 @@ def test_cache_keeps_bad_rows_bad(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "message"),
     [
         (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "map with random numbers before cache"),
         (lambda p, kind: p.map(lambda x: x[: int(x[0]) % 2 + 1]).cache(kind), "cannot be stacked.*one shape"),
@@ -147,8 +147,8 @@ def test_cache_keeps_bad_rows_bad(kind):
         (lambda p, kind: p.cache("memory", folder="x"), "folder"),
     ],
 )
-def test_cache_of_uncacheable_source_raises(kind, build, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_cache_of_uncacheable_source_raises(kind, build, message):
+    with pytest.raises(ConfigurationError, match=message):
         list(build(arrays(NUMBERS), kind).batch(BATCH))
 
 
@@ -158,8 +158,12 @@ def test_cache_reports_progress(recwarn, tmp_path):
             time.sleep(0.01)
             return torch.zeros(len(rows), 4_000_000)
 
-    told = []
-    list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: told.append(what)).batch(5))
-    assert [done for _, done, _ in told] == [0.2, 0.4, 0.6, 0.8, 1.0] and told[-1][2] == 0 and "memory" in told[0][0]
-    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in told)
+    reports = []
+    list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: reports.append(what)).batch(5))
+    assert (
+        [done for _, done, _ in reports] == [0.2, 0.4, 0.6, 0.8, 1.0]
+        and reports[-1][2] == 0
+        and "memory" in reports[0][0]
+    )
+    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in reports)
     assert not [each for each in recwarn if each.category is HastenWarning]

@@ -49,9 +49,9 @@ def test_unheld_locks_are_removed_and_an_unusable_lock_is_one_line(tmp_path):
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
     made.with_suffix(".lock").mkdir()  # equivalent to a lock file that may not be opened
-    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
+    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as error:
         list(arrays(NUMBERS).cache("disk").batch(ROWS))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     (tmp_path / "cache" / "left.lock").touch()
     list(arrays(NUMBERS + 1).cache("disk").batch(ROWS))
     assert not (tmp_path / "cache" / "left.lock").exists() and made.with_suffix(".lock").exists()
@@ -91,28 +91,28 @@ class Slow(Source):
         return {"slow": 1}
 
 
-def making(folder, pause, room, told):
-    if room:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+def making(folder, pause, limit, results):
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
         try:
             batches = Pipeline(Slow(folder, pause)).cache("disk", folder=folder / "cache").batch(8)
-            said = sum(int(batch[:, 0].sum()) for batch in batches)
+            outcome = sum(int(batch[:, 0].sum()) for batch in batches)
         except RunError as failure:
-            said = str(failure)
-    told.put((said, [str(notice.message) for notice in notices]))
+            outcome = str(failure)
+    results.put((outcome, [str(notice.message) for notice in notices]))
 
 
-def maker(folder, pause=0.25, room=None):
+def start_maker(folder, pause=0.25, limit=None):
     """A process that writes a cache in four chunks, and the queue of its result."""
-    told = FORK.SimpleQueue()
-    return start_process(making, folder, pause, room, told), told
+    results = FORK.SimpleQueue()
+    return start_process(making, folder, pause, limit, results), results
 
 
-def told_by(process, told):
+def join_maker(process, results):
     assert join_process(process) == 0
-    return told.get()
+    return results.get()
 
 
 def until(condition, process):
@@ -122,30 +122,30 @@ def until(condition, process):
 
 
 def test_two_processes_build_a_cache_once(tmp_path):
-    said = [told_by(*each) for each in [maker(tmp_path) for _ in range(2)]]
-    assert [total for total, _ in said] == [sum(range(40))] * 2
+    outcomes = [join_maker(*each) for each in [start_maker(tmp_path) for _ in range(2)]]
+    assert [total for total, _ in outcomes] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
     assert (
-        sum("another process is filling the cache" in notice for _, notices in said for notice in notices) <= 1
+        sum("another process is filling the cache" in notice for _, notices in outcomes for notice in notices) <= 1
     )  # nothing is read if the first process was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
 def test_killed_builder_leaves_no_valid_cache(tmp_path):
-    process, _ = maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
+    process, _ = start_maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
     until(lambda: list((tmp_path / "cache").glob("*.making/0.rows")), process)
     process.kill()
     process.join()
     assert list((tmp_path / "cache").glob("*.making"))
     list(arrays(NUMBERS).cache("disk").batch(BATCH))  # a cache of other data: it removes partial files
     assert not list((tmp_path / "cache").glob("*.making"))
-    assert told_by(*maker(tmp_path))[0] == sum(range(40))
+    assert join_maker(*start_maker(tmp_path))[0] == sum(range(40))
 
 
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     """A limit on file sizes stands in for the full disk: writing fails in the middle as well."""
-    said, _ = told_by(*maker(tmp_path, room=20_000_000))
-    assert "cannot write" in said and "incomplete cache was removed" in said and "\n" not in said
+    message, _ = join_maker(*start_maker(tmp_path, limit=20_000_000))
+    assert "cannot write" in message and "incomplete cache was removed" in message and "\n" not in message
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))
 
 
@@ -157,10 +157,10 @@ def test_full_disk_is_named_in_the_error(tmp_path):
         RunError,
         match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose "
         r"another folder",
-    ) as told:
+    ) as error:
         written.write(torch.zeros(1000, 100))
     written.abandon()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_read_only_folder_is_one_line(tmp_path):

@@ -111,11 +111,11 @@ def test_truncated_response_is_not_used(records, web):
 def test_server_without_ranges_is_asked_once_per_file(records, web, loads):
     remote._supports_ranges.clear()
     web.ranges, loads["bytes"] = False, 0
-    whole = len(web.content["/long.tfrecord"])
-    with pytest.raises(Exception, match="range requests") as told:
+    size = len(web.content["/long.tfrecord"])
+    with pytest.raises(Exception, match="range requests") as error:
         read(records, SCATTERED)
-    assert "\n" not in str(told.value)
-    assert loads["bytes"] <= 3 * whole
+    assert "\n" not in str(error.value)
+    assert loads["bytes"] <= 3 * size
 
 
 def test_repeated_and_reversed_rows_are_read(records):

@@ -75,13 +75,13 @@ def test_csv_bad_line_that_is_not_text_is_one_line(tmp_path, capfd):
 def test_csv_bad_line_is_reported_before_reading(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
-    told = (
+    message = (
         r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; repair it, or allow bad rows "
         r"to be skipped"
     )
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         next(iter(csv(path, target="label").batch(10)))
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         csv(path, target="label").batches(10, seed=0, training=False)
     assert sum(len(y) for _, y in csv(path, target="label").skip_bad_rows(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())

@@ -47,8 +47,8 @@ def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
     with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
-    kept = [n for batch in table.shuffle(seed=0).skip_bad_rows(RUN) for n in batch["n"].tolist()]
-    assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
+    rows_left = [n for batch in table.shuffle(seed=0).skip_bad_rows(RUN) for n in batch["n"].tolist()]
+    assert sorted(rows_left) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
@@ -75,9 +75,9 @@ def test_parquet_damaged_row_group_is_decoded_once_for_all_rows(tmp_path, gigaby
         (batch,) = pipeline
         assert len(batch["n"]) == ROWS - RUN and len(pipeline.faults.found) == RUN
     assert decoded.count(1) == 1 and len(decoded) <= (ROWS // RUN if gigabytes is WHOLE else 6)
-    with pytest.raises(BadRow, match=r"row 120 .*row group 1") as told:
+    with pytest.raises(BadRow, match=r"row 120 .*row group 1") as error:
         pipeline.source.read(numpy.array([2, 120, 101, 250]))
-    assert pickle.loads(pickle.dumps(told.value)).rows == [120, 101] and decoded.count(1) == 1
+    assert pickle.loads(pickle.dumps(error.value)).rows == [120, 101] and decoded.count(1) == 1
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
@@ -116,19 +116,19 @@ else:
             os.close(int(each))
 try:
     source.read(rows)
-except (MemoryError, RunError) as told:
-    print("MemoryError" if isinstance(told, MemoryError) else told, flush=True)
+except (MemoryError, RunError) as error:
+    print("MemoryError" if isinstance(error, MemoryError) else error, flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="this system tells neither the memory nor the files of a process"
+    not sys.platform.startswith("linux"), reason="this system reports neither the memory nor the files of a process"
 )
 @pytest.mark.parametrize(
-    ("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
+    ("lacking", "message"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
 )
-def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, said):
+def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, message):
     long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB decoded, some kilobytes in the file
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
         writer.write_table(long.slice(0, 10), row_group_size=10)
@@ -136,7 +136,7 @@ def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, said):
     command = [sys.executable, "-c", LACKING, lacking, tmp_path / "t.parquet"]
     at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators keep a gigabyte in reserve
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | at_once)
-    assert re.match(said, done.stdout), done.stdout + done.stderr
+    assert re.match(message, done.stdout), done.stdout + done.stderr
 
 
 READ_ALL = """
@@ -149,8 +149,8 @@ for path in sys.argv[2:]:
         source = {"feather": feather, "parquet": parquet}[sys.argv[1]](path).source
         source.read(numpy.arange(min(len(source), 1000)))
         print("read")
-    except (ConfigurationError, BadRow, RunError) as told:
-        print("told" if "\\n" not in str(told) else "many lines")
+    except (ConfigurationError, BadRow, RunError) as error:
+        print("refused" if "\\n" not in str(error) else "many lines")
 """
 
 
@@ -158,17 +158,17 @@ for path in sys.argv[2:]:
 def test_any_damaged_bytes_end_in_an_error_of_hasten(tmp_path, form):
     """Changed bytes anywhere in the file, and files truncated anywhere."""
     random, paths = numpy.random.default_rng(0), []
-    words = pa.array(["some", "words"] * 50).dictionary_encode()
-    table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": words})
+    texts = pa.array(["some", "words"] * 50).dictionary_encode()
+    table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": texts})
     for number, compression in enumerate(("uncompressed", "lz4", "zstd")):
-        whole = tmp_path / f"whole{number}.{form}"
+        intact = tmp_path / f"whole{number}.{form}"
         if form == "feather":
-            arrow_feather.write_feather(table, whole, compression=compression)
+            arrow_feather.write_feather(table, intact, compression=compression)
         else:
             arrow_parquet.write_table(
-                table, whole, compression="none" if compression == "uncompressed" else compression
+                table, intact, compression="none" if compression == "uncompressed" else compression
             )
-        content = whole.read_bytes()
+        content = intact.read_bytes()
         for each in range(60):
             damaged = bytearray(content)
             for place in random.integers(0, len(content), 1 + each % 4):
@@ -177,14 +177,14 @@ def test_any_damaged_bytes_end_in_an_error_of_hasten(tmp_path, form):
                 del damaged[random.integers(0, len(content)) :]
             paths.append(tmp_path / f"{number}-{each}.{form}")
             paths[-1].write_bytes(damaged)
-    said = run_script(READ_ALL, form, *paths).split()
-    assert len(said) == len(paths) and set(said) == {"read", "told"} and said.count("told") > 30
+    outcomes = run_script(READ_ALL, form, *paths).split()
+    assert len(outcomes) == len(paths) and set(outcomes) == {"read", "refused"} and outcomes.count("refused") > 30
 
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
 def test_invalid_utf8_is_a_bad_row(tmp_path, form):
-    words = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
-    table, path = pa.table({"words": words}), tmp_path / f"t.{form}"
+    texts = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
+    table, path = pa.table({"words": texts}), tmp_path / f"t.{form}"
     arrow_feather.write_feather(table, path) if form == "feather" else arrow_parquet.write_table(table, path)
     with pytest.raises(BadRow, match="UTF8"):
         {"feather": feather, "parquet": parquet}[form](path).source.read(numpy.arange(2))
@@ -204,10 +204,10 @@ def test_feather_wrong_row_count_is_bad(tmp_path):
     first = content.index(old)
     content[first : first + 8] = (900_000).to_bytes(8, "little")
     path.write_bytes(content)
-    with pytest.raises((BadRow, ConfigurationError)) as told:
+    with pytest.raises((BadRow, ConfigurationError)) as error:
         source = feather(path).source
         source.read(numpy.array([0]))
-    assert "t.feather" in str(told.value) and "\n" not in str(told.value)
+    assert "t.feather" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_tfrecord_wrong_checksum_is_skipped_and_counted(tmp_path):

@@ -136,7 +136,7 @@ def test_fingerprint_changes_with_dependencies(tmp_path, old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("def inner", "\n\n# said better\ndef inner"),
+        ("def inner", "\n\n# a comment\ndef inner"),
         ("return a\n", "return -a\n"),
         ("a ^ 4", "a ^ 3"),
         ("class Shift", "UNUSED = 3\nclass Shift"),
@@ -243,7 +243,7 @@ for each in (f, Here(), Here().__call__, Shift(3).__call__, Crop(), by_mode, lam
 
 class Named:
     def __reduce__(self):
-        return "a name, which tells nothing"
+        return "an ambiguous name"
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,11 @@ def folder_of(path, sizes=((40, 60), (60, 40), (50, 50)), classes=("cat", "dog")
 
 def as_pillow_resizes(picture, height, width):
     scale = max(height / picture.height, width / picture.width)
-    whole = max(width, int(picture.width * scale)), max(height, int(picture.height * scale))
-    left, top = round((whole[0] - width) / 2), round((whole[1] - height) / 2)
-    return numpy.asarray(picture.resize(whole, Image.BILINEAR).crop((left, top, left + width, top + height))).transpose(
-        2, 0, 1
-    )
+    resized = max(width, int(picture.width * scale)), max(height, int(picture.height * scale))
+    left, top = round((resized[0] - width) / 2), round((resized[1] - height) / 2)
+    return numpy.asarray(
+        picture.resize(resized, Image.BILINEAR).crop((left, top, left + width, top + height))
+    ).transpose(2, 0, 1)
 
 
 def test_png_is_decoded_bit_for_bit(tmp_path):
@@ -84,8 +84,8 @@ def test_real_photos_are_decoded_as_by_pillow(decoder):
         pytest.skip("no photos: HASTEN_DATA names no folder with imagenet-sample-jpeg")
     source = images(photos, resize=224, labels=None).source
     rows = numpy.arange(0, 200, 7)
-    pictures, whole = source.read(rows), images(photos, labels=None).source.read(rows)
-    for row, small, picture in zip(rows, pictures, whole, strict=True):
+    pictures, originals = source.read(rows), images(photos, labels=None).source.read(rows)
+    for row, small, picture in zip(rows, pictures, originals, strict=True):
         expected = Image.open(source.files.path(row)).convert("RGB")
         assert numpy.abs(picture.numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 1
         if min(expected.size) < 4 * 224:  # larger ones are decoded at half their size
@@ -98,9 +98,9 @@ def test_real_photos_are_decoded_as_by_pillow(decoder):
 def test_every_color_mode_becomes_three_channels(tmp_path, decoder, mode, kind):
     picture = smooth(33, 47).convert(mode)
     picture.save(tmp_path / f"a.{kind}")
-    (whole,) = images(tmp_path, labels=None).source.read(numpy.array([0]))
+    (original,) = images(tmp_path, labels=None).source.read(numpy.array([0]))
     expected = numpy.asarray(Image.open(tmp_path / f"a.{kind}").convert("RGB")).transpose(2, 0, 1)
-    assert whole.shape == (3, 33, 47) and numpy.abs(whole.numpy().astype(int) - expected).mean() < 1
+    assert original.shape == (3, 33, 47) and numpy.abs(original.numpy().astype(int) - expected).mean() < 1
     assert images(tmp_path, resize=16, labels=None).source.read(numpy.array([0])).shape == (1, 3, 16, 16)
 
 
@@ -119,9 +119,9 @@ def test_image_runners_give_the_same_images(tmp_path):
         folder_of(tmp_path / "set", sizes=[(30 + i, 70 - i) for i in range(20)], kind="jpg"), resize=24
     ).source
     batches = numpy.array_split(numpy.random.default_rng(0).permutation(40), 10)
-    alone = [source.read(batch)[0] for batch in batches]
+    one_by_one = [source.read(batch)[0] for batch in batches]
     with ThreadPoolExecutor(4) as pool:
-        for one, other in zip(alone, pool.map(lambda batch: source.read(batch)[0], batches), strict=True):
+        for one, other in zip(one_by_one, pool.map(lambda batch: source.read(batch)[0], batches), strict=True):
             assert torch.equal(one, other)
 
 
@@ -146,7 +146,7 @@ def jpeg_bomb():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("bomb.png", bomb(8000, 8000), "8000 x 8000 pixels, more than the"),
         ("bomb2.png", bomb(60000, 60000), "60000 x 60000 pixels, more than the"),
@@ -157,12 +157,12 @@ def jpeg_bomb():
     ],
 )
 @pytest.mark.parametrize("resize", [None, 16])
-def test_bad_image_is_named(tmp_path, decoder, name, content, says, resize):
+def test_bad_image_is_named(tmp_path, decoder, name, content, message, resize):
     for other in ("a", "z"):
         smooth(20, 20).save(tmp_path / f"{other}.png")
     (tmp_path / name).write_bytes(content)
     source = images(tmp_path, resize=resize, labels=None).source
-    with pytest.raises(BadRow, match=says) as caught:
+    with pytest.raises(BadRow, match=message) as caught:
         source.read(numpy.array([2, 1, 0]))
     assert caught.value.row == 1 and caught.value.where.endswith(name)
     assert len(source.read(numpy.array([2, 0]))) == 2
@@ -182,8 +182,8 @@ def test_narrow_image_after_resize_beyond_memory_is_refused(tmp_path, height, wi
 
 def test_truncated_jpeg_is_bad(tmp_path, decoder):
     smooth(200, 200).save(tmp_path / "a.jpg")
-    whole = (tmp_path / "a.jpg").read_bytes()
-    (tmp_path / "a.jpg").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(content[: len(content) // 2])
     with pytest.raises(BadRow, match=r"a\.jpg.*truncated"):
         images(tmp_path, resize=32, labels=None).source.read(numpy.array([0]))
 
@@ -254,8 +254,8 @@ def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")
     assert len(list_folder(root, (".png",))) == 7 and walks
-    (kept,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
-    kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is ignored
+    (listing,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
+    listing.write_bytes(listing.read_bytes()[:100])  # a damaged list is ignored
     assert len(list_folder(root, (".png",))) == 7
 
 
@@ -286,7 +286,7 @@ def test_dangling_link_is_a_bad_row_of_a_cache(tmp_path, where):
     assert list(cached.faults.found) == [1]
     smooth(11, 13, seed=99).save(tmp_path / "later.png")
     assert sum(len(labels) for _, labels in cached) == 6 and not cached.faults.found, (
-        "it came, so the cache is filled anew"
+        "it exists now, so the cache is rebuilt"
     )
 
 

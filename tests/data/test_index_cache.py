@@ -35,12 +35,12 @@ DATA = {"tfrecord": "data", "tar": "bin"}  # the column of these bytes
 _watched, _opened = set(), Counter()
 
 
-def _heard(event, arguments):
+def _record_open(event, arguments):
     if event == "open" and str(arguments[0]) in _watched:
         _opened[str(arguments[0])] += 1
 
 
-sys.addaudithook(_heard)  # Python's audit hook, which reports every opened file
+sys.addaudithook(_record_open)  # Python's audit hook, which reports every opened file
 
 
 def written(path, sizes=SIZES * 3):
@@ -75,7 +75,7 @@ def asked(web, path, query=""):
     return source, sum(method == "GET" and where == path + query for method, where, _ in web.asked[before:])
 
 
-def kept():
+def cached_files():
     folder = Path(os.environ["HASTEN_CACHE"], "manifests")
     return sorted(folder.iterdir()) if folder.exists() else []
 
@@ -144,10 +144,10 @@ def test_changed_remote_file_is_indexed_again(web, tmp_path, kind):
 def test_index_of_recent_small_or_truncated_file_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     opened(written(tmp_path / "now.tar"))
-    assert not kept(), "it may change again without a new time"
+    assert not cached_files(), "a change within the clock's resolution keeps the time"
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
     opened(written(tmp_path / "small.tar", [1000] * 3))
-    assert not kept(), "it is walked through in no time"
+    assert not cached_files(), "indexing it is faster than reading a cache"
     cut = written(tmp_path / "cut.tfrecord")
     cut.write_bytes(cut.read_bytes()[:-1])
     for _ in range(2):
@@ -159,13 +159,15 @@ def test_index_of_recent_small_or_truncated_file_is_not_cached(tmp_path, monkeyp
 def test_server_without_versions_is_indexed_every_time(web):
     web.marked = False
     with warnings.catch_warnings(action="ignore", category=HastenWarning):
-        assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not kept()
+        assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not cached_files()
 
 
 def test_cache_contains_no_url(web):
     web.content["/b.tar?key=secret"] = web.content["/a.tar"]
     assert asked(web, "/b.tar", "?key=secret")[1] > 0 and asked(web, "/b.tar", "?key=secret")[1] == 0
-    assert kept() and not any(word in path.read_bytes() for path in kept() for word in (b"secret", b"127.0.0.1"))
+    assert cached_files() and not any(
+        word in path.read_bytes() for path in cached_files() for word in (b"secret", b"127.0.0.1")
+    )
 
 
 class Bad:
@@ -196,45 +198,47 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damaged_index_is_ignored(tmp_path, settled, kind, how):
     path = written(tmp_path / f"a.{kind}")
-    whole = everything(opened(path)[0])
-    assert kept()
-    for each in kept():
+    expected = everything(opened(path)[0])
+    assert cached_files()
+    for each in cached_files():
         each.write_bytes(DAMAGE[how](each.read_bytes()))
     source, times = opened(path)
-    assert times > 0 and same(everything(source), whole) and not Path(os.environ["HASTEN_CACHE"], "executed").exists()
-    assert opened(path)[1] == 0, "it is kept again"
+    assert (
+        times > 0 and same(everything(source), expected) and not Path(os.environ["HASTEN_CACHE"], "executed").exists()
+    )
+    assert opened(path)[1] == 0, "it is cached_files again"
 
 
 def test_index_of_another_file_is_ignored(tmp_path, settled):
     one, other = written(tmp_path / "a.tar"), written(tmp_path / "b.tar", SIZES[::-1] * 3)
     opened(one)
-    of_one = {path.name: path for path in kept()}
-    whole = everything(opened(other)[0])
-    of_other = [path for path in kept() if path.name not in of_one]
+    of_one = {path.name: path for path in cached_files()}
+    expected = everything(opened(other)[0])
+    of_other = [path for path in cached_files() if path.name not in of_one]
     for path, foreign in zip(of_other, of_one.values(), strict=True):
         path.write_bytes(foreign.read_bytes())
     source, times = opened(other)
-    assert times > 0 and same(everything(source), whole)
+    assert times > 0 and same(everything(source), expected)
 
 
-def reader(paths, begin, told):
+def reader(paths, begin, results):
     begin.wait(60)
     rows = [MAKERS[path.suffix[1:]](path).source.read(numpy.arange(12))[DATA[path.suffix[1:]]] for path in paths]
-    told.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
+    results.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
 
 
 def test_two_processes_index_a_file_concurrently(tmp_path, settled):
     paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
-    begin, told = FORK.Barrier(2), FORK.SimpleQueue()
-    children = [start_process(reader, paths, begin, told) for _ in range(2)]
+    begin, results = FORK.Barrier(2), FORK.SimpleQueue()
+    children = [start_process(reader, paths, begin, results) for _ in range(2)]
     assert [join_process(child) for child in children] == [0, 0]
-    said = [told.get() for _ in children]
-    assert len(said[0]) == 2 and said[0] == said[1]
-    assert {path.suffix for path in kept()} == {".manifest"}
+    digests = [results.get() for _ in children]
+    assert len(digests[0]) == 2 and digests[0] == digests[1]
+    assert {path.suffix for path in cached_files()} == {".manifest"}
     assert [opened(path)[1] for path in paths] == [0, 0]
 
 
-@pytest.mark.parametrize("why", ["nobody may write there", "a file is in the way"])
+@pytest.mark.parametrize("why", ["read-only", "a file is in the way"])
 def test_read_only_cache_folder_is_no_error(tmp_path, settled, why):
     cache = Path(os.environ["HASTEN_CACHE"])
     if why == "a file is in the way":
@@ -242,7 +246,7 @@ def test_read_only_cache_folder_is_no_error(tmp_path, settled, why):
     else:
         cache.mkdir(mode=0o500)
         if os.access(cache, os.W_OK):
-            pytest.skip("who runs this may write everywhere")
+            pytest.skip("this user may write everywhere")
     path = written(tmp_path / "a.tar")
     first, second = opened(path), opened(path)
     assert second[1] > 0 and same(everything(first[0]), everything(second[0]))
@@ -276,19 +280,19 @@ def test_indexing_many_files_reports_rate_and_remaining(web, monkeypatch):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_indexing_one_file_reports_the_position(tmp_path, kind):
-    path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
+    path, reports = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
     if kind == "tfrecord":
-        tfrecord_format._index_file(file_signature(path), told.append, verify=True)
+        tfrecord_format._index_file(file_signature(path), reports.append, verify=True)
     else:
-        webdataset_format._index_shard(file_signature(path), told.append)
-    assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
+        webdataset_format._index_shard(file_signature(path), reports.append)
+    assert len(reports) > 2 and reports == sorted(reports) and reports[-1] <= path.stat().st_size
 
 
 def test_download_reports_received_bytes(web):
     web.content["/long"] = bytes(9 << 20)
-    told = []
-    assert len(range_reader.read_file(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
-    assert told == [4 << 20, 8 << 20, 9 << 20]
+    reports = []
+    assert len(range_reader.read_file(file_signature(f"{web.address}/long"), reports.append)) == 9 << 20
+    assert reports == [4 << 20, 8 << 20, 9 << 20]
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])

@@ -61,8 +61,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
-def refused(make, told):
-    with pytest.raises(ConfigurationError, match=told) as caught:
+def refused(make, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
 
@@ -75,7 +75,7 @@ def test_valid_files_are_accepted(folder):
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
-    ("paths", "told"),
+    ("paths", "message"),
     [
         (None, "a file is given by a str or a Path, not by None"),
         (3, "not by 3"),
@@ -91,11 +91,11 @@ def test_valid_files_are_accepted(folder):
     ],
     ids=repr,
 )
-def test_source_invalid_paths_are_refused(name, paths, told, tmp_path, monkeypatch):
+def test_source_invalid_paths_are_refused(name, paths, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if isinstance(paths, str) and "://" in paths:
         pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
-    refused(lambda: MAKERS[name](paths), told)
+    refused(lambda: MAKERS[name](paths), message)
 
 
 TABLES = [
@@ -174,10 +174,10 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
+    ("name", "settings", "message"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
 )
-def test_source_invalid_arguments_are_refused(folder, name, settings, told):
-    refused(lambda: MAKERS[name](folder / FILES[name], **settings), told)
+def test_source_invalid_arguments_are_refused(folder, name, settings, message):
+    refused(lambda: MAKERS[name](folder / FILES[name], **settings), message)
 
 
 def test_webdataset_target_may_start_with_a_dot(folder):
@@ -186,7 +186,7 @@ def test_webdataset_target_may_start_with_a_dot(folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"where": "tape"}, "'memory' or 'disk'"),
         ({"where": None}, "'memory' or 'disk'"),
@@ -199,15 +199,15 @@ def test_webdataset_target_may_start_with_a_dot(folder):
     ],
     ids=str,
 )
-def test_cache_invalid_arguments_are_refused(settings, told):
-    refused(lambda: arrays(torch.arange(4)).cache(**settings), told)
+def test_cache_invalid_arguments_are_refused(settings, message):
+    refused(lambda: arrays(torch.arange(4)).cache(**settings), message)
 
 
 # ---- tokens
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"length": 0}, r"tokens\(length=\) must be an integer of at least 1, not 0"),
         ({"length": "8"}, "not '8'"),
@@ -228,8 +228,8 @@ def test_cache_invalid_arguments_are_refused(settings, told):
     ],
     ids=str,
 )
-def test_tokens_invalid_arguments_are_refused(folder, settings, told):
-    refused(lambda: tokens(folder / "t.bin", **settings), told)
+def test_tokens_invalid_arguments_are_refused(folder, settings, message):
+    refused(lambda: tokens(folder / "t.bin", **settings), message)
 
 
 def test_tokens_huge_stride_gives_one_window(folder):
@@ -269,11 +269,11 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_tokens_of_another_format_is_refused(folder, tmp_path, name):
-    content, told = FOREIGN[name]
+    content, kind = FOREIGN[name]
     content = content(folder)
     content += bytes(len(content) % 2)
     (tmp_path / name).write_bytes(content)
-    refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{told}.*dtype=")
+    refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{kind}.*dtype=")
     assert len(tokens(tmp_path / name, 4, dtype="uint16").source), "unless its type was named"
 
 

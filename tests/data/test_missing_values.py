@@ -74,7 +74,7 @@ def test_fill_in_lists_and_structs_is_by_column_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fill", "told"),
+    ("name", "fill", "message"),
     [
         ("whole", 0.5, r"column 'whole' is of type int32, which 0\.5 cannot fill: .*not an integer"),
         ("whole", float("nan"), "which nan cannot fill"),
@@ -100,14 +100,14 @@ def test_fill_in_lists_and_structs_is_by_column_name(tmp_path):
         ),
     ],
 )
-def test_fill_that_would_be_changed_is_refused(tmp_path, name, fill, told):
-    with pytest.raises(ConfigurationError, match=told) as refused:
+def test_fill_that_would_be_changed_is_refused(tmp_path, name, fill, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
         read(tmp_path, name, fill)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("fill", "told"),
+    ("fill", "message"),
     [
         ({"worth": ""}, r"fill= names a column 'worth' that does not exist \(did you mean word\?\)"),
         ({"inner.y": 0}, r"'inner\.y' that does not exist \(did you mean inner\.x"),
@@ -116,8 +116,8 @@ def test_fill_that_would_be_changed_is_refused(tmp_path, name, fill, told):
         ([0], r"not \[0\]"),
     ],
 )
-def test_fill_of_unknown_names_is_refused_at_once(tmp_path, fill, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_fill_of_unknown_names_is_refused_at_once(tmp_path, fill, message):
+    with pytest.raises(ConfigurationError, match=message):
         parquet(stored(tmp_path, "word", "inner"), fill=fill)
 
 
@@ -228,7 +228,7 @@ def test_csv_empty_label_is_missing(tmp_path):
     named = csv(labelled(tmp_path), target="kind", fill={"kind": "c"}).source
     assert named.classes == ["a", "b", "c"] and named.read(ROWS)[1].tolist() == [1, 2, 0]
     chosen = csv(labelled(tmp_path), target="kind", classes=["", "a", "b"]).source
-    assert chosen.read(ROWS)[1].tolist() == [2, 0, 1], "unless it was said that it is one"
+    assert chosen.read(ROWS)[1].tolist() == [2, 0, 1], "unless classes= contains it"
     assert csv(labelled(tmp_path)).source.read(ROWS)["kind"] == ["b", "", "a"], "a text may be empty"
 
 
@@ -246,7 +246,7 @@ def test_parquet_empty_text_is_a_value(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("classes", "told"),
+    ("classes", "message"),
     [
         ("ba", r"classes= must be a list of names, as in classes=\['ba'\]"),
         (["a", "b", "a"], "classes= contains 'a' twice"),
@@ -257,8 +257,8 @@ def test_parquet_empty_text_is_a_value(tmp_path):
         (3, "classes= must be a list of names, not 3"),
     ],
 )
-def test_invalid_classes_are_refused(tmp_path, classes, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_invalid_classes_are_refused(tmp_path, classes, message):
+    with pytest.raises(ConfigurationError, match=message):
         csv(labelled(tmp_path), target="kind", classes=classes)
 
 
@@ -281,7 +281,7 @@ def test_csv_row_longer_than_a_block(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "settings", "told"),
+    ("content", "settings", "message"),
     [
         ("a,b\n1,2\n".encode("utf-16"), {}, r"t\.csv is not a complete CSV file"),
         ("é,b\n1,2\n".encode("latin-1"), {}, r"t\.csv is not a complete CSV file: .*UTF-8\?"),
@@ -298,9 +298,9 @@ def test_csv_row_longer_than_a_block(tmp_path):
         ),
     ],
 )
-def test_file_of_another_table_format_is_one_line(tmp_path, content, settings, told):
+def test_file_of_another_table_format_is_one_line(tmp_path, content, settings, message):
     (tmp_path / "t.csv").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=told) as refused:
+    with pytest.raises(ConfigurationError, match=message) as refused:
         csv(tmp_path / "t.csv", **settings)
     assert "\n" not in str(refused.value)
 

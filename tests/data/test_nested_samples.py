@@ -115,7 +115,7 @@ def test_map_results_are_stacked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (
             lambda sample: sample["some"] + 1,
@@ -132,8 +132,8 @@ def test_map_results_are_stacked(tmp_path):
         (lambda sample: (1, 2) if sample["number"] < 2 else "text", "sample is tuple of 2 and str"),
     ],
 )
-def test_map_results_that_cannot_be_stacked_are_one_line(tmp_path, function, told):
-    with pytest.raises(ConfigurationError, match=told) as refused:
+def test_map_results_that_cannot_be_stacked_are_one_line(tmp_path, function, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
         list(table(tmp_path).map(function).batch(4))
     assert "\n" not in str(refused.value)
 
@@ -243,9 +243,9 @@ def drawing_more(batch):
 def test_probe_of_the_first_row_draws_no_numbers(way):
     """A probe of the first row must not advance the numbers of any batch."""
     pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
-    whole = list(pipeline.prefetch(**way).epoch(0))
-    for start in range(len(whole)):
-        assert same(list(pipeline.epoch(0, start)), whole[start:])
+    expected = list(pipeline.prefetch(**way).epoch(0))
+    for start in range(len(expected)):
+        assert same(list(pipeline.epoch(0, start)), expected[start:])
     torch.manual_seed(1)
     numpy.random.seed(1)
     before = torch.rand(1), numpy.random.normal()
@@ -293,9 +293,9 @@ def test_cached_lists_of_one_length_keep_their_type(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("some", r"rows of int64 \(0,\) and of int64 \(1,\)"), ("words", "holds lists"), ("text", "holds strs")],
 )
-def test_cached_ragged_values_are_refused(tmp_path, kind, name, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_cached_ragged_values_are_refused(tmp_path, kind, name, message):
+    with pytest.raises(ConfigurationError, match=message):
         list(table(tmp_path).map(lambda sample: sample[name]).cache(kind).batch(BATCH))

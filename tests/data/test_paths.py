@@ -84,7 +84,7 @@ def test_resolve_paths_of_a_path_and_a_folder(folder):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         ("*.parquet", "no file matches *.parquet (there is:"),
         ("aa.csv", "there is no file aa.csv (did you mean a.csv"),
@@ -95,10 +95,10 @@ def test_resolve_paths_of_a_path_and_a_folder(folder):
         ("what://x/y", "Protocol not known"),
     ],
 )
-def test_resolve_paths_without_a_match_raises(folder, patterns, said):
+def test_resolve_paths_without_a_match_raises(folder, patterns, message):
     with pytest.raises(ConfigurationError) as refused:
         resolve_paths(patterns, (".csv",))
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_resolve_paths_of_a_folder_without_such_files_raises(folder):
@@ -289,8 +289,8 @@ def test_resolve_paths_of_a_remote_non_folder_is_a_file(unsteady, monkeypatch):
     ls = Unsteady.ls
 
     def linked(system, path, detail=True, **more):
-        there = ls(system, path, detail=True, **more)
-        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in there]
+        entries = ls(system, path, detail=True, **more)
+        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in entries]
 
     monkeypatch.setattr(Unsteady, "ls", linked)
     assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]

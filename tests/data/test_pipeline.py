@@ -17,13 +17,13 @@ WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)
 
 
 @pytest.fixture(scope="module")
-def whole():
+def epoch_batches():
     return list(random_pipeline())
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_runner_gives_the_same_bits(whole, way):
-    assert equal(list(random_pipeline().prefetch(**way)), whole)
+def test_every_runner_gives_the_same_bits(epoch_batches, way):
+    assert equal(list(random_pipeline().prefetch(**way)), epoch_batches)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -95,11 +95,11 @@ def test_draws_from_process_generators_are_refused_in_threads(draws, way):
         Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
     )
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    told = (
+    message = (
         rf"{draws.__name__} draws from the global generators .* a parameter named rng, or use \.prefetch\(processes=1\)"
     )
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             next(iter(pipeline.prefetch(**way)))
     assert (
         torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
@@ -132,12 +132,12 @@ def test_hang_in_the_probe_is_reported():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_shards_of_all_ranks_are_the_global_batch(whole, ranks):
+def test_shards_of_all_ranks_are_the_global_batch(epoch_batches, ranks):
     shares = [list(random_pipeline().shard(ranks, rank)) for rank in range(ranks)]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)
     ]
-    assert equal(joined, whole)
+    assert equal(joined, epoch_batches)
 
 
 def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
@@ -152,17 +152,17 @@ def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
 
 def test_row_draws_the_same_for_any_batch_size_rank_and_start():
     rows = 20_000  # more than are computed at a time
-    whole = drawn(rows, 512)
-    assert len({first for first, _ in whole.values()}) > rows - 5
-    assert drawn(rows, 300, threads=2) == whole == drawn(rows, 7777, processes=2)
-    assert drawn(rows, 512, (3, 0)) | drawn(rows, 512, (3, 1)) | drawn(rows, 512, (3, 2)) == whole
+    expected = drawn(rows, 512)
+    assert len({first for first, _ in expected.values()}) > rows - 5
+    assert drawn(rows, 300, threads=2) == expected == drawn(rows, 7777, processes=2)
+    assert drawn(rows, 512, (3, 0)) | drawn(rows, 512, (3, 1)) | drawn(rows, 512, (3, 2)) == expected
     late = drawn(rows, 512, start=17)
-    assert len(late) == rows - 17 * 512 and late == {row: each for row, each in whole.items() if row in late}
+    assert len(late) == rows - 17 * 512 and late == {row: each for row, each in expected.items() if row in late}
 
 
 def test_row_draws_the_same_if_others_are_bad():
-    whole, bad = drawn(ROWS, BATCH), (3, 50, 51)
-    assert drawn(ROWS, BATCH, bad=bad) == {row: each for row, each in whole.items() if row not in bad}
+    expected, bad = drawn(ROWS, BATCH), (3, 50, 51)
+    assert drawn(ROWS, BATCH, bad=bad) == {row: each for row, each in expected.items() if row not in bad}
 
 
 def test_last_batch_without_a_row_for_some_rank_is_refused():
@@ -190,7 +190,7 @@ def test_resume_at_any_batch_gives_the_rest(way):
     [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(1, 0), lambda p: p.skip_bad_rows(1)],
     ids=["to", "prefetch", "shard", "skip_bad_rows"],
 )
-def test_every_way_of_iterating_advances_and_resumes_epochs(whole, way):
+def test_every_way_of_iterating_advances_and_resumes_epochs(epoch_batches, way):
     train, plain = random_pipeline(), random_pipeline()
     for _ in range(2):
         seen = []
@@ -200,7 +200,7 @@ def test_every_way_of_iterating_advances_and_resumes_epochs(whole, way):
     assert train.state_dict() == plain.state_dict() == {"seed": 5, "epoch": 2, "position": 0}
     resumed = random_pipeline()
     resumed.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
-    assert equal(list(way(resumed)), whole[4:])
+    assert equal(list(way(resumed)), epoch_batches[4:])
 
 
 def test_position_holds_for_batch_sizes_that_divide_it():
@@ -229,20 +229,20 @@ def test_position_after_the_last_batch_is_the_next_start():
     assert equal(list(resumed), list(pipeline))
 
 
-def test_epochs_differ_and_a_seed_repeats_them(whole):
+def test_epochs_differ_and_a_seed_repeats_them(epoch_batches):
     pipeline = random_pipeline()
     first, second = list(pipeline), list(pipeline)
-    assert equal(first, whole) and not equal(first, second)
+    assert equal(first, epoch_batches) and not equal(first, second)
     assert sorted(torch.cat([labels for _, labels in second]).tolist()) == list(range(ROWS))
     assert not equal(list(pipeline.shuffle(seed=6)), first)
 
 
 def test_abandoned_epoch_is_followed_by_the_next():
-    pipeline, whole = random_pipeline(), random_pipeline()
+    pipeline, complete = random_pipeline(), random_pipeline()
     for _ in pipeline:
         break
-    list(whole)
-    assert equal(list(pipeline), list(whole))
+    list(complete)
+    assert equal(list(pipeline), list(complete))
 
 
 def test_maps_draw_independent_numbers():
@@ -286,8 +286,8 @@ def test_pipeline_steps_do_not_modify_the_former_pipeline():
 
 
 def test_all_batches_of_an_epoch_may_be_kept():
-    kept = list(arrays(torch.arange(40_000).view(20, 2000)).batch(2))
-    assert [batch[0, 0].item() for batch in kept] == list(range(0, 40_000, 4000))
+    batches = list(arrays(torch.arange(40_000).view(20, 2000)).batch(2))
+    assert [batch[0, 0].item() for batch in batches] == list(range(0, 40_000, 4000))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 3}, {"processes": 2}], ids=str)
@@ -321,7 +321,7 @@ def test_position_of_another_order_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda p: p.batch(0), "batch.size. must be an integer of at least 1"),
         (lambda p: p.batch(2.5), "not 2.5"),
@@ -377,8 +377,8 @@ def test_position_of_another_order_is_refused():
         (lambda p: p.batch(4).cache(), "before .batch"),
     ],
 )
-def test_invalid_requests_are_refused(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_invalid_requests_are_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(arrays(torch.arange(8)))
 
 
@@ -403,14 +403,14 @@ def test_pipeline_has_the_dataloader_interface():
         len(arrays(torch.arange(8)))
 
 
-def test_set_epoch_keeps_a_loaded_position(whole):
+def test_set_epoch_keeps_a_loaded_position(epoch_batches):
     pipeline = random_pipeline()
     list(pipeline)
     pipeline.set_epoch(0)
-    assert equal(list(pipeline), whole)
+    assert equal(list(pipeline), epoch_batches)
     pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
     pipeline.sampler.set_epoch(0)  # as trainers do at the start of an epoch that they resume
-    assert equal(list(pipeline), whole[4:])
+    assert equal(list(pipeline), epoch_batches[4:])
 
 
 def test_engine_batches_depend_on_the_run_and_validation_is_unshuffled():

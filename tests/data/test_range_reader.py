@@ -29,8 +29,8 @@ def check_and_cut(*which):
 range_reader.check_unchanged = check_and_cut
 try:
     source.read(rows)
-except RunError as told:
-    print(told)
+except RunError as error:
+    print(error)
 """
 CUT_OFF_WHEN_HELD = """
 import os, sys, numpy

@@ -28,8 +28,8 @@ def test_position_draws_the_same_in_any_batch():
 def test_draws_are_independent_of_internal_blocks(shape):
     size = BLOCK // math.prod(shape)
     places = numpy.arange(3 * size + 7) + size * 10**9  # far into an epoch
-    whole = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
-    assert len(whole.unique()) > 0.99 * whole.numel()
+    expected = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
+    assert len(expected.unique()) > 0.99 * expected.numel()
     for first, count in (
         (0, 1),
         (size - 1, 1),
@@ -40,9 +40,9 @@ def test_draws_are_independent_of_internal_blocks(shape):
         (2 * size - 1, size + 2),
     ):
         here = slice(max(0, first), max(0, first) + count)
-        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
+        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), expected[here])
     some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as if some rows could not be read
-    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
+    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), expected[some])
 
 
 def test_changed_draws_do_not_affect_later_ones():

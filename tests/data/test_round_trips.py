@@ -110,8 +110,8 @@ def stored(folder, random):
                 chunksize=run,
                 compression=str(random.choice(["lz4", "uncompressed"])),
             )
-    room = None if random.random() < 0.5 else 0
-    return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=room), table
+    budget = None if random.random() < 0.5 else 0
+    return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=budget), table
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,18 +138,18 @@ def test_shards_resumes_and_maps_give_the_same_batches(tmp_path, case):
         int(random.integers(world, min(30, rows + 1))),
     )
     pipeline = shuffled.batch(size, drop_last=True)
-    whole = list(pipeline.epoch(1))
-    assert len(whole) == rows // size > 0
-    assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), whole)
+    expected = list(pipeline.epoch(1))
+    assert len(expected) == rows // size > 0
+    assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), expected)
     shares = [list(pipeline.shard(world, rank).epoch(1)) for rank in range(world)]
-    assert same([joined(parts) for parts in zip(*shares, strict=True)], whole)
+    assert same([joined(parts) for parts in zip(*shares, strict=True)], expected)
     begun = pipeline.batch(pipeline.batch_size, drop_last=True)
     begun.set_epoch(1)
-    seen = int(random.integers(0, len(whole) + 1))
+    seen = int(random.integers(0, len(expected) + 1))
     list(itertools.islice(begun, seen))
     resumed = pipeline.batch(pipeline.batch_size, drop_last=True)
     resumed.load_state_dict(begun.state_dict())
-    assert same(list(resumed), whole[seen:])
+    assert same(list(resumed), expected[seen:])
 
 
 @pytest.mark.parametrize("case", CASES)

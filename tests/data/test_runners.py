@@ -36,10 +36,10 @@ class Odd(Exception):
 def test_killed_worker_is_named_and_replaced(tmp_path):
     with pytest.warns(
         HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the epoch; another process"
-    ) as told:
+    ) as caught:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
-    assert len([each for each in told if each.category is HastenWarning]) == 1 and not live_children()
+    assert len([each for each in caught if each.category is HastenWarning]) == 1 and not live_children()
 
 
 @pytest.mark.parametrize("second", [0, -1], ids=["each dies", "so does the one in its place"])
@@ -171,20 +171,20 @@ def test_any_nesting_is_sent_between_processes():
             "empty": batch[:0],
         }
 
-    for here, there in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
+    for local, received in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
         assert (
-            torch.equal(here["numbers"][1], there["numbers"][1])
-            and here["numbers"][1].dtype == there["numbers"][1].dtype
+            torch.equal(local["numbers"][1], received["numbers"][1])
+            and local["numbers"][1].dtype == received["numbers"][1].dtype
         )
-        assert here["names"] == there["names"] and there["none"] is None and there["empty"].shape == (0,)
+        assert local["names"] == received["names"] and received["none"] is None and received["empty"].shape == (0,)
 
 
 def test_batches_of_processes_may_be_kept_and_grow():
     def grown(batch):
         return batch[:, None].expand(-1, 10 * (1 + batch[0].item()))
 
-    kept = list(numbers().map(grown).prefetch(processes=2))
-    assert [batch[0, -1].item() for batch in kept] == list(range(0, ROWS, BATCH))
+    batches = list(numbers().map(grown).prefetch(processes=2))
+    assert [batch[0, -1].item() for batch in batches] == list(range(0, ROWS, BATCH))
 
 
 def parent(begun):

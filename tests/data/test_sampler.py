@@ -22,10 +22,10 @@ def rows_of(order, epoch=0):
 def test_shuffle_is_a_permutation_that_can_be_entered_anywhere(window, size):
     order = DeterministicBatchSampler(99, size, seed=4, window=window, chunk_offsets=EDGES)
     for epoch in (0, 1):
-        whole = rows_of(order, epoch)
-        assert whole.dtype == numpy.int64 and sorted(whole) == list(range(99))
+        expected = rows_of(order, epoch)
+        assert expected.dtype == numpy.int64 and sorted(expected) == list(range(99))
         for number in reversed(range(len(order))):
-            assert (order.batches(epoch)(number) == whole[number * size : (number + 1) * size]).all()
+            assert (order.batches(epoch)(number) == expected[number * size : (number + 1) * size]).all()
     assert (rows_of(order) != rows_of(order, 1)).any() and (
         rows_of(order) != rows_of(DeterministicBatchSampler(99, size, 5, False, window, EDGES))
     ).any()
@@ -34,11 +34,13 @@ def test_shuffle_is_a_permutation_that_can_be_entered_anywhere(window, size):
 
 def test_window_shuffles_within_its_chunks():
     edges = numpy.arange(0, 1001, 10)
-    whole = rows_of(DeterministicBatchSampler(1000, 25, seed=1, window=4, chunk_offsets=edges))
-    for window in whole.reshape(-1, 40):
+    shuffled = rows_of(DeterministicBatchSampler(1000, 25, seed=1, window=4, chunk_offsets=edges))
+    for window in shuffled.reshape(-1, 40):
         assert len(set(window // 10)) == 4, "rows of four runs"
         assert (numpy.diff(window // 10) != 0).sum() > 10, "mixed"
-    assert (whole.reshape(-1, 40).min(1) // 10 != numpy.arange(0, 100, 4)).any(), "the runs are not in their old order"
+    assert (shuffled.reshape(-1, 40).min(1) // 10 != numpy.arange(0, 100, 4)).any(), (
+        "the runs are not in their old order"
+    )
 
 
 def test_sampler_without_seed_keeps_the_row_order():

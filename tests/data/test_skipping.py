@@ -97,9 +97,9 @@ def test_limit_on_other_data_is_refused(name, tmp_path, capfd):
 
 
 def test_max_bad_rows_on_the_command_line(tmp_path, capfd):
-    words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
-    assert main([*words, "--max-bad-rows", "4", "--quiet"]) == 0
+    argv = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*argv, "--max-bad-rows", "4", "--quiet"]) == 0
     assert "skipped 4 unreadable rows; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
-    assert main([*words, "--resume", "--max-bad-rows", "5", "--json"]) == 2
+    assert main([*argv, "--resume", "--max-bad-rows", "5", "--json"]) == 2
     assert "max bad rows: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
-    assert main([*words, "--max-bad-rows", "0"]) == 2
+    assert main([*argv, "--max-bad-rows", "0"]) == 2

@@ -71,8 +71,8 @@ def test_sources_with_different_rows_share_no_cache(tmp_path):
         arrays(x).map(lambda x: x + 1).cache(),
         Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
     ]
-    told = [str(source_identity(pipeline.source)) for pipeline in built]
-    assert len(set(told)) == len(told)
+    fingerprints = [str(source_identity(pipeline.source)) for pipeline in built]
+    assert len(set(fingerprints)) == len(fingerprints)
     list(arrays(x).cache("disk").batch(8))
     assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)
 

@@ -39,9 +39,9 @@ def bad_inputs(folder):
             lambda: parquet(good, target="label", classes=["a"]),
             "classes= are the values of a text target",
         ),
-        "no room": (lambda: parquet(good, gigabytes=-1), "gigabytes= must be a number of at least 0, not -1"),
+        "negative budget": (lambda: parquet(good, gigabytes=-1), "gigabytes= must be a number of at least 0, not -1"),
         "columns as one text": (lambda: parquet(good, columns="a"), r"must be a list of names, as in columns=\['a'\]"),
-        "nothing but the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
+        "only the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
         "a target that is a time": (
             lambda: parquet(folder / "nested.parquet", target="when"),
             r"'when' is of type timestamp\[ms\]",
@@ -71,8 +71,8 @@ def bad_inputs(folder):
 
 @pytest.mark.parametrize("which", range(15))
 def test_invalid_table_is_refused(tmp_path, which):
-    name, (make, said) = list(bad_inputs(tmp_path).items())[which]
-    with pytest.raises(ConfigurationError, match=said) as refused:
+    name, (make, message) = list(bad_inputs(tmp_path).items())[which]
+    with pytest.raises(ConfigurationError, match=message) as refused:
         make()
     assert "\n" not in str(refused.value), name
 
@@ -88,8 +88,8 @@ def test_undecodable_row_group_is_bad_rows(tmp_path, gigabytes):
     read = parquet(path, target="label", gigabytes=gigabytes).batch(50)
     with pytest.raises(RunError, match=rf"row {RUN} .*t\.parquet, row group 1\).*skip_bad"):
         list(read)
-    kept = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad_rows(RUN)])
-    assert sorted(kept.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
+    rows_left = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad_rows(RUN)])
+    assert sorted(rows_left.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
@@ -159,9 +159,9 @@ def test_file_that_changes_between_epochs_raises(tmp_path, gigabytes):
 
 def test_damaged_remote_table_is_a_bad_row():
     system = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files").filesystem("memory")
-    whole = pa.BufferOutputStream()
-    arrow_parquet.write_table(numbers(RUN), whole)
-    content = whole.getvalue().to_pybytes()
+    buffer = pa.BufferOutputStream()
+    arrow_parquet.write_table(numbers(RUN), buffer)
+    content = buffer.getvalue().to_pybytes()
     system.pipe_file("/damaged/a.parquet", content)
     system.pipe_file("/damaged/b.parquet", content[:-20])
     pipeline = parquet("memory://damaged", target="label").skip_bad_rows(1).batch(RUN + 1)
@@ -170,8 +170,8 @@ def test_damaged_remote_table_is_a_bad_row():
 
 
 @pytest.mark.parametrize(
-    ("words", "absurd"),
+    ("message", "absurd"),
     [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)],
 )
-def test_broken_file_that_requests_huge_memory_raises(words, absurd):
-    assert asks_too_much(MemoryError(words)) is absurd
+def test_broken_file_that_requests_huge_memory_raises(message, absurd):
+    assert asks_too_much(MemoryError(message)) is absurd

@@ -100,9 +100,9 @@ def test_table_integers_rounded_by_a_matrix_warn_once(tmp_path, kind, gigabytes)
     names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)
     table = pa.table({"name": names, "right": names - 1, "label": names})
     path = write(table, tmp_path / "t.parquet", "parquet")
-    with pytest.warns(HastenWarning) as told:
+    with pytest.warns(HastenWarning) as caught:
         list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
-    (notice,) = (str(one.message) for one in told if "rounds" in str(one.message))
+    (notice,) = (str(one.message) for one in caught if "rounds" in str(one.message))
     assert notice.startswith("column 'name' holds integers up to 16777217;") and "no target=" in notice
     with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, columns=["right"], target="label").batch(100))
@@ -183,17 +183,17 @@ def test_table_missing_values_in_lists(tmp_path):
 
 def test_table_window_beyond_memory_warns(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
-    room = 2.5 * 4 * 4 * RUN / 1e9  # two and a half row groups
-    crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
+    budget = 2.5 * 4 * 4 * RUN / 1e9  # two and a half row groups
+    crowded = parquet(path, target="label", gigabytes=budget).shuffle(0, window=4).batch(16)
     with pytest.warns(
         HastenWarning,
         match=r"rows were decoded to return \d+: every row group is decoded repeatedly; use .shuffle\(window=\)",
     ):
         wide = list(crowded)
     with warnings.catch_warnings(action="error", category=HastenWarning):
-        list(parquet(path, target="label", gigabytes=room).shuffle(0, window=2).batch(64))
-        whole = list(parquet(path, target="label").shuffle(0, window=4).batch(16))
-    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, whole, strict=True))
+        list(parquet(path, target="label", gigabytes=budget).shuffle(0, window=2).batch(64))
+        expected = list(parquet(path, target="label").shuffle(0, window=4).batch(16))
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, expected, strict=True))
 
 
 def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):
@@ -201,9 +201,9 @@ def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
     with pytest.warns(
         HastenWarning, match=r"^columns= contains 'name' besides numbers, so batches are \(dict of columns, target\)"
-    ) as told:
+    ) as caught:
         parquet(path, columns=["age", "name"], target="y")
-    assert [each.filename for each in told if each.category is HastenWarning] == [__file__]
+    assert [each.filename for each in caught if each.category is HastenWarning] == [__file__]
     recwarn.clear()
     for asked in (
         {"columns": ["age"], "target": "y"},

@@ -17,10 +17,10 @@ from helpers.tar_files import FORMS, pack, png, sample
 def at_most(seconds):
     """Fails if the block takes longer."""
 
-    def told(*_):
+    def fail(*_):
         pytest.fail(f"it did not end within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, told)
+    before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(seconds)
     try:
         yield
@@ -99,10 +99,12 @@ def damaged(content, random):
 @pytest.mark.parametrize("form", FORMS)
 def test_any_damage_raises_an_error_of_hasten(tmp_path, form):
     long = [] if form == "ustar" else [(f"{'y' * 200}/0001.json", b"{}")]
-    whole = pack(tmp_path / "a.tar", [*sample(0), *long, *sample(2), ("0003.png", png(0)[0])], FORMS[form]).read_bytes()
+    content = pack(
+        tmp_path / "a.tar", [*sample(0), *long, *sample(2), ("0003.png", png(0)[0])], FORMS[form]
+    ).read_bytes()
     random, read = numpy.random.default_rng(0), 0
     for _ in range(250):
-        (tmp_path / "a.tar").write_bytes(damaged(whole, random))
+        (tmp_path / "a.tar").write_bytes(damaged(content, random))
         with at_most(60), suppress(ConfigurationError):
             source = webdataset(tmp_path / "a.tar").source
             for row in range(len(source)):

@@ -32,9 +32,9 @@ def message(*entries):
     return text(1, b"".join(text(1, entry) for entry in entries))
 
 
-def entry_length(alone):
+def entry_length(size):
     """Returns the length of a message's only map entry, from that of the message: without two tags and two lengths."""
-    return next(n for n in range(len(alone), 0, -1) if message(alone[-n:]) == alone)
+    return next(n for n in range(len(size), 0, -1) if message(size[-n:]) == size)
 
 
 def test_handwritten_message_is_parsed():
@@ -58,16 +58,18 @@ def test_number_beyond_int64_is_refused():
 
 def test_values_of_every_type_are_parsed():
     rng = numpy.random.default_rng(0)
-    whole = rng.integers(-(2**63), 2**63 - 1, (50, 3))
-    whole[0] = [-(2**63), 2**63 - 1, -1]
+    integers = rng.integers(-(2**63), 2**63 - 1, (50, 3))
+    integers[0] = [-(2**63), 2**63 - 1, -1]
     parts = rng.normal(size=(50, 4)).astype("f4")
     pixels = rng.integers(0, 256, (50, 2, 3)).astype("u1")
     messages = [
-        encode_example({"whole": w, "parts": p, "name": f"row {i}", "pixels": x.tobytes(), "one": i})
-        for i, (w, p, x) in enumerate(zip(whole, parts, pixels, strict=True))
+        encode_example({"integers": w, "parts": p, "name": f"row {i}", "pixels": x.tobytes(), "one": i})
+        for i, (w, p, x) in enumerate(zip(integers, parts, pixels, strict=True))
     ]
-    columns = read(messages, {"whole": (3,), "parts": (2, 2), "name": (), "pixels": (torch.uint8, (2, 3)), "one": ()})
-    assert torch.equal(columns["whole"], torch.from_numpy(whole))
+    columns = read(
+        messages, {"integers": (3,), "parts": (2, 2), "name": (), "pixels": (torch.uint8, (2, 3)), "one": ()}
+    )
+    assert torch.equal(columns["integers"], torch.from_numpy(integers))
     assert torch.equal(columns["parts"], torch.from_numpy(parts.reshape(50, 2, 2)))
     assert torch.equal(columns["pixels"], torch.from_numpy(pixels))
     assert columns["name"] == [b"row %d" % i for i in range(50)] and columns["one"].tolist() == list(range(50))
@@ -123,7 +125,7 @@ def test_batch_equals_its_messages_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "reason"),
     [
         (encode_example({"a": [1, 2], "b": 1.0}), r"feature 'a' has 2 values, not 1"),
         (encode_example({"b": 1.0}), r"feature 'a' has 0 values"),
@@ -138,12 +140,12 @@ def test_batch_equals_its_messages_one_by_one():
         ),
     ],
 )
-def test_message_with_other_features_is_reported_by_its_index(wrong, says):
+def test_message_with_other_features_is_reported_by_its_index(wrong, reason):
     good = [encode_example({"a": 1, "b": 2.0})] * 3
     features = infer_features([summarize_example(good[0])], None)
     messages = [*good, wrong, *good]
     ends = numpy.cumsum([len(m) for m in messages])
-    with pytest.raises(MalformedExampleError, match=says) as caught:
+    with pytest.raises(MalformedExampleError, match=reason) as caught:
         parse_examples(
             numpy.frombuffer(b"".join(messages), numpy.uint8), ends - [len(m) for m in messages], ends, features
         )
@@ -173,7 +175,7 @@ def test_damaged_messages_raise_only_malformed_example_error():
     rng = numpy.random.default_rng(2)
     good = encode_example({"a": [1, 300], "b": [0.5, 1.5], "c": b"text"})
     features = infer_features([summarize_example(good)], None)
-    told = 0
+    located = 0
     for _ in range(500):
         bad = numpy.frombuffer(good, numpy.uint8).copy()
         bad[rng.integers(0, len(bad), 2)] = rng.integers(0, 256, 2)
@@ -182,8 +184,8 @@ def test_damaged_messages_raise_only_malformed_example_error():
         try:
             parse_examples(data, numpy.array([0, len(good)]), numpy.array([len(good), len(data)]), features)
         except MalformedExampleError as error:
-            told += error.index == 1
-    assert told > 300
+            located += error.index == 1
+    assert located > 300
 
 
 def test_missing_feature_error_suggests_similar_names():

@@ -138,14 +138,14 @@ def test_verify_false_ignores_checksums(tmp_path):
 @pytest.mark.parametrize("left", [5, 11, 12, 40])
 def test_file_truncated_in_its_first_record_is_refused(tmp_path, left):
     written(tmp_path / "a.tfrecord")
-    whole = (tmp_path / "a.tfrecord").read_bytes()
-    (tmp_path / "a.tfrecord").write_bytes(whole[:left])
+    content = (tmp_path / "a.tfrecord").read_bytes()
+    (tmp_path / "a.tfrecord").write_bytes(content[:left])
     with pytest.raises(ConfigurationError, match=r"a\.tfrecord is cut off: record 0, at byte"):
         tfrecord(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "there", "why"),
+    ("damage", "intact", "why"),
     [
         ("its end", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
         ("its last byte", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
@@ -154,7 +154,7 @@ def test_file_truncated_in_its_first_record_is_refused(tmp_path, left):
         ("zipped", 0, "is compressed with gzip"),
     ],
 )
-def test_damage_is_one_bad_row_after_the_earlier_records(tmp_path, damage, there, why):
+def test_damage_is_one_bad_row_after_the_earlier_records(tmp_path, damage, intact, why):
     records, file = written(tmp_path / "a.tfrecord", 70), tmp_path / "a.tfrecord"
     written(tmp_path / "b.tfrecord", 30, first=70)
     content = bytearray(file.read_bytes())
@@ -168,7 +168,7 @@ def test_damage_is_one_bad_row_after_the_earlier_records(tmp_path, damage, there
         file.unlink()
         file.symlink_to("nowhere")
     with pytest.raises(
-        RunError, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; repair it, or allow bad rows to be skipped: "
+        RunError, match=rf"row {intact} \(.*a\.tfrecord\): .*{why}.*; repair it, or allow bad rows to be skipped: "
     ):
         next(iter(tfrecord(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
@@ -176,8 +176,8 @@ def test_damage_is_one_bad_row_after_the_earlier_records(tmp_path, damage, there
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = tfrecord(tmp_path, target="label").skip_bad_rows(1).shuffle(seed=1).batch(16).prefetch(**way)
         read = [label for *_, labels in pipeline for label in labels.tolist()]
-        assert sorted(read) == [row * row for row in (*range(there), *range(70, 100))]
-        assert list(pipeline.faults.found) == [there]
+        assert sorted(read) == [row * row for row in (*range(intact), *range(70, 100))]
+        assert list(pipeline.faults.found) == [intact]
 
 
 def test_damage_without_checksums_may_be_undetected(tmp_path):
@@ -193,7 +193,7 @@ def test_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "zipped.tfrecord").write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
     with pytest.raises(ConfigurationError, match=r"compressed with gzip.*unpack"):
         tfrecord(tmp_path / "zipped.tfrecord")
-    (tmp_path / "text.tfrecord").write_text("this is not what it says that it is")
+    (tmp_path / "text.tfrecord").write_text("this is plain text, not records")
     with pytest.raises(ConfigurationError, match="not a TFRecord file"):
         tfrecord(tmp_path / "text.tfrecord")
     (tmp_path / "empty.tfrecord").write_bytes(b"")
@@ -214,7 +214,10 @@ def test_invalid_request_is_refused(tmp_path):
 
 def test_fingerprint_follows_file_and_options(tmp_path):
     written(tmp_path / "a.tfrecord")
-    whole, part = tfrecord(tmp_path).source.fingerprint(), tfrecord(tmp_path, features=["x"]).source.fingerprint()
-    assert whole != part and whole == tfrecord(tmp_path).source.fingerprint()
+    all_features, part = (
+        tfrecord(tmp_path).source.fingerprint(),
+        tfrecord(tmp_path, features=["x"]).source.fingerprint(),
+    )
+    assert all_features != part and all_features == tfrecord(tmp_path).source.fingerprint()
     written(tmp_path / "a.tfrecord", 101)
-    assert whole != tfrecord(tmp_path).source.fingerprint()
+    assert all_features != tfrecord(tmp_path).source.fingerprint()

@@ -85,7 +85,7 @@ def test_tokens_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda folder: tokens(folder / "missing.bin", 8), "missing.bin"),
         (lambda folder: tokens(folder / "short.bin", 8), "shorter than a window of 9 tokens"),
@@ -101,11 +101,11 @@ def test_tokens_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
         (lambda folder: tokens(folder / "square.npy", 2), "of 2 dimensions"),
     ],
 )
-def test_tokens_invalid_file_is_refused(tmp_path, wrong, told):
+def test_tokens_invalid_file_is_refused(tmp_path, wrong, message):
     written(tmp_path / "short.bin", TEXT[:8])
     (tmp_path / "empty.bin").touch()
     (tmp_path / "odd.bin").write_bytes(b"1234567")
     numpy.save(tmp_path / "floats.npy", numpy.zeros(9))
     numpy.save(tmp_path / "square.npy", numpy.zeros((9, 9), int))
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)

@@ -42,7 +42,7 @@ def test_train_killed_run_resumes_to_the_same_bits(tmp_path):
         process.kill()
         process.join()
     for folder in ("killed", "undisturbed"):
-        assert join_process(start_process(run, tmp_path / folder, "left alone")) == 0
+        assert join_process(start_process(run, tmp_path / folder, "not killed")) == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 

@@ -82,8 +82,8 @@ def test_augmented_images_equals_maps(shape, mirror, way, monkeypatch):
     )
     for epoch in (0, 1):
         assert equal(list(slow.epoch(epoch)), list(fast.prefetch(2, threads=2).epoch(epoch)))
-    alone = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
-    assert equal([batch for batch, _ in fast.epoch(0)], list(alone.epoch(0)))
+    stored = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
+    assert equal([batch for batch, _ in fast.epoch(0)], list(stored.epoch(0)))
 
 
 def test_augmented_images_are_computed_with_the_batch():
@@ -149,10 +149,10 @@ def test_transforms_are_equal_in_every_runner(way):
 
 
 def test_transforms_are_equal_for_two_ranks_and_after_resume():
-    whole = list(pipeline().epoch(1))
+    expected = list(pipeline().epoch(1))
     halves = zip(*[pipeline().shard(2, rank).epoch(1) for rank in (0, 1)], strict=True)
-    assert equal(whole, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
-    assert equal(whole[3:], list(pipeline().epoch(1, 3)))
+    assert equal(expected, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
+    assert equal(expected[3:], list(pipeline().epoch(1, 3)))
 
 
 def test_transforms_differ_between_epochs():
@@ -173,7 +173,7 @@ def test_transforms_can_be_pickled():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda: random_crop(0), "padding"),
         (lambda: random_crop(-1), "padding"),
@@ -188,8 +188,8 @@ def test_transforms_can_be_pickled():
         (lambda: augmented_images(pictures((3, 4, 4)), torch.arange(3)), "unequal lengths"),
     ],
 )
-def test_transforms_invalid_requests_are_refused(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_transforms_invalid_requests_are_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         wrong()
 
 

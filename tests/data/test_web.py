@@ -182,16 +182,16 @@ def test_unavailable_subfolder_listing_raises(folder, web, pattern):
 def test_retry_delays_grow(web, monkeypatch):
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.1, 0.2, 0.4))
     web.failing = 100
-    with pytest.raises(RunError, match=r"a\.tfrecord after 4 attempts: .*503") as told:
+    with pytest.raises(RunError, match=r"a\.tfrecord after 4 attempts: .*503") as error:
         file_signature(f"{web.address}/data/tfrecord/a.tfrecord")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     times = [when for method, _, when in web.asked if method == "HEAD"]
     pauses = numpy.diff(times)
     assert len(times) == 4 and (pauses >= [0.1, 0.2, 0.4]).all()
 
 
 @pytest.fixture
-def nobody(monkeypatch):
+def closed_address(monkeypatch):
     """Returns an address on which no server listens."""
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with socket.socket() as taken:
@@ -201,11 +201,11 @@ def nobody(monkeypatch):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("path", ["", "/*", "/a.parquet"])
-def test_unreachable_server_raises(nobody, kind, path):
+def test_unreachable_server_raises(closed_address, kind, path):
     make, settings = MAKERS[kind]
-    with pytest.raises(RunError, match="after 4 attempts: ClientConnect") as told:
-        make(f"{nobody}/data/{kind}{path}", **settings)
-    assert "\n" not in str(told.value)
+    with pytest.raises(RunError, match="after 4 attempts: ClientConnect") as error:
+        make(f"{closed_address}/data/{kind}{path}", **settings)
+    assert "\n" not in str(error.value)
 
 
 def test_server_that_disappears_while_reading_raises(web, monkeypatch):
@@ -230,8 +230,8 @@ def test_only_transient_errors_are_retried(web, status, asked):
 @pytest.mark.parametrize("status", [401, 403, 404, 410])
 def test_refused_access_is_not_reported_as_missing(web, path, status):
     web.failing, web.status = 1000, status
-    told = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
-    with pytest.raises(ConfigurationError, match=told):
+    message = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
+    with pytest.raises(ConfigurationError, match=message):
         resolve_paths(f"{web.address}/data/{path}", (".parquet",))
 
 
@@ -271,9 +271,9 @@ def test_fsspec_configuration_of_the_user_applies(folder, web, monkeypatch):
 
 def test_missing_remote_file_is_one_line(web):
     for path in ("none.parquet", "none", "none/*.parquet", "parquet/*.tar"):
-        with pytest.raises(ConfigurationError, match="no file matches http") as told:
+        with pytest.raises(ConfigurationError, match="no file matches http") as error:
             resolve_paths(f"{web.address}/data/{path}", (".parquet",))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
 
 
 def test_server_without_ranges_is_refused(web):
@@ -281,11 +281,11 @@ def test_server_without_ranges_is_refused(web):
     web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than one read-ahead of fsspec
     with (
         open_file(f"{web.address}/data/long.tfrecord") as file,
-        pytest.raises(RunError, match="range requests") as told,
+        pytest.raises(RunError, match="range requests") as error,
     ):
         file.seek(11_000_000)
         file.read(10)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 # ---- changes
@@ -344,11 +344,11 @@ def test_server_without_versions_warns_once(web):
     web.marked = False
     with pytest.warns(
         HastenWarning, match=rf"^{web.address} reports neither a version nor a modification time .*\.cache\('disk'\)"
-    ) as told:
+    ) as caught:
         pipeline = webdataset(f"{web.address}/data/shards", target="cls")
         assert file_signature(f"{web.address}/data/csv/a.csv")[2] is None
         list(pipeline.batch(7))
-    assert sum("reports neither" in str(each.message) for each in told) == 1
+    assert sum("reports neither" in str(each.message) for each in caught) == 1
 
 
 def test_new_source_of_a_changed_file_reads_the_new_one(web):

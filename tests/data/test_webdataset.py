@@ -130,23 +130,23 @@ def test_sample_without_a_required_file_is_a_bad_row(tmp_path):
 
 def test_broken_and_other_files_are_refused(tmp_path):
     pack(tmp_path / "a.tar", [file for number in range(3) for file in sample(number)])
-    whole = (tmp_path / "a.tar").read_bytes()
-    for name, content, says in [
-        ("cut.tar", whole[:3000], "cut off"),
-        ("zipped.tar", gzip.compress(whole), "compressed with gzip"),
+    valid = (tmp_path / "a.tar").read_bytes()
+    for name, content, message in [
+        ("cut.tar", valid[:3000], "cut off"),
+        ("zipped.tar", gzip.compress(valid), "compressed with gzip"),
         ("text.tar", b"not a tar file at all " * 100, "not a tar file"),
         ("empty.tar", b"", "not a tar file"),
-        ("damaged.tar", whole[:1024] + b"\x01" + whole[1025:], "damaged: the header at byte 1024"),
+        ("damaged.tar", valid[:1024] + b"\x01" + valid[1025:], "damaged: the header at byte 1024"),
         ("twice.tar", pack(tmp_path / "b", [("a.txt", b"1"), ("a.txt", b"2")]).read_bytes(), "two files a.txt"),
         ("none.tar", pack(tmp_path / "c", [("README", b"1")]).read_bytes(), "no sample in"),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigurationError, match=rf"{name}.*{says}|{says}.*{name}"):
+        with pytest.raises(ConfigurationError, match=rf"{name}.*{message}|{message}.*{name}"):
             webdataset(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("damage", "there", "why"),
+    ("damage", "intact", "why"),
     [
         ("its end", 4, "is cut off"),
         ("a header", 2, r"is damaged: the header at byte \d+"),
@@ -154,7 +154,7 @@ def test_broken_and_other_files_are_refused(tmp_path):
         ("zipped", 0, "is compressed with gzip"),
     ],
 )
-def test_damage_is_one_bad_row_after_the_intact_samples(tmp_path, damage, there, why):
+def test_damage_is_one_bad_row_after_the_intact_samples(tmp_path, damage, intact, why):
     """It is unknown whether the sample in which the file is truncated is complete."""
     pack(tmp_path / "a.tar", [file for number in range(5) for file in sample(number)], tarfile.USTAR_FORMAT)
     pack(tmp_path / "b.tar", [file for number in range(5, 10) for file in sample(number)])
@@ -170,15 +170,15 @@ def test_damage_is_one_bad_row_after_the_intact_samples(tmp_path, damage, there,
         file.unlink()
         file.symlink_to("nowhere")
     with pytest.raises(
-        RunError, match=rf"row {there} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "
+        RunError, match=rf"row {intact} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "
     ):
         next(iter(webdataset(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
         webdataset(tmp_path, target="cls").batches(50, seed=0, training=True)
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = webdataset(tmp_path, target="cls").skip_bad_rows(1).shuffle(seed=1).batch(4).prefetch(**way)
-        assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(there), *range(5, 10)]
-        assert list(pipeline.faults.found) == [there]
+        assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(intact), *range(5, 10)]
+        assert list(pipeline.faults.found) == [intact]
 
 
 def test_image_field_matches_any_image_suffix(tmp_path):

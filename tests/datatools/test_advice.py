@@ -48,18 +48,18 @@ def test_advice_skips_formats_that_cannot_store_the_data(tmp_path):
     assert [each["to"] for each in found] == ["feather"]
 
 
-def at_work(told):
+def at_work(results):
     with temporary_folder() as folder:
-        told.put(str(folder))
+        results.put(str(folder))
         time.sleep(60)
 
 
 def test_advice_removes_files_of_a_killed_process(cache):
-    process = start_process(at_work, told := FORK.SimpleQueue())
-    while told.empty():
+    process = start_process(at_work, results := FORK.SimpleQueue())
+    while results.empty():
         assert process.is_alive()
         time.sleep(0.01)
-    left = told.get()
+    left = results.get()
     with temporary_folder() as mine:
         assert os.path.isdir(left) and str(mine) != left  # in use
     process.kill()

@@ -76,8 +76,8 @@ def test_hash_of_batches_equals_that_of_columns():
         "text": ["a" * (row % 4) for row in range(20)],
         "lists": [torch.arange(row % 3) for row in range(20)],
     }
-    whole = of_columns(content)
-    assert whole == of_columns(content, (1, 5, 19))
-    assert whole != of_columns(content | {"x": content["x"].flip(0)})
-    assert whole != of_columns(content | {"x": content["x"].view(20, 3, 1)})
-    assert whole != of_columns(content | {"text": ["a" + content["text"][0][1:], *content["text"][1:]]})
+    expected = of_columns(content)
+    assert expected == of_columns(content, (1, 5, 19))
+    assert expected != of_columns(content | {"x": content["x"].flip(0)})
+    assert expected != of_columns(content | {"x": content["x"].view(20, 3, 1)})
+    assert expected != of_columns(content | {"text": ["a" + content["text"][0][1:], *content["text"][1:]]})

@@ -90,9 +90,9 @@ def test_convert_resizes_images_into_tars(tmp_path):
     result = convert(data, tmp_path / "out", to="webdataset", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
     read = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
-    there, labels = read_all(images(data, resize=64))
+    converted, labels = read_all(images(data, resize=64))
     assert torch.equal(read[1], labels)
-    assert (read[0].float() - there.float()).abs().mean() < 6  # of 255: JPEG loses a little
+    assert (read[0].float() - converted.float()).abs().mean() < 6  # of 255: JPEG loses a little
 
 
 def test_convert_without_resize_copies_image_bytes(tmp_path):
@@ -119,8 +119,8 @@ def test_manifest_describes_the_output(tmp_path):
 
 
 def test_convert_keeps_class_names(tmp_path):
-    words = mixed_table().select(["number", "small", "word"])
-    data = write_table(tmp_path / "in", content=words.filter(words["word"].is_valid()))
+    table = mixed_table().select(["number", "small", "word"])
+    data = write_table(tmp_path / "in", content=table.filter(table["word"].is_valid()))
     result = convert(data, tmp_path / "out", to="rows", target="word")
     assert result["classes"] == ["", "alpha", "beta", "gamma"]
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["classes"] == result["classes"]
@@ -165,13 +165,13 @@ def test_gain_is_printed_with_its_range(tmp_path, capfd):
     result = convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     gain = result["gain"]
     assert 0 < gain["low"] <= gain["ratio"] <= gain["high"] and gain["before"] > 0
-    for after, *told in (
+    for after, *expected in (
         ([130.0, 90.0, 120.0], "Stored as feather; no clear difference", "measured 1.20\u00d7 (0.90 to 1.30\u00d7)"),
         ([230.0, 190.0, 200.0], "Read 2.0\u00d7 as fast", "measured 2.0\u00d7 (1.90 to 2.30\u00d7)"),
     ):
         Console(width=120).print(convert_answer(result | {"gain": {"estimated": 1.5} | gain_of([100.0] * 3, after)}))
         page = " ".join(capfd.readouterr().out.split())
-        assert all(words in page for words in told)
+        assert all(text in page for text in expected)
 
 
 def test_gain_is_estimated_before_and_measured_after(tmp_path, capfd):
@@ -179,8 +179,8 @@ def test_gain_is_estimated_before_and_measured_after(tmp_path, capfd):
     assert (
         main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
     )
-    told = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
-    estimated, measured = (float(number.replace(",", "")) for number in told.groups())
+    match = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
+    estimated, measured = (float(number.replace(",", "")) for number in match.groups())
     assert estimated > 1 and measured > 1
     noted = json.loads((tmp_path / "out" / "conversion.json").read_text())["estimated"]
     assert convert(data, tmp_path / "out", to="rows", target="label")["gain"]["estimated"] == noted

@@ -45,8 +45,8 @@ def test_convert_readable_images_copies_their_bytes(tmp_path):
     data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="webdataset")
     with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
-        there = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
-    assert there == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
+        stored = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
+    assert stored == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
 
 
 def listed(folder):
@@ -64,8 +64,8 @@ def test_convert_max_bad_rows_skips_and_lists_bad_images(tmp_path, monkeypatch, 
     size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", size / parts)
     result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=3)
-    there = [each["where"] for each in listed(tmp_path / "out")]
-    assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
+    skipped = [each["where"] for each in listed(tmp_path / "out")]
+    assert skipped == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
     assert (result["rows"], result["skipped_rows"], result["classes"]) == (9, 3, ["cat", "dog"])
     if to == "rows":
         read, labels = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
@@ -76,7 +76,7 @@ def test_convert_max_bad_rows_skips_and_lists_bad_images(tmp_path, monkeypatch, 
     assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
     with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and max_rows=2 may be skipped"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=2)
-    assert listed(tmp_path / "fewer")[0]["where"] == there[0]
+    assert listed(tmp_path / "fewer")[0]["where"] == skipped[0]
     with pytest.raises(ConfigurationError, match=r"another conversion \(max bad rows 2, not 3\)"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=3)
 
@@ -92,8 +92,8 @@ def test_convert_bad_row_group_counts_all_its_rows(tmp_path, to):
     assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
     if to in ("feather", "parquet"):
         read = read_all({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
-        kept = numpy.r_[0:150, 200:ROWS]
-        assert numpy.array_equal(read["label"], numeric_table()["label"].to_numpy()[kept])
+        readable = numpy.r_[0:150, 200:ROWS]
+        assert numpy.array_equal(read["label"], numeric_table()["label"].to_numpy()[readable])
 
 
 @pytest.mark.parametrize("to", ["feather", "rows", "tfrecord"])
@@ -136,8 +136,8 @@ def test_convert_killed_remembers_skipped_rows(tmp_path):
         convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50, watch=stop)
     (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
     result = convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50)
-    whole = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)
-    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == whole["digest"]
+    undisturbed = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)
+    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == undisturbed["digest"]
     assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped_rows"] == 50
 
 
@@ -189,8 +189,8 @@ def test_convert_unopenable_files_are_skipped(tmp_path, form, to, capfd):
         convert(data, tmp_path / "out", to=to, resize=resize)
     with pytest.raises(ConfigurationError, match=rf"{third.name}.*; this is bad file 2, and at most 1 may be skipped"):
         convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=1)
-    words = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
-    assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
+    argv = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
+    assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *argv]) == 0
     assert "skipped 2 files that could not be read; skipped.jsonl lists them" in " ".join(
         capfd.readouterr().out.split()
     )

@@ -104,25 +104,25 @@ def test_convert_damage_while_writing_is_detected(tmp_path, monkeypatch):
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
 
 
-def limited(data, out, told):
+def limited(data, out, results):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for to in ("parquet", "feather", "tfrecord", "rows"):
         with pytest.raises(RunError) as failure:
             convert(data, out / to, to=to)
-        told.put(str(failure.value))
+        results.put(str(failure.value))
 
 
 def test_convert_full_disk_is_one_line(tmp_path):
     """A limit on file sizes stands in for a full disk."""
-    told = FORK.SimpleQueue()
-    assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
+    results = FORK.SimpleQueue()
+    assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, results)) == 0
     for _ in range(4):
-        assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
+        assert "cannot write" in (line := results.get()) and "too large" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"to": "fether"}, "did you mean feather"),
         (
@@ -141,8 +141,8 @@ def test_convert_full_disk_is_one_line(tmp_path):
         ({"to": "feather", "max_bad_rows": 0}, "max_bad_rows must be an integer of at least 1"),
     ],
 )
-def test_convert_invalid_request_is_refused(tmp_path, settings, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_convert_invalid_request_is_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigurationError, match=message):
         convert(write_table(tmp_path / "in"), tmp_path / "out", **settings)
 
 
@@ -213,20 +213,24 @@ sys.exit(main())
 
 def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_path, capfd):
     data, out = write_table(tmp_path / "in"), tmp_path / "out"
-    words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
+    argv = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits SIGINT as ignored
-    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *words], **pipes, env=environment, preexec_fn=heard)
+    prepare = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a job in the background inherits SIGINT as ignored
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *argv], **pipes, env=environment, preexec_fn=prepare)
     deadline = time.monotonic() + PATIENCE
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    said, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1, told
-    assert f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(said)["error"]
-    assert told.count("\n") == 1 and not [*out.glob("*.feather")]
-    assert main(words) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
+    output, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, error
+    assert (
+        f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(output)["error"]
+    )
+    assert error.count("\n") == 1 and not [*out.glob("*.feather")]
+    assert main(argv) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 
 

@@ -85,13 +85,13 @@ def test_inspect_long_csv_reads_its_first_lines(tmp_path, monkeypatch):
     pyarrow.csv.write_csv(numeric_table(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
-    told = {
+    cases = {
         "packed.csv.gz": (b"not packed at all", "is not a complete CSV file: "),
         "ragged.csv": (b"1,2\n3\n", "has no more good lines than "),
     }
-    for name, (content, said) in told.items():
+    for name, (content, expected) in cases.items():
         (tmp_path / name).write_bytes(content * 10_000)
-        with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {said}"):
+        with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {expected}"):
             inspect(tmp_path / name)
 
 
@@ -148,11 +148,11 @@ def test_inspect_undecodable_files_are_reported_beside_the_others(tmp_path):
 
 def test_inspect_invalid_request_is_refused(tmp_path):
     torch.save([1], tmp_path / "model.pt")
-    for path, told in (
+    for path, message in (
         (tmp_path / "nothing", "there is no file"),
         (tmp_path, "no file name of .* has a known suffix"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             inspect(path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ConfigurationError, match="is not a complete Parquet file"):
@@ -202,8 +202,8 @@ def test_inspect_recommendation_can_be_run(kind, tmp_path, capfd):
     assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (
         kind == "lacking" and "--to rows" in line
     )
-    words = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
-    assert main([*words[1:], "--quiet"]) == 0
+    argv = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
+    assert main([*argv[1:], "--quiet"]) == 0
 
 
 def test_inspect_unopenable_file_is_named_or_skipped(tmp_path, capfd):

@@ -203,21 +203,21 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_materialized_model_equals_one_built_at_once(name):
-    whole, after = at_once(MODELS[name])
+    eager, after = at_once(MODELS[name])
     made, after_parts = part_by_part(MODELS[name])
-    assert made.keys() == whole.keys()
-    assert all(same(made[each], whole[each]) for each in whole)
+    assert made.keys() == eager.keys()
+    assert all(same(made[each], eager[each]) for each in eager)
     assert torch.equal(after, after_parts)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", [0, 1])
 def test_materialized_stage_equals_part_of_the_model(name, part):
-    whole, after = at_once(MODELS[name])
-    wanted = set(list(whole)[part::2])
+    eager, after = at_once(MODELS[name])
+    wanted = set(list(eager)[part::2])
     made, after_parts = part_by_part(MODELS[name], wanted.__contains__)
     assert made.keys() == wanted
-    assert all(same(made[each], whole[each]) for each in made)
+    assert all(same(made[each], eager[each]) for each in made)
     assert torch.equal(after, after_parts)
 
 
@@ -248,14 +248,14 @@ def test_tied_weights_stay_tied():
 
 
 def test_recurrent_layer_uses_its_materialized_weights():
-    whole, _ = at_once(make := lambda: nn.LSTM(3, 4))
+    eager, _ = at_once(make := lambda: nn.LSTM(3, 4))
     torch.manual_seed(3)
     model, making = deferred_init(make)
     weights = list(model.parameters())
     made = {id(weights[number]): tensor for number, tensor in making(weights)}
     replace_tensors(model, lambda tensor: made[id(tensor)])
     reference = nn.LSTM(3, 4)
-    reference.load_state_dict({name.removeprefix("."): tensor for name, tensor in whole.items()})
+    reference.load_state_dict({name.removeprefix("."): tensor for name, tensor in eager.items()})
     given = torch.ones(2, 3)
     assert torch.equal(model(given)[0], reference(given)[0])
 
@@ -301,7 +301,7 @@ def by_a_mask():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (looking, "reads values while it is built"),
         (reading, "cannot be initialized in parts"),
@@ -313,11 +313,11 @@ def by_a_mask():
         (by_a_mask, "reads values while it is built"),
     ],
 )
-def test_unsupported_initialization_is_refused(make, says):
+def test_unsupported_initialization_is_refused(make, message):
     with pytest.raises(ConfigurationError) as refused:
         deferred_init(make)
     assert (
-        says in str(refused.value)
+        message in str(refused.value)
         and "leave init=meta or balance=memory out" in str(refused.value)
         and "\n" not in str(refused.value)
     )

@@ -24,15 +24,15 @@ from helpers import engine_tasks
 @pytest.fixture
 def broken_off(tmp_path):
     """Returns the folder of a run interrupted after some steps, and that of the uninterrupted run."""
-    whole, off = tmp_path / "whole", tmp_path / "off"
+    uninterrupted, off = tmp_path / "uninterrupted", tmp_path / "off"
 
     def copy(records):
         if records[-1].get("step") == 9 and not off.exists():
-            shutil.copytree(whole, off)
+            shutil.copytree(uninterrupted, off)
 
-    hasten.train(engine_tasks.map_style(), out=whole, checkpoint_seconds=0, observers=[copy], device="cpu")
+    hasten.train(engine_tasks.map_style(), out=uninterrupted, checkpoint_seconds=0, observers=[copy], device="cpu")
     assert len(list((off / "checkpoints").iterdir())) == 2
-    return off, whole
+    return off, uninterrupted
 
 
 class Hostile:
@@ -77,7 +77,7 @@ def _of_another_run(path, mark):
 
 @pytest.mark.parametrize("damage", [_half, _flipped, _garbage, _empty, _hostile, _hostile_old_format, _of_another_run])
 def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
-    off, whole = broken_off
+    off, uninterrupted = broken_off
     mark = off.parent / "executed"
     _, newest = sorted((off / "checkpoints").iterdir())
     damage(newest, mark)
@@ -85,8 +85,8 @@ def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert not mark.exists()
     assert _starts(off) == [0, 7]  # the newest was of step 8
-    assert (off / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert (off / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
+    assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
 def _starts(folder) -> list[int]:
@@ -109,11 +109,11 @@ def test_resume_without_an_intact_checkpoint_keeps_the_log(broken_off):
 
 
 def test_resume_before_the_first_checkpoint_starts_again(broken_off):
-    off, whole = broken_off
+    off, uninterrupted = broken_off
     for path in (off / "checkpoints").iterdir():
         path.unlink()
     hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
-    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
 def test_resume_removes_a_partial_file(broken_off):
@@ -125,12 +125,12 @@ def test_resume_removes_a_partial_file(broken_off):
 
 
 def test_run_keeps_two_checkpoints_of_plain_data(broken_off):
-    _, whole = broken_off
-    kept = sorted((whole / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
-    with zipfile.ZipFile(kept[-1]) as archive:
+    _, uninterrupted = broken_off
+    checkpoints = sorted((uninterrupted / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-0000000011.pt", "step-0000000012.pt"]
+    with zipfile.ZipFile(checkpoints[-1]) as archive:
         assert archive.testzip() is None
-    assert load_checkpoint(kept[-1])["progress"]["step"] == 12
+    assert load_checkpoint(checkpoints[-1])["progress"]["step"] == 12
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):

@@ -78,7 +78,7 @@ def test_metric_that_is_not_a_number_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    ("metric", "output", "target", "kind", "words"),
+    ("metric", "output", "target", "kind", "message"),
     [
         (
             "accuracy",
@@ -93,8 +93,8 @@ def test_metric_that_is_not_a_number_is_refused(value):
         ("accuracy", {"scores": SCORES}, RIGHT, ConfigurationError, "holds scores but no logits"),
     ],
 )
-def test_metric_of_incompatible_shapes_is_refused(metric, output, target, kind, words):
-    with pytest.raises(kind, match=words):
+def test_metric_of_incompatible_shapes_is_refused(metric, output, target, kind, message):
+    with pytest.raises(kind, match=message):
         MetricAccumulator(task(metric)).update(output, target, torch.tensor(0.5), 3)
 
 

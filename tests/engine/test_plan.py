@@ -59,12 +59,12 @@ def test_method_that_changes_the_epoch_requires_one(hook):
 
 
 def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
-    told = []
+    reports = []
 
     def telling(name, throws_away=False):
         def optimizer_step(self, inner, run):
             def outer():
-                told.append(name)
+                reports.append(name)
                 if not throws_away:
                     inner()
 
@@ -78,7 +78,7 @@ def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
         method("late", telling("late"), order=WrapOrder.LATE),
     ]
     build(engine_tasks.map_style(), methods).optimizer_step()
-    assert told == ["late", "early", "inner"]
+    assert reports == ["late", "early", "inner"]
 
 
 def test_hook_is_called_once_while_building():
@@ -101,7 +101,7 @@ def on_a_plateau(model):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
@@ -113,6 +113,6 @@ def on_a_plateau(model):
         ({"train_data": engine_tasks.Stream(), "optimizer": lambda model, steps: None}, "no length"),
     ],
 )
-def test_task_with_mismatched_parts_is_refused(changes, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_task_with_mismatched_parts_is_refused(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
         build(Task(**(vars(engine_tasks.map_style()) | changes)))

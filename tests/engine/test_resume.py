@@ -101,7 +101,7 @@ def test_resume_of_a_missing_run_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("again", "words"),
+    ("again", "message"),
     [
         ({}, "--resume"),
         ({"resume": True, "seed": 4}, "another seed: 0 there, 4 here"),
@@ -110,12 +110,12 @@ def test_resume_of_a_missing_run_starts(tmp_path):
         ({"resume": True, "epochs": 3}, "another epochs: 2 there, 3 here"),
     ],
 )
-def test_resume_of_another_run_is_refused_with_the_difference(again, words, tmp_path):
+def test_resume_of_another_run_is_refused_with_the_difference(again, message, tmp_path):
     hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")
     log = (tmp_path / "log.jsonl").read_bytes()
     changes = {"epochs": again.pop("epochs")} if "epochs" in again else {}
     task = engine_tasks.task(engine_tasks.Augmented(), name=again.pop("task", "task"), **changes)
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=message):
         hasten.train(task, again.pop("recipe", None), out=tmp_path, device="cpu", **again)
     assert (tmp_path / "log.jsonl").read_bytes() == log
 

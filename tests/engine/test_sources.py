@@ -115,7 +115,7 @@ class RaisingOnlyTogether(TensorDataset):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (Raising(), "sample 5: OSError: cannot read image"),
         (Subset(Raising(), range(11)), "sample 5: OSError: cannot read image"),
@@ -124,8 +124,8 @@ class RaisingOnlyTogether(TensorDataset):
         (DataLoader(Raising(), batch_size=4, shuffle=True), "sample 5: OSError: cannot read image"),
     ],
 )
-def test_raising_sample_is_named(data, words):
-    with pytest.raises(RunError, match=words):
+def test_raising_sample_is_named(data, message):
+    with pytest.raises(RunError, match=message):
         list(batches(data).epoch(0, 0))
 
 
@@ -170,7 +170,7 @@ def test_raising_sample_in_a_worker_of_a_ready_loader_is_named(order, epoch):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (Unreadable("row 3 is short"), ", sample 7: Unreadable: row 3 is short"),
         (ValueError("two\nlines"), ", sample 7: ValueError: two lines"),
@@ -178,10 +178,10 @@ def test_raising_sample_in_a_worker_of_a_ready_loader_is_named(order, epoch):
     ],
     ids=str,
 )
-def test_worker_error_message_is_shown_once(error, told):
+def test_worker_error_message_is_shown_once(error, message):
     with pytest.raises(RunError) as failed:
         list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
-    assert str(failed.value) == f"the data raised at batch 2 of the epoch{told}"
+    assert str(failed.value) == f"the data raised at batch 2 of the epoch{message}"
 
 
 class Deadly(Raising):

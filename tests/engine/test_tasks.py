@@ -97,8 +97,8 @@ def test_invalid_task_is_one_clear_line(what, mine):
         load_task(what.format(dir=mine))
     message = str(refused.value)
     assert "\n" not in message
-    for words in WRONG[what]:
-        assert words in message
+    for expected in WRONG[what]:
+        assert expected in message
 
 
 def test_file_of_many_functions_lists_only_some(tmp_path):
@@ -168,8 +168,8 @@ def test_objects_are_sent_to_another_process(mine):
     # its dataset's class is in a file that no other process can import
     from_a_file = load_task(f"{mine}/mine.py:small")
     references = [TaskRef.of(closure), TaskRef.of(closure().named("shown")), TaskRef.of(from_a_file)]
-    told = "\n".join(reference.to_json() for reference in references)
-    read = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, cwd=mine)
+    lines = "\n".join(reference.to_json() for reference in references)
+    read = subprocess.run([sys.executable, "-c", READER], input=lines, capture_output=True, text=True, cwd=mine)
     assert read.stdout.splitlines() == ["<lambda> 2 5.0", "shown 2 5.0", "mine.py:small 8 1.0"], read.stderr
 
 

@@ -49,15 +49,15 @@ def test_torchmetrics_metric_equals_metric_by_name():
     """It is reset for every evaluation."""
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
-    by_name, told = (
+    by_name, by_torchmetrics = (
         train(engine_tasks.evaluated_often()),
         train(dataclasses.replace(engine_tasks.evaluated_often(), metric=metric)),
     )
-    assert told["metric_name"] == "MulticlassAccuracy"
-    assert [e["metric"] for e in told["evaluations"]] == pytest.approx(
+    assert by_torchmetrics["metric_name"] == "MulticlassAccuracy"
+    assert [e["metric"] for e in by_torchmetrics["evaluations"]] == pytest.approx(
         [e["metric"] for e in by_name["evaluations"]], abs=1e-6
     )
-    assert told["reached"] == by_name["reached"] and told["best_metric"] == pytest.approx(
+    assert by_torchmetrics["reached"] == by_name["reached"] and by_torchmetrics["best_metric"] == pytest.approx(
         by_name["best_metric"], abs=1e-6
     )
 
@@ -159,11 +159,11 @@ def test_observers_get_plain_numbers_and_one_record_per_step():
 
 
 def test_train_reports_progress():
-    told = []
-    train(engine_tasks.longer(), watch=lambda what, done, left: told.append((what, done)))
-    assert told
-    assert all(what == "training" and 0 <= done <= 1 for what, done in told)
-    assert told == sorted(told)
+    reports = []
+    train(engine_tasks.longer(), watch=lambda what, done, left: reports.append((what, done)))
+    assert reports
+    assert all(what == "training" and 0 <= done <= 1 for what, done in reports)
+    assert reports == sorted(reports)
 
 
 class Bad(Dataset):
@@ -188,7 +188,7 @@ def in_workers(how):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (
             lambda: DataLoader(Bad("nan"), batch_size=4),
@@ -203,8 +203,8 @@ def in_workers(how):
         (lambda: in_workers("raises"), r"missing.png"),
     ],
 )
-def test_bad_data_are_one_error_line(data, words):
-    with pytest.raises(RunError, match=words) as caught:
+def test_bad_data_are_one_error_line(data, message):
+    with pytest.raises(RunError, match=message) as caught:
         train(engine_tasks.task(data(), validation_data=TensorDataset(x, y)))
     assert "\n" not in str(caught.value)
 
@@ -215,7 +215,7 @@ def test_raising_dataset_in_a_worker_names_the_index():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         (
             {"validation_data": Bad("nan"), "metric": "loss"},
@@ -227,8 +227,8 @@ def test_raising_dataset_in_a_worker_names_the_index():
         ),
     ],
 )
-def test_nan_metric_ends_the_run(changes, words):
-    with pytest.raises(RunError, match=words):
+def test_nan_metric_ends_the_run(changes, message):
+    with pytest.raises(RunError, match=message):
         train(engine_tasks.task(TensorDataset(x, y), **({"validation_data": TensorDataset(x, y)} | changes)))
 
 
@@ -346,16 +346,16 @@ def test_invalid_methods_are_reported_before_an_existing_folder(tmp_path):
 
 def test_begun_callback_is_called_after_the_folder_holds_the_run(tmp_path):
     """Otherwise a launcher that restarts a lost rank would resume another run."""
-    told = []
+    reports = []
     train(
         engine_tasks.map_style(),
         out=tmp_path / "r",
-        begun=lambda out: told.append((tmp_path / "r/environment.json").exists()),
+        begun=lambda out: reports.append((tmp_path / "r/environment.json").exists()),
     )
-    assert told == [True]
+    assert reports == [True]
     with pytest.raises(ConfigurationError, match="already holds a run"):
-        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append("again"))
-    assert told == [True]
+        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: reports.append("again"))
+    assert reports == [True]
 
 
 def test_unknown_metric_is_refused_before_writing(tmp_path):

@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 class Noisy(Dataset):
-    """Samples that are drawn anew each time: the position has to seed them alike."""
+    """Samples drawn at every read: the position must seed them in the same way."""
 
     def __len__(self):
         return LENGTH
@@ -273,8 +273,8 @@ def test_ejected_script_gives_the_weights_of_train(name, methods, file, tmp_path
     assert all(torch.equal(trained[key], ejected[key]) for key in trained), "the script trains to other weights"
     assert result["steps"] > 0
     if result["metric"] is not None:
-        told = [line for line in capsys.readouterr().out.splitlines() if f": {result['metric_name']} " in line]
-        assert told[-1].endswith(f" {result['metric']:.4g}")
+        evaluations = [line for line in capsys.readouterr().out.splitlines() if f": {result['metric_name']} " in line]
+        assert evaluations[-1].endswith(f" {result['metric']:.4g}")
 
 
 @pytest.mark.slow
@@ -296,14 +296,14 @@ def test_ejected_script_runs_without_hasten(file, tmp_path):
 
 
 def test_eject_warns_about_data_that_are_read_by_the_script(file):
-    told = {
+    messages = {
         name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}")))
         for name in ("plain", "piped", "piped_later", "piped_by_dots")
     }
-    assert "hasten is not" in told.pop("plain")
+    assert "hasten is not" in messages.pop("plain")
     assert all(
-        "besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words
-        for words in told.values()
+        "besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in message
+        for message in messages.values()
     )
 
 
@@ -345,7 +345,7 @@ def test_eject_of_conflicting_methods_is_refused(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "words"),
+    ("name", "kind", "message"),
     [
         ("of_unknown_metric", hasten.ConfigurationError, "did you mean accuracy"),
         ("of_a_missing_file", hasten.RunError, "building the run failed: FileNotFoundError.*no such file"),
@@ -353,8 +353,8 @@ def test_eject_of_conflicting_methods_is_refused(file):
         ("on_a_plateau", hasten.ConfigurationError, "choose one that counts steps"),
     ],
 )
-def test_eject_of_an_untrainable_task_is_refused(name, kind, words, file):
-    with pytest.raises(kind, match=words):
+def test_eject_of_an_untrainable_task_is_refused(name, kind, message, file):
+    with pytest.raises(kind, match=message):
         hasten.eject(f"{file}:{name}")
 
 

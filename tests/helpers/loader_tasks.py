@@ -83,7 +83,7 @@ def by_whom(batch):
     return batch[0], torch.full((len(batch[0]),), os.getpid())
 
 
-def who(kind, validation=None, workers=0):
+def recording_readers(kind, validation=None, workers=0):
     """A task whose data, of the given kind, contain the IDs of their reading processes.
 
     ``workers``: worker processes of its validation data.

@@ -68,9 +68,15 @@ class Planted:
         seconds = samples / 1000 / self._of(self.faster, recipe) / self._of(self.luck, recipe)
         late = time_limit is not None and seconds > time_limit
         looks = [{"samples": n * samples // 20, "seconds": n * seconds / 20, "metric": metric} for n in range(1, 41)]
-        there = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
-        told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "pruned": late, "trial_seconds": TRIAL}
-        return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
+        reached = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
+        result = {
+            "metric": metric,
+            "best_metric": metric,
+            "samples": 2 * samples,
+            "pruned": late,
+            "trial_seconds": TRIAL,
+        }
+        return result | {"evaluations": looks} | (dict.fromkeys(reached) if late else reached)
 
     def compare_speed(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
         self._pay("speed", f"{b} against {a}{salt and f', {salt}'}")

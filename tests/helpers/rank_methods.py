@@ -82,11 +82,11 @@ class LighterSleep(Method):
     card = Card(summary="half the sleep", exactness=Exactness.BIT_EXACT, accelerates={"input"})
 
     def process_context(self, context, run):
-        whole = time.sleep
+        sleep = time.sleep
 
         @contextmanager
         def lighter():
-            with context(), patch("time.sleep", lambda seconds: whole(seconds / 2)):
+            with context(), patch("time.sleep", lambda seconds: sleep(seconds / 2)):
                 yield
 
         return lighter

@@ -123,7 +123,7 @@ def raises_on_the_first_while_the_other_is_busy() -> Task:
 
 
 def own_sampler() -> Task:
-    """A DataLoader whose order nobody knows but itself."""
+    """A DataLoader whose sample order is known to its sampler only."""
     order = torch.utils.data.SubsetRandomSampler(range(SAMPLES))
     return task(DataLoader(Rows(), batch_size=BATCH, sampler=order))
 
@@ -222,7 +222,7 @@ class Layer(nn.Module):
         self.query, self.value, self.mix = (nn.Linear(width, width) for _ in range(3))
         self.key = nn.Linear(
             width, width, bias=False
-        )  # whose gradient would be rounding alone, which Adam makes as large as any other
+        )  # its gradient would be rounding error, which Adam scales up to any other
         self.gate, self.up, self.down = (
             nn.Linear(width, 3 * width),
             nn.Linear(width, 3 * width),
@@ -283,7 +283,7 @@ def dropping_tower() -> Task:
 
 
 def tower_with_a_mask() -> Task:
-    """A buffer that nobody uses, and an optimizer that counts steps from the beginning."""
+    """An unused buffer, and an optimizer with a step counter in its state."""
 
     def model():
         made = Tower().double()
@@ -332,7 +332,7 @@ def bare_attention() -> Task:
 
 
 def norming() -> Task:
-    """The weights before the norm have no biases: their gradients would be rounding alone."""
+    """The layers before the norm have no biases, whose gradients would be rounding errors."""
 
     def model():
         layers = nn.Sequential(
@@ -475,7 +475,7 @@ def path(*sizes: int, dropout: float = 0.0) -> nn.Module:
 
 
 def convolved(channels: int, made: int, length: int) -> nn.Module:
-    """The weights before the norm have no biases: their gradients would be rounding alone."""
+    """The layers before the norm have no biases, whose gradients would be rounding errors."""
     return nn.Sequential(
         nn.Conv1d(channels, made, length, padding=length // 2, bias=False), nn.BatchNorm1d(made), nn.ReLU(inplace=True)
     )
@@ -523,7 +523,7 @@ class Towers(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """The mean of members; nobody has weights in common."""
+    """The mean of members that share no weights."""
 
     def __init__(self, members: int = 3, dropout: float = 0.0):
         super().__init__()
@@ -618,7 +618,7 @@ def changing_in_place() -> Task:
 
 
 class ComputingAgain(nn.Module):
-    """Keeps nothing of what its members compute, and cannot be traced itself."""
+    """Activation checkpointing: recomputes its members in the backward pass; cannot be traced."""
 
     def __init__(self):
         super().__init__()

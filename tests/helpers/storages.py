@@ -12,15 +12,15 @@ ROWS = 3000
 def mixed_table(rows=ROWS):
     """Numbers of all types, text and lists; some text and numbers are missing."""
     random = numpy.random.default_rng(0)
-    words = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
-    words[::97] = None
+    texts = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
+    texts[::97] = None
     lists = [random.integers(0, 9, length).tolist() for length in random.integers(0, 4, rows)]
     return pa.table(
         {
             "number": random.normal(size=rows).astype("float32"),
             "small": pa.array(random.integers(0, 100, rows), pa.int8()),
             "missing": pa.array([None if row % 50 == 3 else row / 7 for row in range(rows)]),
-            "word": pa.array(words).dictionary_encode(),
+            "word": pa.array(texts).dictionary_encode(),
             "list": lists,
             "flag": random.integers(0, 2, rows).astype(bool),
             "inner": pa.array([{"a": row, "b": str(row)} for row in range(rows)]),

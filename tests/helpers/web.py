@@ -66,7 +66,7 @@ class Answer(BaseHTTPRequestHandler):
         links = "".join(f'<a href="{name}{slash}">{name}</a>\n' for name, slash, _ in sorted(names))
         return f"<html><body>{links}</body></html>".encode() if names else None
 
-    def log_message(self, *words):
+    def log_message(self, *argv):
         pass
 
 
@@ -75,11 +75,11 @@ class Web(ThreadingHTTPServer):
 
     Attributes:
         asked: (method, path, time) of every request.
-        failing: how many requests more are answered by ``status``.
-        closing: path -> how many requests more get no answer at all.
-        breaking: how many answers more break off in the middle.
-        login: what has to come with every request; None: nothing.
-        ranges, marked: whether it knows parts of files, and tells when they change.
+        failing: number of further requests that are answered with ``status``.
+        closing: path -> number of further requests that get no response.
+        breaking: number of further responses that are truncated in the middle.
+        login: Authorization header that every request must have; None if not required.
+        ranges, marked: whether it serves ranges, and sends version headers.
     """
 
     daemon_threads, block_on_close = True, False

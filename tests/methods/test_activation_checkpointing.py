@@ -21,23 +21,23 @@ def test_batch_norm_counts_each_batch_once(convolutional, trained):
     assert less.weights["0.1.num_batches_tracked"] == 12
 
 
-def _bytes_kept(task, recipe: str) -> int:
+def saved_bytes(task, recipe: str) -> int:
     """Returns the bytes that autograd saves between forward and backward, without the weights."""
     program = build(task, make_methods(Recipe.coerce(recipe)))
-    weights, kept = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
+    weights, saved = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
 
     def pack(tensor):
         if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor
+            saved[tensor.data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         program.forward(next(iter(program.train)))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def test_saved_activations_are_fewer(transformer):
-    assert _bytes_kept(transformer(), "activation_checkpointing") < 0.5 * _bytes_kept(transformer(), "baseline")
+    assert saved_bytes(transformer(), "activation_checkpointing") < 0.5 * saved_bytes(transformer(), "baseline")
 
 
 def test_blocks_are_the_outermost_repeated_ones(transformer, convolutional, perceptron):

@@ -92,8 +92,8 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
     )
 
     # a run is identified by the requested recipe, the tuned recipe and its folder
-    for words in ([TUNED], recipe, None):
-        again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
+    for resumed_with in ([TUNED], recipe, None):
+        again = hasten.train(task, resumed_with, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
     with pytest.raises(ConfigurationError, match="another recipe: autotune_loader:cores=2 there, baseline here"):
         hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
@@ -141,9 +141,15 @@ def run(name, out, end):
 
     warnings.simplefilter("ignore")
     loader_stats.MIN_BATCHES, loader_stats.MIN_SECONDS, loader_stats.BATCHES_PER_WORKER = 4, 0.02, 1
-    words = "baseline" if end == "undisturbed" else TUNED
+    recipe = "baseline" if end == "undisturbed" else TUNED
     hasten.train(
-        getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait]
+        getattr(loader_tasks, name)(),
+        recipe,
+        out=out,
+        resume=True,
+        device="cpu",
+        checkpoint_seconds=0,
+        observers=[wait],
     )
 
 
@@ -160,7 +166,7 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
         process.join()
         _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
         assert not alive, "workers outlive their run"
-    for folder, end in (("killed", "left alone"), ("plain", "undisturbed")):
+    for folder, end in (("killed", "not killed"), ("plain", "undisturbed")):
         assert join_process(start_process(run, name, tmp_path / folder, end)) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
 
@@ -173,8 +179,8 @@ def readers(program) -> set[int]:
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_validation_data_get_the_workers_found(name):
     before, ours = at_work(), {os.getpid()}
-    program = build(loader_tasks.who(name), make_methods(Recipe.coerce(TUNED)))
-    assert readers(program) == ours, "nobody was found yet"
+    program = build(loader_tasks.recording_readers(name), make_methods(Recipe.coerce(TUNED)))
+    assert readers(program) == ours, "no workers have been found yet"
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     found = readers(program)
     assert len(found) == 2 and not found & ours
@@ -188,13 +194,13 @@ def test_validation_data_get_the_workers_found(name):
     ("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")]
 )
 def test_validation_data_of_another_type_keep_their_workers(train, validation):
-    program = build(loader_tasks.who(train, validation), make_methods(Recipe.coerce(TUNED)))
+    program = build(loader_tasks.recording_readers(train, validation), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert readers(program) == {os.getpid()}
 
 
 def test_validation_workers_of_the_task_are_unchanged():
-    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
+    program = build(loader_tasks.recording_readers("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert len(readers(program) - {os.getpid()}) == 1
 
@@ -208,8 +214,8 @@ def test_resumed_run_starts_with_workers_found(perceptron):
     assert program.run.checkpoint_state["autotune_loader"].converged
 
 
-def autotuner_of(task, words):
-    return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotune_loader"]
+def autotuner_of(task, recipe):
+    return build(task, make_methods(Recipe.coerce(recipe))).run.checkpoint_state["autotune_loader"]
 
 
 def test_initial_workers_are_used_first(perceptron):
@@ -237,9 +243,9 @@ def test_no_effect_states_its_reason(trained):
 def test_contradicting_options_are_refused(perceptron):
     with pytest.raises(ConfigurationError, match="threads=1 and processes=1 exclude each other"):
         make_methods(Recipe.coerce("autotune_loader:threads=1,processes=1"))
-    for words in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
+    for recipe in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
         with pytest.raises(ConfigurationError, match=r"require a hasten\.data pipeline"):
-            build(perceptron(), make_methods(Recipe.coerce(words)))
-    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "prefetch=2000"):
-        with pytest.raises(ConfigurationError, match=words.partition("=")[0]):
-            make_methods(Recipe.coerce(f"autotune_loader:{words}"))
+            build(perceptron(), make_methods(Recipe.coerce(recipe)))
+    for recipe in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "prefetch=2000"):
+        with pytest.raises(ConfigurationError, match=recipe.partition("=")[0]):
+            make_methods(Recipe.coerce(f"autotune_loader:{recipe}"))

@@ -88,6 +88,6 @@ def test_untraceable_model_uses_its_traceable_parts():
 def test_assignment_gives_the_largest_branch_to_the_least_loaded_rank():
     assert assign_branches([[1.0, 5.0, 2.0, 2.0]], 2) == [[1, 0, 1, 1]]
     assert assign_branches([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], (
-        "of two blocks alike nobody has both dear branches"
+        "of two equal blocks no rank has both expensive branches"
     )
     assert assign_branches([[0.0, 0.0]], 2) == [[0, 1]]

@@ -34,9 +34,9 @@ def test_task_without_schedule_warms_up_and_decays_to_zero(perceptron, decay, pe
     rates = rates_of(
         perceptron(optimizer=constant, epochs=8), f"budgeted_schedule:factor=0.25,decay={decay},peak={peak},warmup=0.25"
     )
-    climb = [0.1 * peak * step / 4 for step in (1, 2, 3)]  # 12 steps, a quarter of them rising
+    warm_up = [0.1 * peak * step / 4 for step in (1, 2, 3)]  # 12 steps, a quarter of them rising
     fall = [0.1 * peak * DECAYS[decay]((12 - step) / 9) for step in range(3, 13)]
-    assert rates == pytest.approx(climb + fall)
+    assert rates == pytest.approx(warm_up + fall)
     assert max(rates) == pytest.approx(0.1 * peak)
     assert rates[-1] == 0
 
@@ -113,8 +113,8 @@ def test_combination_with_batch_size(perceptron):
     task = perceptron(optimizer=constant, batch_size=4, epochs=2)  # 48 steps
     recipe = "budgeted_schedule:factor=0.5,peak=2.0,warmup=0.25 + batch_size:factor=4,rule=linear,warmup=0.0"
     rates = rates_of(task, recipe)
-    climb = [0.8 * step / 3 for step in (1, 2)]  # 0.1 * 2 * 4, 6 steps, two of them rising (round half to even)
-    assert rates == pytest.approx(climb + [0.8 * (6 - step) / 4 for step in range(2, 7)])
+    warm_up = [0.8 * step / 3 for step in (1, 2)]  # 0.1 * 2 * 4, 6 steps, two of them rising (round half to even)
+    assert rates == pytest.approx(warm_up + [0.8 * (6 - step) / 4 for step in range(2, 7)])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])

@@ -16,13 +16,13 @@ def test_batch_is_split_and_makes_one_step(perceptron, trained):
 
 
 def test_unequal_microbatches_give_the_gradient_of_the_batch(perceptron, trained):
-    whole, cut = (
+    undivided, cut = (
         trained(perceptron(batch_size=7), recipe, 20)
         for recipe in ("baseline", "gradient_accumulation:accumulation_steps=3")
     )
-    for name in whole.weights:
-        torch.testing.assert_close(cut.weights[name], whole.weights[name], rtol=1e-4, atol=1e-5)
-    assert cut.losses == pytest.approx(whole.losses, rel=1e-4)
+    for name in undivided.weights:
+        torch.testing.assert_close(cut.weights[name], undivided.weights[name], rtol=1e-4, atol=1e-5)
+    assert cut.losses == pytest.approx(undivided.losses, rel=1e-4)
 
 
 def test_model_with_batch_norm_is_not_split(convolutional, trained):

@@ -106,8 +106,8 @@ def test_samples_are_read_once_and_few_while_building(perceptron):
 
 def memory_of(batches) -> tuple[int, int]:
     """Returns (number of separate storages of the first field, batches)."""
-    kept = list(batches)
-    return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
+    held = list(batches)
+    return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in held}), len(held)
 
 
 def test_buffers_are_reused_in_training_and_fresh_in_validation(perceptron):

@@ -52,10 +52,10 @@ def test_ready_loader_keeps_its_order_and_the_random_numbers_of_the_model(transf
 
 def test_resumed_run_reads_the_rest_of_the_epoch(perceptron):
     program = build(perceptron(train_data=Noisy()), make_methods(with_workers(1)))
-    whole = [x for x, _ in program.train.epoch(1, 0)]
+    expected = [x for x, _ in program.train.epoch(1, 0)]
     rest = [x for x, _ in program.train.epoch(1, 4)]
-    assert len(rest) == len(whole) - 4
-    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+    assert len(rest) == len(expected) - 4
+    assert all(torch.equal(a, b) for a, b in zip(expected[4:], rest, strict=True))
 
 
 def test_options_are_passed_to_the_loader(perceptron):

@@ -50,7 +50,7 @@ def test_saving_of_invalid_arguments_is_refused(wrong):
 @pytest.mark.parametrize(("seconds", "gain"), [(0.100, 100 / 60), (0.004, 100 / 108)])
 def test_rounding_is_advised_if_the_bytes_saved_take_longer_than_rounding(seconds, gain):
     """A step of 100 ms with all communication exposed; rounding takes 10 ms."""
-    talk = {"bytes": 40_000_000, "seconds": seconds, "exposed": seconds}
-    found, why = cast_speedup(talk, 0.010, 0.100)
+    exchange = {"bytes": 40_000_000, "seconds": seconds, "exposed": seconds}
+    found, why = cast_speedup(exchange, 0.010, 0.100)
     assert found == pytest.approx(gain)
     assert ("at most" in why) is (gain > 1) and "rounding 40 MB takes 10 ms" in why

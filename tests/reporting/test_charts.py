@@ -44,9 +44,9 @@ def test_text_stays_inside_the_drawing(width):
     ]
     for drawing in drawings:
         for text in ET.fromstring(str(drawing)).iter("text"):
-            kind, x, room = text.get("class").split(), float(text.get("x")), 8.2 * len("".join(text.itertext()))
-            left = x - room if "end" in kind else x - room / 2 if "middle" in kind else x
-            assert left > -9 and left + room < width + 9, ET.tostring(text)
+            kind, x, text_width = text.get("class").split(), float(text.get("x")), 8.2 * len("".join(text.itertext()))
+            left = x - text_width if "end" in kind else x - text_width / 2 if "middle" in kind else x
+            assert left > -9 and left + text_width < width + 9, ET.tostring(text)
 
 
 def test_phases_are_to_scale():

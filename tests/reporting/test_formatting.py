@@ -8,7 +8,7 @@ from hasten.reporting import formatting
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (None, "–"),
         (0, "0 s"),
@@ -25,19 +25,20 @@ from hasten.reporting import formatting
         (5000, "1 h 23 min"),
     ],
 )
-def test_format_seconds(value, told):
-    assert formatting.seconds(value) == told
+def test_format_seconds(value, message):
+    assert formatting.seconds(value) == message
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")]
+    ("value", "message"),
+    [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")],
 )
-def test_format_ratios(value, told):
-    assert formatting.ratio(value) == told
+def test_format_ratios(value, message):
+    assert formatting.ratio(value) == message
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "told"),
+    ("low", "high", "message"),
     [
         (4.63, 5.71, "4.6 to 5.7×"),
         (1.969, 2.417, "1.97 to 2.42×"),
@@ -47,8 +48,8 @@ def test_format_ratios(value, told):
         (None, None, "–"),
     ],
 )
-def test_format_intervals(low, high, told):
-    assert formatting.between({"low": low, "high": high}) == told
+def test_format_intervals(low, high, message):
+    assert formatting.between({"low": low, "high": high}) == message
 
 
 def test_format_metrics_keeps_four_digits_and_the_sign():

@@ -48,8 +48,8 @@ def with_value(result: dict, path: tuple, value) -> dict:
 
 
 def test_report_states_the_gain_at_its_top(tmp_path):
-    said = text_of(page_of(tmp_path, samples.faster()))
-    top = said[: said.index("Accuracy over time")]
+    text = text_of(page_of(tmp_path, samples.faster()))
+    top = text[: text.index("Accuracy over time")]
     for needed in (
         "5.1× faster",
         "1.6 s instead of 8.2 s",
@@ -70,24 +70,24 @@ def test_report_shows_the_measured_times_beside_the_product(tmp_path):
 
 
 def test_report_lists_every_trial_with_its_reason(tmp_path):
-    said = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
+    text = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
     for trial in samples.faster()["trials"]:
-        assert trial["what"] in said and trial["verdict"] in said and trial["why"] in said
+        assert trial["what"] in text and trial["verdict"] in text and trial["why"] in text
 
 
 def test_report_without_improvement_shows_evidence(tmp_path):
-    said = text_of(page_of(tmp_path, samples.no_improvement()))
-    assert "No improvement" in said and samples.no_improvement()["why"] in said
-    assert "Every trial" in said and "Where the time goes" in said
-    assert "Use the recipe" not in said and "Quality:" not in said
+    text = text_of(page_of(tmp_path, samples.no_improvement()))
+    assert "No improvement" in text and samples.no_improvement()["why"] in text
+    assert "Every trial" in text and "Where the time goes" in text
+    assert "Use the recipe" not in text and "Quality:" not in text
 
 
 @pytest.mark.parametrize(
-    ("passed", "told"), [(False, "Faster, but worse quality"), (None, "Faster, but quality not tested")]
+    ("passed", "message"), [(False, "Faster, but worse quality"), (None, "Faster, but quality not tested")]
 )
-def test_report_without_the_gate_claims_no_gain(tmp_path, passed, told):
-    said = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
-    assert told in said and "5.1× faster" not in said and "Use the recipe" not in said
+def test_report_without_the_gate_claims_no_gain(tmp_path, passed, message):
+    text = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
+    assert message in text and "5.1× faster" not in text and "Use the recipe" not in text
 
 
 def test_report_recipe_can_be_copied(tmp_path):
@@ -99,8 +99,8 @@ def test_report_recipe_can_be_copied(tmp_path):
 
 def test_report_shows_the_recipe_of_the_folder(tmp_path):
     (tmp_path / "recipe.toml").write_text("[methods.ema]\ndecay = 0.5\n")
-    said = text_of(page_of(tmp_path, samples.trained()))
-    assert "decay = 0.5" in said and "--recipe" in said
+    text = text_of(page_of(tmp_path, samples.trained()))
+    assert "decay = 0.5" in text and "--recipe" in text
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -193,16 +193,16 @@ def test_report_accepts_extreme_numbers(tmp_path, value):
 def test_report_accepts_a_missing_key(tmp_path):
     for kind, make in EVERY.items():
         for key in make():
-            kept = {name: value for name, value in make().items() if name != key}
+            remaining = {name: value for name, value in make().items() if name != key}
             if key not in ("kind", "evaluations"):
-                assert "<h1" in page_of(tmp_path, kept), (kind, key)
+                assert "<h1" in page_of(tmp_path, remaining), (kind, key)
 
 
 WHOLE = json.dumps(samples.faster())
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (WHOLE[: len(WHOLE) // 2], "not complete JSON"),
         ("", "not complete JSON"),
@@ -220,10 +220,10 @@ WHOLE = json.dumps(samples.faster())
         ),
     ],
 )
-def test_report_of_a_broken_result_is_one_error_line(tmp_path, content, told):
+def test_report_of_a_broken_result_is_one_error_line(tmp_path, content, message):
     with pytest.raises(ConfigurationError) as refused:
         page_of(tmp_path, content)
-    assert told in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert not (tmp_path / "report.html").exists()
 
 
@@ -245,8 +245,8 @@ def test_report_of_a_training_shows_the_environment(tmp_path):
     (tmp_path / "environment.json").write_text(
         json.dumps({"hasten": "0.1.0", "torch": "2.13.0", "cpu": "Ordinary CPU", "nested": {"cores": 2}})
     )
-    said = text_of(page_of(tmp_path, samples.trained()))
-    assert "Ordinary CPU" in said and "2.13.0" in said and "0.9778" in said
+    text = text_of(page_of(tmp_path, samples.trained()))
+    assert "Ordinary CPU" in text and "2.13.0" in text and "0.9778" in text
 
 
 def test_report_of_many_trials_and_long_runs_is_small(tmp_path):

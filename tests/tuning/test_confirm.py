@@ -34,7 +34,9 @@ class Planted:
     unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block measures
     uneven: float = 0.0  # added or subtracted seconds
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
-    looks: dict[str, list[int]] = field(default_factory=dict)  # per seed, in turns: evaluations by which the target is reached later
+    looks: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # per seed, in turns: evaluations by which the target is reached later
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
@@ -48,16 +50,16 @@ class Planted:
                 raise OutOfBudgetError
             self.ran.append((name, seed))
         metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
-        cost, there = self.cost[name], metric >= TARGET
+        cost, reached = self.cost[name], metric >= TARGET
         late = self.unseen[name] + self.uneven * (-1) ** (seed // 1000) if name in self.unseen else 0.0
         further = self.looks.get(name, [0])
         samples = SAMPLES + LOOK * further[seed // 1000 % len(further)]
         return {
             "metric": metric,
             "trial_seconds": 2 * cost,
-            "seconds_to_target": samples / SAMPLES * cost + late if there else None,
-            "samples_to_target": samples if there else None,
-            "first_samples": samples if there else None,
+            "seconds_to_target": samples / SAMPLES * cost + late if reached else None,
+            "samples_to_target": samples if reached else None,
+            "first_samples": samples if reached else None,
             "evaluations": [
                 {"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric}
                 for n in range(1, 41)
@@ -291,15 +293,15 @@ def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
     assert "the measured runs show less" in won.why
 
 
-@pytest.mark.parametrize(("late", "told"), [(0.2, 5.0), (2.0, 2.4)])
-def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, told):
+@pytest.mark.parametrize(("late", "message"), [(0.2, 5.0), (2.0, 2.4)])
+def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, message):
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
     won = confirmed(study, (FASTER,))
     assert won.measured_speedup.high > 5.0
-    assert won.speedup.median == pytest.approx(told, rel=0.15)
+    assert won.speedup.median == pytest.approx(message, rel=0.15)
 
 
-def coverage(share: float, told: int) -> float:
+def coverage(share: float, reported: int) -> float:
     """Returns how often the interval contains the truth if this fraction of seeds reaches the target one evaluation
     late."""
     pace = {
@@ -309,7 +311,7 @@ def coverage(share: float, told: int) -> float:
     }
     truth, held = 10 / 2**share, 0.0
     for lates in product((False, True), repeat=LOOKS[0]):
-        samples = [(1000, 200 if late else 100, 20, 100)[:told] for late in lates]
+        samples = [(1000, 200 if late else 100, 20, 100)[:reported] for late in lates]
         ratio, *_ = time_to_target(pace, samples)
         held += math.prod(share if late else 1 - share for late in lates) * (ratio.low <= truth <= ratio.high)
     return held
@@ -317,5 +319,5 @@ def coverage(share: float, told: int) -> float:
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
-    assert coverage(share, told=4) >= 0.95
-    assert coverage(share, told=2) < 0.8, "what the counts say without the distances of the looks"
+    assert coverage(share, reported=4) >= 0.95
+    assert coverage(share, reported=2) < 0.8, "the interval of the counts without the evaluation spacing"

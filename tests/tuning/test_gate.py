@@ -86,8 +86,8 @@ def test_gate_uses_further_seeds_but_requires_pairs():
     assert few.seeds == more.seeds == [0, 1, 2]
     assert more.difference["high"] - more.difference["low"] < few.difference["high"] - few.difference["low"]
     assert "9 more of the recipe alone" in more.why
-    alone = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
-    assert not alone.passed
+    without_further = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
+    assert not without_further.passed
 
 
 def test_gate_accepts_noisy_seeds_with_an_exactness_check_but_no_other_results():

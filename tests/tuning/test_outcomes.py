@@ -25,13 +25,13 @@ def test_samples_are_compared_on_the_same_seeds():
 
 def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
     runs = [{**run, "pruned": False} for run in outcome(9.9, 30.0, 30.0).runs]
-    told = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
-    assert told.verdict == "no gain"
-    assert told.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
+    judged = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
+    assert judged.verdict == "no gain"
+    assert judged.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
 
 
 @pytest.mark.parametrize(
-    ("run", "verdict", "words"),
+    ("run", "verdict", "message"),
     [
         ({"failed": "ema has nothing to act on: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
@@ -42,7 +42,7 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
         ({"seconds_to_target": 5.0}, "kept", "5.00 s"),
     ],
 )
-def test_run_outcomes_are_classified(run, verdict, words):
+def test_run_outcomes_are_classified(run, verdict, message):
     usual = {
         "pruned": False,
         "seconds_to_target": 5.0,
@@ -50,9 +50,9 @@ def test_run_outcomes_are_classified(run, verdict, words):
         "metric": METRIC,
         "trial_seconds": TRIAL,
     }
-    told = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
-    assert told.verdict == verdict
-    assert words in told.why
+    judged = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
+    assert judged.verdict == verdict
+    assert message in judged.why
 
 
 @pytest.mark.parametrize(

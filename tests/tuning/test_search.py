@@ -58,10 +58,10 @@ def test_method_of_the_user_is_checked_first():
     refuted = Planted(faster={threads(1): 2.0}, refuted=(threads(1),))
     assert searched_systems(refuted, offered).recipes == [Recipe()]
     assert [kind for kind, _ in refuted.asked] == ["exactness"]
-    kept = Planted(faster={threads(1): 2.0})
-    assert str(searched_systems(kept, offered).best) == threads(1)
-    assert [kind for kind, _ in kept.asked] == ["exactness", "speed"]
-    assert kept.trials[0]["seconds"] == 2 * TRIAL, "the proof is paid for once"
+    honest = Planted(faster={threads(1): 2.0})
+    assert str(searched_systems(honest, offered).best) == threads(1)
+    assert [kind for kind, _ in honest.asked] == ["exactness", "speed"]
+    assert honest.trials[0]["seconds"] == 2 * TRIAL, "the proof is paid for once"
 
 
 # ── training methods ─────────────────────────────────────────────────────────────────────────────
@@ -81,22 +81,22 @@ def test_training_method_makes_an_incumbent_of_every_gain():
 
 
 @pytest.mark.parametrize(
-    ("samples", "faster", "kept"), [(1.0, 1.0, False), (0.995, 1.0, False), (1.0, 1.3, True), (0.9, 1.0, True)]
+    ("samples", "faster", "accepted"), [(1.0, 1.0, False), (0.995, 1.0, False), (1.0, 1.3, True), (0.9, 1.0, True)]
 )
-def test_recipes_of_equal_samples_are_compared_by_speed_not_run_time(samples, faster, kept):
+def test_recipes_of_equal_samples_are_compared_by_speed_not_run_time(samples, faster, accepted):
     study = Planted(samples={clipping(1): samples}, faster={clipping(1): faster}, luck={clipping(1): 1.1})
     incumbents = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
-    assert (str(incumbents.best) == clipping(1)) is kept
+    assert (str(incumbents.best) == clipping(1)) is accepted
     assert bool(study.kinds("speed")) is (samples > 0.99)
 
 
-@pytest.mark.parametrize(("better", "luck", "kept"), [(1.5, 0.98, True), (0.5, 0.98, False), (1.5, 0.9, False)])
-def test_recipes_of_equal_time_are_compared_by_final_metric(better, luck, kept):
+@pytest.mark.parametrize(("better", "luck", "accepted"), [(1.5, 0.98, True), (0.5, 0.98, False), (1.5, 0.9, False)])
+def test_recipes_of_equal_time_are_compared_by_final_metric(better, luck, accepted):
     study = Planted(
         samples={clipping(1): 0.5, clipping(2): 0.5}, better={clipping(2): better * MARGIN}, luck={clipping(2): luck}
     )
     incumbents = searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:2]))
-    assert (str(incumbents.best) == clipping(2)) is kept
+    assert (str(incumbents.best) == clipping(2)) is accepted
 
 
 def test_recipes_that_are_slightly_slower_do_not_accumulate():

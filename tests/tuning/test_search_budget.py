@@ -51,7 +51,7 @@ def test_search_exceeds_its_budget_by_at_most_one_trial(total):
     ample, everything = examined(1e6)
     _search(ample, everything)
     untried = set(ample.asked) - set(study.asked)
-    assert bool(study.noted("search")) is bool(untried), "that it was stopped is told"
+    assert bool(study.noted("search")) is bool(untried), "the early end is noted"
     _confirm(study, found)
     assert study.budget.spent <= total + TRIAL
     assert found.winner or total < 40.0
@@ -63,8 +63,8 @@ def test_ablation_at_the_end_of_the_budget_keeps_its_measurements():
     study = Planted(
         faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL)
     )
-    told = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
-    assert 0 < len(told) < 3
+    measured = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
+    assert 0 < len(measured) < 3
     ample = Planted(faster=study.faster, samples=study.samples)
     assert {
         share["method"]: round(share["speedup"]["median"], 1)
@@ -85,9 +85,12 @@ def test_ablation_keeps_members_that_gain_by_step_time_only():
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
-    told = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents)}
+    speedups = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents)}
     assert incumbents.best == recipe
-    assert told["gradient_clipping"]["median"] == pytest.approx(3.0) and told["gradient_clipping"]["low"] is not None
+    assert (
+        speedups["gradient_clipping"]["median"] == pytest.approx(3.0)
+        and speedups["gradient_clipping"]["low"] is not None
+    )
     study = Planted(faster={threads(2): 1.5}, better={clipping(1): -0.01})
     leave_one_out(study, incumbents)
     assert str(incumbents.best) == threads(2)

@@ -84,8 +84,8 @@ def test_line_truncated_by_a_kill_loses_only_that_trial(tmp_path):
     for seed in (1, 2):
         again.trial("run", {"seed": seed}, counted(calls))
     assert len(calls) == 3
-    whole = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    assert {entry["what"]["seed"] for entry in whole if "outcome" in entry} == {1, 2}
+    intact = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert {entry["what"]["seed"] for entry in intact if "outcome" in entry} == {1, 2}
 
 
 def test_file_in_place_of_the_folder_is_one_error_line(tmp_path):

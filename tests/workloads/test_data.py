@@ -56,7 +56,7 @@ def everything_in(folder) -> list[str]:
 def test_fetch_downloads_a_file_once(server, folders, capfd):
     path = download(numbers_at(server + "numbers.txt"))
     assert path == folders / "home/.cache/hasten/numbers/numbers.txt" and path.read_bytes() == CONTENT
-    assert download(numbers_at("http://127.0.0.1:1/nobody-listens")) == path
+    assert download(numbers_at("http://127.0.0.1:1/unreachable")) == path
     assert everything_in(folders / "home") == ["numbers.txt"] and capfd.readouterr().out == ""
 
 
