@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")] + [("2.15", "3.13")]
-TESTS = ["tests/test_torch_compat.py", "tests/engine", "tests/methods", "tests/core"]
+TESTS = ["tests/test_torch_compat.py", "tests/test_private_torch_use.py", "tests/engine", "tests/methods", "tests/core"]
 
 
 def main() -> int:

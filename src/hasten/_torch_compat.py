@@ -4,9 +4,9 @@ The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because impor
 that only the launcher has to spend.
 
 No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
-text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
-test-matrix`` runs those tests on every supported version of torch. The versions at the message texts are those on which
-the text was seen.
+text of a torch message; ``tests/test_private_torch_use.py`` scans for both, and ``tests/test_torch_compat.py`` has one
+test per name below. ``make test-matrix`` runs those tests on every supported version of torch. The versions at the
+message texts are those on which the text was seen.
 """
 
 from collections.abc import Callable, Iterator

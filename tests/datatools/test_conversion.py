@@ -16,17 +16,7 @@ from hasten.datatools.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name, value in {
-        "stage_throughput.COPY_SECONDS": 0.02,
-        "stage_throughput.ENOUGH_S": 0.02,
-        "advice.MAX_TURNS": 2,
-        "advice.MIN_TURNS": 2,
-    }.items():
-        monkeypatch.setattr(f"hasten.datatools.{name}", value)  # reading speed is measured only briefly
+pytestmark = pytest.mark.usefixtures("brief_measurements")
 
 
 def assert_equal(columns, others):

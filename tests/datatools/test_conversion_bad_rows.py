@@ -12,19 +12,7 @@ from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, inspect, parquet, webdataset
 from helpers.storages import ROWS, damage, numeric_table, read_all, write_images, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in (
-        "conversion.GAIN_SECONDS",
-        "conversion.ESTIMATE_SECONDS",
-        "stage_throughput.COPY_SECONDS",
-        "stage_throughput.ENOUGH_S",
-    ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # reading speed is measured only briefly
-    for name in ("MAX_TURNS", "MIN_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
+pytestmark = pytest.mark.usefixtures("brief_gain")
 
 
 @pytest.mark.parametrize(("to", "resize"), [("webdataset", 16), ("webdataset", None), ("rows", None)])

@@ -19,19 +19,7 @@ from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in (
-        "conversion.GAIN_SECONDS",
-        "conversion.ESTIMATE_SECONDS",
-        "stage_throughput.COPY_SECONDS",
-        "stage_throughput.ENOUGH_S",
-    ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # reading speed is measured only briefly
-    for name in ("MAX_TURNS", "MIN_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
+pytestmark = pytest.mark.usefixtures("brief_gain")
 
 
 PATIENCE = 120  # seconds, for a busy machine; mostly unused
