@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-KEPT = 1024  # different samples; more would only use more memory
+SAMPLES = 1024  # different samples; more would only use more memory
 CLASSES = 8
 WARM_UP = 0.1  # fraction of a leg, at its start, that is not timed
 
@@ -48,8 +48,8 @@ class Clocked(Dataset):
 
     def __init__(self, name: str, baton: Baton, width: int, batch_size: int, steps: int, legs: int):
         drawn = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(KEPT, width, generator=drawn)
-        self.targets = torch.randint(CLASSES, (KEPT,), generator=drawn)
+        self.inputs = torch.randn(SAMPLES, width, generator=drawn)
+        self.targets = torch.randint(CLASSES, (SAMPLES,), generator=drawn)
         self.name, self.baton = name, baton
         self.leg, self.warm = steps * batch_size, int(WARM_UP * steps) * batch_size
         self.timed = steps - int(WARM_UP * steps)
@@ -70,7 +70,7 @@ class Clocked(Dataset):
             self.baton.wait(self.name)
         if index % self.leg == self.warm:
             self.began = perf_counter(), process_time()
-        return self.inputs[index % KEPT], self.targets[index % KEPT]
+        return self.inputs[index % SAMPLES], self.targets[index % SAMPLES]
 
 
 def relay(

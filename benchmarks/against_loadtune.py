@@ -34,7 +34,7 @@ from hasten import ConfigurationError, Recipe, RunError
 WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
 HERE = Path(__file__).parent
 FIRST_SEED = 200  # seeds that neither tuner has used
-PATIENCE = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
+LOADTUNE_OPTIONS = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
 TIE = 0.02  # loadtune's tie threshold: a smaller gain is not an improvement
 
 
@@ -51,7 +51,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
             HERE / "_loadtune_workload.py",
             "--steps",
             str(steps),
-            *PATIENCE,
+            *LOADTUNE_OPTIONS,
             "--save-raw",
             raw,
             "--out",

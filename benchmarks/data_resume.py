@@ -50,7 +50,7 @@ class Ours:
         pipeline = arrays(self.x, self.y).shuffle(seed=3).batch(BATCH).map(noisy)
         return pipeline.prefetch(2, **self.ahead) if self.ahead else pipeline
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         pipeline = self.made()
         pipeline.load_state_dict({"seed": 3, "epoch": 0, "position": number * BATCH})
         return iter(pipeline)
@@ -67,7 +67,7 @@ class Bound:
     def __init__(self, x, y):
         self.x, self.y = x, y
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         rows = torch.randperm(len(self.y), dtype=torch.int32)[number * BATCH : (number + 1) * BATCH]
         yield self.x[rows], self.y[rows]
 
@@ -90,14 +90,14 @@ class Peer:
                 if number < place + AFTER:
                     self.expected[place] += digests([batch])
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         return self.load(self.make(), self.saved[number])
 
 
-def taken_up(arm, number: int, expected: list[str] | None) -> tuple[float, bool]:
+def resume(arm, number: int, expected: list[str] | None) -> tuple[float, bool]:
     """Returns (seconds to the first batch, whether this batch and those after it equal the expected ones)."""
     began = time.perf_counter()
-    batches = arm.taken_up(number)
+    batches = arm.resume(number)
     first = next(batches)
     took = time.perf_counter() - began
     exact = expected is None or digests([first, *islice(batches, AFTER - 1)]) == expected
@@ -188,7 +188,7 @@ def main() -> int:
         try:
             arms[name] = make()
             expected[name] = arms[name].expected
-            taken_up(arms[name], places[0], None)
+            resume(arms[name], places[0], None)
         except Exception as error:
             arms.pop(name, None)
             missing[name] = f"does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
@@ -225,7 +225,7 @@ def _at_places(arm, places: list[int], expected: dict[int, list[str]]):
 
     def at_the_next() -> tuple[float, bool]:
         number = next(coming)
-        return taken_up(arm, number, expected.get(number))
+        return resume(arm, number, expected.get(number))
 
     return at_the_next
 

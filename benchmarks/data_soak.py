@@ -216,7 +216,7 @@ def soak(options) -> int:
                 "memory, all epochs",
                 f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB",
             ),
-            *zip(("memory, second quarter", "memory, last quarter", "more"), _words(growth), strict=True),
+            *zip(("memory, second quarter", "memory, last quarter", "more"), _format_growth(growth), strict=True),
             *((f"left: {what}", count) for what, count in leftovers.items()),
         ],
     )
@@ -226,7 +226,7 @@ def soak(options) -> int:
         options,
         f"{seconds / 60:.3g} minutes of killed workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
         f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, "
-        f"memory {_words(growth)[2]}, left {sum(leftovers.values())}",
+        f"memory {_format_growth(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
         {
             "epochs": epochs,
@@ -239,7 +239,7 @@ def soak(options) -> int:
     )
 
 
-def _words(growth: tuple[float, float, float] | None) -> tuple[str, str, str]:
+def _format_growth(growth: tuple[float, float, float] | None) -> tuple[str, str, str]:
     if growth is None:
         return ("too few epochs to print_progress",) * 3
     return f"{growth[0] / 1e6:.1f} MB", f"{growth[1] / 1e6:.1f} MB", f"{growth[2]:+.1%}"

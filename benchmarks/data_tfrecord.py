@@ -44,7 +44,7 @@ import torch
 from _common import finish, in_turns, interval, parser, print_line, print_progress
 
 BATCH, FILES = 512, 4
-OURS, ALONE = "hasten", "hasten, shuffled"
+OURS, SINGLE = "hasten", "hasten, shuffled"
 BOUND = "bound: copying the bytes"
 KINDS = ("pictures", "clicks")
 
@@ -160,7 +160,7 @@ def sums(made) -> dict[str, float]:
     return total
 
 
-def compared(kind: str, ready: dict) -> None:
+def check_equal_values(kind: str, ready: dict) -> None:
     """Checks that all loaders read the same values."""
     print_progress(f"compare what they give of {kind}")
     all_of_them = {name: sums(made) for name, made in ready.items()}
@@ -170,7 +170,7 @@ def compared(kind: str, ready: dict) -> None:
             raise SystemExit(f"{name} gives {theirs} of {kind}, {OURS} {ours}: the loaders are not compared")
 
 
-def from_nothing(loader: Loader, records: int) -> float:
+def first_epoch_rate(loader: Loader, records: int) -> float:
     """Returns records per second of a first epoch, without the caches of earlier epochs."""
     shutil.rmtree(os.environ["HASTEN_CACHE"], ignore_errors=True)
     return records / seconds_of_a_pass(loader.make)
@@ -198,10 +198,10 @@ def main() -> int:
                 name: Loader(partial(tf_data, read, kind, paths), "tensorflow") for name, read in THEIRS.items()
             }
             ready, missing = set_up(loaders, fits)
-            compared(kind, ready)
-            passes = {name: (lambda loader=loaders[name]: from_nothing(loader, options.records)) for name in ready}
+            check_equal_values(kind, ready)
+            passes = {name: (lambda loader=loaders[name]: first_epoch_rate(loader, options.records)) for name in ready}
             first = in_turns(passes, options.rounds)
-            ready |= {ALONE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
+            ready |= {SINGLE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
             later = rates(ready, options.rounds, options.seconds)
             for when, taken in (("first epoch, no caches", first), ("later", later)):
                 print_line(f"\n{kind}, {when}:\n")

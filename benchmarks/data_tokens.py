@@ -89,7 +89,7 @@ def litdata(path):
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
     place = str(path.parent / "litdata")
-    with silence():
+    with discard_output():
         optimize(pieces, [str(path)], place, chunk_bytes="64MB", num_workers=1, item_loader=TokensLoader())
     dataset = StreamingDataset(place, item_loader=TokensLoader(block_size=LENGTH + 1), shuffle=True, drop_last=True)
 
@@ -102,7 +102,7 @@ def litdata(path):
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def discard_output() -> Iterator[None]:
     """Discards the output of this process and of those that it starts."""
     sys.stdout.flush()
     saved = [os.dup(place) for place in (1, 2)]

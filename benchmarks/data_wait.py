@@ -48,7 +48,7 @@ STORE = (
 )
 GATHERS = 50
 FEWEST = 5  # steps per block
-PATIENCE = 12.0  # seconds in which an autotuner may converge before it is timed
+CONVERGENCE_TIMEOUT_S = 12.0  # seconds in which an autotuner may converge before it is timed
 HEADINGS = (
     "workload",
     "loader",
@@ -69,7 +69,7 @@ class Waiting(Probe):
         """Trains until buffers are full, workers run, and an autotuner has converged."""
         began, autotuner = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
         while (passed := time.perf_counter() - began) < seconds or (
-            autotuner and autotuner.wait_fraction is None and passed < PATIENCE
+            autotuner and autotuner.wait_fraction is None and passed < CONVERGENCE_TIMEOUT_S
         ):
             self.train(1)
 

@@ -158,7 +158,7 @@ def main() -> int:
             name,
             f"{interval(legs).median:.1f}",
             f"{min(legs):.1f}",
-            *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
+            *(_format_intervals(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
         )
         for name, legs in wall.items()
     ]
@@ -179,7 +179,7 @@ def _over_by_hand(micro: dict[str, list[float]]) -> dict:
     return {name: interval(a - b for a, b in zip(legs, micro["by hand"], strict=True)) for name, legs in micro.items()}
 
 
-def _words(*intervals) -> tuple[str, ...]:
+def _format_intervals(*intervals) -> tuple[str, ...]:
     return tuple(f"{each:.1f}" for each in intervals)
 
 

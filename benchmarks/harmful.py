@@ -18,7 +18,7 @@ ONE_IN = 10  # one sample in this many gets a wrong label
 DIVIDED_BY = 30
 
 
-class Kept:
+class Cached:
     """A dataset that reads each sample once and then returns it from memory."""
 
     def __init__(self, dataset):
@@ -36,7 +36,7 @@ class Kept:
         return self.dataset[index]
 
 
-class Mislabelled(Kept):
+class Mislabelled(Cached):
     """The same, but some samples carry the label of a distant sample."""
 
     def read(self, index):
@@ -49,7 +49,7 @@ class Mislabelled(Kept):
 
 class Honest(Method):
     card = Card(summary="keep the samples in memory", exactness=Exactness.BIT_EXACT, accelerates={"input"})
-    dataset = Kept
+    dataset = Cached
 
     def data(self, batches, run):
         if not batches.training or batches.spec is None:

@@ -19,17 +19,17 @@ from harmful import HARMFUL
 from hasten import RunError, tune
 
 FILE = Path(__file__).parent / "harmful.py"
-BESIDE = ("fused_optimizer",)  # the only other method that is tried: the search is about the offered method
+OTHER_METHODS = ("fused_optimizer",)  # the only other method that is tried: the search is about the offered method
 
 
-def offered(name: str, options) -> dict:
+def verdict_on(name: str, options) -> dict:
     """The verdict on one method."""
     method = f"{FILE}:{name}"
     try:
         result = tune(
             options.task,
             budget=options.budget,
-            methods=BESIDE,
+            methods=OTHER_METHODS,
             extra=[method],
             out=options.out,
             device="cpu",
@@ -37,7 +37,7 @@ def offered(name: str, options) -> dict:
         )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
-    fate = result["offered"][0]
+    fate = result["verdict_on"][0]
     return {
         "name": name,
         "accepted": fate["accepted"],
@@ -61,7 +61,7 @@ def main() -> int:
     fates = []
     for name in options.names or ["Honest", *HARMFUL]:
         print_progress(f"offering {name}")
-        fates.append(offered(name, options))
+        fates.append(verdict_on(name, options))
     verdicts = {True: "taken", False: "refused", None: "failed"}
     show(
         ("method", "fate", "why"),

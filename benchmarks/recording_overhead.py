@@ -83,7 +83,7 @@ def recorded(width: int, checkpoint_seconds: float):
     return train
 
 
-def silent(width: int):
+def unrecorded(width: int):
     def train(loader) -> None:
         hasten.train(as_task(lambda: model(width), loader), device="cpu")
 
@@ -111,7 +111,7 @@ def main() -> int:
     trains = {
         "the loop by hand": lambda loader: by_hand(model(width), loader),
         "by hand, again": lambda loader: by_hand(model(width), loader),
-        "train(), no recording": silent(width),
+        "train(), no recording": unrecorded(width),
         "with bar, step log and checkpoints": recorded(width, options.checkpoint_seconds),
     }
     between, steps = BetweenSteps(), int(options.seconds / WANTED)

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 TASK = f"{HERE / 'slow_network_task.py'}:task"
 
 
-def on_the_cable(*argv: str) -> dict:
+def run_on_slow_network(*argv: str) -> dict:
     """Runs a command on the emulated network and returns its JSON result."""
     command = [
         sys.executable,
@@ -50,10 +50,10 @@ def main() -> int:
     options.add_argument("--budget", default="25m", help="of the search")
     options = options.parse_args()
     print_progress("measuring the cable")
-    reduce = on_the_cable("network", "--processes", "2")["collectives"]["all-reduce"]
+    reduce = run_on_slow_network("network", "--processes", "2")["collectives"]["all-reduce"]
     print_progress("searching")
     with tempfile.TemporaryDirectory() as folder:
-        found = on_the_cable("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
+        found = run_on_slow_network("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
     return print_result(options, reduce, found)
 
 

@@ -28,7 +28,7 @@ OVER_STRONG_BASELINE, ON = 1.3, 3
 HEADINGS = (
     "workload",
     "textbook, s",
-    "tuned, s",
+    "run_search, s",
     "speed-up",
     "over strong baseline",
     "quality, before / after",
@@ -58,7 +58,7 @@ Where the paired runs themselves took clearly less of a gain (`measured_speedup`
 """
 
 
-def tuned(workload: str, options) -> dict:
+def run_search(workload: str, options) -> dict:
     """Returns the result of the search, continuing an existing one."""
     print_progress(f"{workload}:")
     return hasten.tune(
@@ -100,7 +100,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['tuned']:.1f}" if times else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
         _ratio(result["speedup_over_strong_baseline"]) if result["speedup_over_strong_baseline"] else "",
-        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
+        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["run_search"]) if metric is not None),
         f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
         f"{result['search_seconds']:.0f}",
         str(Recipe(result["recipe"])),
@@ -160,7 +160,7 @@ def main() -> int:
     results, failed = {}, {}
     for workload in options.workloads or FIGURES:
         try:
-            results[workload] = tuned(workload, options)
+            results[workload] = run_search(workload, options)
         except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
             continue

@@ -73,7 +73,7 @@ def diverging(data) -> Task:
     )
 
 
-def with_a_hole(make=lambda data: data) -> Task:
+def with_one_nan(make=lambda data: data) -> Task:
     """NaN in one of eight batches."""
     inputs = torch.ones(64, 4)
     inputs[20] = torch.nan
@@ -86,16 +86,16 @@ def with_a_hole(make=lambda data: data) -> Task:
     ("task", "message"),
     [
         (
-            with_a_hole(),
+            with_one_nan(),
             r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity; clean "
             r"the data",
         ),
         (
-            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
+            with_one_nan(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
             r"the loss is nan at step 3 \(epoch 1, batch 3\): the batch itself holds NaN or infinity",
         ),
         (
-            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
+            with_one_nan(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
             r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity",
         ),
         (
@@ -114,11 +114,11 @@ def test_compare_and_diagnose_with_nan_loss_raise(task, message):
 
 
 def test_compare_budget_may_be_text(monkeypatch):
-    def raise_budget(*arguments, budget, **others):
+    def raise_budget_error(*arguments, budget, **others):
         raise RunError(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", raise_budget)
-    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", raise_budget)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", raise_budget_error)
+    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", raise_budget_error)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):
@@ -129,7 +129,7 @@ def test_compare_budget_may_be_text(monkeypatch):
                 verb(sleepy(), budget=wrong)
 
 
-LIAR = """
+CLOCK_CHANGING_METHOD = """
 import time
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -151,7 +151,7 @@ class Liar(Method):
 
 
 def test_compare_arm_that_changes_its_clock_raises(tmp_path):
-    (tmp_path / "liar.py").write_text(LIAR)
+    (tmp_path / "liar.py").write_text(CLOCK_CHANGING_METHOD)
     with pytest.raises(RunError, match=r"the clock of the comparison .* must not change the clock"):
         hasten.compare(sleepy(0.01), "baseline", f"{tmp_path}/liar.py:Liar", budget=3)
 

@@ -61,7 +61,7 @@ class Service:
         self.ranks.any(False)
         raise RunError("all of us")
 
-    def feel_it_first(self) -> None:
+    def fail_after_report(self) -> None:
         """Rank 0 reports at once that another rank has failed; rank 1 reports a moment later that it is the cause."""
         if os.environ["RANK"] == "0":
             raise PeerFailure("another rank has ended")
@@ -108,7 +108,7 @@ def test_group_with_failing_rank_ends_all_ranks(how, kind, message):
         with pytest.raises(kind, match=message):
             two.call("fail_on", rank=1, how=how, timeout=2.0)
         assert time.monotonic() - began < 20
-        assert gone(pids)
+        assert processes_ended(pids)
 
 
 def test_group_error_of_all_ranks_names_no_rank():
@@ -118,7 +118,7 @@ def test_group_error_of_all_ranks_names_no_rank():
 
 def test_group_waits_for_the_rank_that_caused_the_failure():
     with job() as two, pytest.raises(RunError, match=r"^rank 1: it was me$"):
-        two.call("feel_it_first")
+        two.call("fail_after_report")
 
 
 def test_group_suspended_runs_only_during_calls():
@@ -139,14 +139,14 @@ def test_group_shows_warnings_of_rank_0_only():
     assert [str(each.message) for each in caught if each.category is HastenWarning] == ["rank zero warns"]
 
 
-def gone(pids: list[int]) -> bool:
+def processes_ended(pids: list[int]) -> bool:
     deadline = time.monotonic() + 60
-    while (alive := any(map(lives, pids))) and time.monotonic() < deadline:
+    while (alive := any(map(is_alive, pids))) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not alive
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

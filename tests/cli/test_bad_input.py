@@ -151,7 +151,7 @@ FILES = {
 }
 
 # arguments of `hasten`, required content of the error line
-WRONG = [
+INVALID_REQUESTS = [
     ("trian digits", "did you mean train?"),
     ("train", "TASK"),
     ("train digits extra", "extra"),
@@ -272,7 +272,7 @@ WRONG = [
     ("eject mine.py:good --out nowhere/script.py", "nowhere"),
 ]
 
-CANNOT_GO_ON = [
+UNRESUMABLE = [
     ("train mine.py:plain_number", "Task(loss=) must return a tensor"),
     ("train mine.py:no_number", "not None"),
     ("train mine.py:no_loss_of_its_own", "returns its own loss; this one returned None"),
@@ -294,7 +294,7 @@ CANNOT_GO_ON = [
     ("train mine.py:good --with compile:backend=warp", "warp"),
 ]
 
-GOES_ON = [("train mine.py:no_length", "no length")]
+WARNINGS = [("train mine.py:no_length", "no length")]
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def here(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("argv", "message"), WRONG, ids=lambda value: value[:60])
+@pytest.mark.parametrize(("argv", "message"), INVALID_REQUESTS, ids=lambda value: value[:60])
 def test_command_invalid_request_exits_2_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
@@ -331,13 +331,13 @@ def test_command_empty_name_is_refused(argv, here, monkeypatch, capfd):
     assert_one_line(" ".join(argv), "", main(argv), 2, capfd)
 
 
-@pytest.mark.parametrize(("argv", "message"), CANNOT_GO_ON, ids=lambda value: value[:60])
+@pytest.mark.parametrize(("argv", "message"), UNRESUMABLE, ids=lambda value: value[:60])
 def test_command_unresumable_run_exits_1_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert_one_line(argv, message, main([*argv.split(), "--quiet"]), 1, capfd)
 
 
-@pytest.mark.parametrize(("argv", "message"), GOES_ON, ids=lambda value: value[:60])
+@pytest.mark.parametrize(("argv", "message"), WARNINGS, ids=lambda value: value[:60])
 def test_command_probable_mistake_warns(argv, message, here, monkeypatch, capfd):
     """The run continues; one line warns of a probable mistake."""
     monkeypatch.chdir(here)

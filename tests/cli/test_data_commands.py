@@ -7,7 +7,7 @@ import pytest
 
 from hasten.cli.main import main
 
-WRONG = [
+INVALID_REQUESTS = [
     ("data", "action"),
     ("data inspct x", "did you mean inspect"),
     ("data inspect", "PATH"),
@@ -71,7 +71,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("argv", "message"), WRONG, ids=lambda value: value[:60])
+@pytest.mark.parametrize(("argv", "message"), INVALID_REQUESTS, ids=lambda value: value[:60])
 def test_data_command_invalid_request_is_one_line(argv, message, here, capfd):
     before = {path for path in here.rglob("*") if "cache" not in path.parts}
     code = main(argv.split())

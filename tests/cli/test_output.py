@@ -76,7 +76,7 @@ class Search(NamedTuple):
     result: dict
 
 
-def measure_shortly() -> None:
+def brief_measurements() -> None:
     diagnosed, paced = tune.diagnose, study.Study.compare_speed
     tune.diagnose = lambda task, **given: diagnosed(task, **(given | {"budget": 1.0}))
     study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
@@ -102,12 +102,12 @@ def search(request, folder) -> Search:
         "--device",
         "cpu",
     ]
-    done = run_hasten(*argv, cwd=folder, prepare=measure_shortly if method == "tf32" else bool)
+    done = run_hasten(*argv, cwd=folder, prepare=brief_measurements if method == "tf32" else bool)
     assert done.stdout, done.stderr
-    return Search(method, seconds, done, the_object(done.stdout))
+    return Search(method, seconds, done, only_object(done.stdout))
 
 
-def the_object(out: str) -> dict:
+def only_object(out: str) -> dict:
     """Returns the one JSON object that standard output must contain."""
     assert out.count("\n") == 1 and out.endswith("\n")
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -118,7 +118,7 @@ def run_quietly(capfd, *argv: str) -> tuple[int, dict]:
     code = main([*argv, "--json", "--quiet", "--device", "cpu"])
     out, err = capfd.readouterr()
     assert set(err.splitlines()) <= {PRINTED}
-    return code, the_object(out)
+    return code, only_object(out)
 
 
 def assert_interval(ratio: dict) -> None:
@@ -256,7 +256,7 @@ def plain(text: str) -> str:
 def test_report_of_a_search_shows_its_values(search, here, capfd):
     result = search.result
     assert main(["report", result["out"], "--json"]) == 0
-    path = the_object(capfd.readouterr().out)["report"]
+    path = only_object(capfd.readouterr().out)["report"]
     page = Page(Path(path).read_text(encoding="utf-8"))
     assert page.fetched == [] and not page.tags & {"script", "iframe", "object", "embed", "base"}
     assert not any(word in page.style for word in ("url(", "@import", "@font-face"))

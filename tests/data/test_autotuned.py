@@ -28,7 +28,7 @@ from hasten.loading.autotuner import LoaderAutotuner
 from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
 from helpers.process import live_children
 
-PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
 class NeverConverges(LoaderAutotuner):
@@ -50,13 +50,13 @@ class NeverConverges(LoaderAutotuner):
 
 
 @pytest.fixture
-def at_once(monkeypatch):
+def short_measurements(monkeypatch):
     """One batch makes a measurement, however short."""
     for name, value in {"MIN_BATCHES": 1, "MIN_SECONDS": 0.0, "BATCHES_PER_WORKER": 0, "WARMUP_BATCHES": 0}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
-def restless(pipeline):
+def changing_workers(pipeline):
     """The pipeline, whose worker configuration changes every few batches, and the configurations used."""
     autotuner = NeverConverges(cores=3, memory_budget=lambda: math.inf)
     return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
@@ -81,18 +81,18 @@ def plain(rows=ROWS):
 
 
 @pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
-def test_autotuned_any_change_of_workers_keeps_every_bit(made, at_once):
+def test_autotuned_any_change_of_workers_keeps_every_bit(made, short_measurements):
     threads = threading.enumerate()
-    constant, changing = made(), restless(made())
+    constant, changing = made(), changing_workers(made())
     for number in range(4):
         assert equal(list(changing), list(constant)), f"pass {number}"
     assert nothing_left(threads)
 
 
-def test_autotuned_position_resumes_while_workers_change(at_once):
-    threads, expected, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
+def test_autotuned_position_resumes_while_workers_change(short_measurements):
+    threads, expected, changing = threading.enumerate(), list(random_pipeline()), changing_workers(random_pipeline())
     list(itertools.islice(changing, 3))
-    resumed = restless(random_pipeline())
+    resumed = changing_workers(random_pipeline())
     resumed.load_state_dict(changing.state_dict())
     assert equal(list(resumed), expected[3:])
     assert nothing_left(threads)
@@ -104,15 +104,15 @@ def noise(sample):
     )
 
 
-def test_autotuned_maps_with_process_generators_use_no_threads(at_once):
+def test_autotuned_maps_with_process_generators_use_no_threads(short_measurements):
     def numbers():
         return arrays(torch.arange(ROWS)).map(noise).batch(BATCH)
 
-    assert equal(list(restless(numbers())), list(numbers()))
+    assert equal(list(changing_workers(numbers())), list(numbers()))
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     before = torch.rand(2).tolist(), random.random(), numpy.random.rand()
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    list(restless(numbers()))
+    list(changing_workers(numbers()))
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
     with pytest.raises(ConfigurationError, match="which threads share with training"):
         numbers().batches(BATCH, 0, True).with_workers(WorkerConfig(threads=2, prefetch=2))
@@ -128,11 +128,11 @@ def napping(batch):
 
 def until_settled(pipeline, step):
     """Runs epochs with steps of that many seconds until the autotuner has converged."""
-    end = time.perf_counter() + PATIENCE
+    end = time.perf_counter() + TIMEOUT_S
     while not pipeline.runner.autotuner.converged:
         for _ in pipeline:
             time.sleep(step)
-        assert time.perf_counter() < end, f"not settled after {PATIENCE} s; at {pipeline.runner.tuned_settings}"
+        assert time.perf_counter() < end, f"not settled after {TIMEOUT_S} s; at {pipeline.runner.tuned_settings}"
     return pipeline.runner.autotuner
 
 
@@ -233,7 +233,7 @@ def drawing(sample):
     return sample + (random.random() < 1e-9)
 
 
-class Own:
+class OwnGenerator:
     """Draws from a generator that hasten cannot know."""
 
     def __init__(self):
@@ -255,7 +255,7 @@ def test_autotuned_slow_samples_are_cached(where, gigabytes, caches):
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
     uncached = arrays(numbers).shuffle(seed=1).batch(8)
-    autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + PATIENCE, 0
+    autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + TIMEOUT_S, 0
     while not (autotuner.converged and autotuner.cache == where):
         for batch, expected in zip(auto, uncached, strict=True):
             assert torch.equal(batch, 2 * expected)
@@ -275,7 +275,7 @@ def waiting(pipeline):
     return pipeline
 
 
-def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, at_once):
+def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, short_measurements):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as caught:
         first = list(pipeline)
@@ -285,7 +285,7 @@ def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, at_o
     assert equal(list(pipeline), first) and not pipeline.runner.active_cache and manifest.is_file()
 
 
-def left_as_they_are(reason):
+def assert_not_cached(reason):
     """Asserts that a HastenWarning gives the reason why samples are not cached on disk, and nothing else changes."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
     with pytest.warns(HastenWarning, match=f"not cached .disk.*{reason}"):
@@ -295,7 +295,7 @@ def left_as_they_are(reason):
 
 def test_autotuned_samples_beyond_the_disk_are_not_cached(caches, monkeypatch):
     monkeypatch.setattr(autotuned, "MAX_DISK_FRACTION", 128 / free_disk(caches))
-    left_as_they_are("needs 2.56e-07 GB, and 1.* were allowed")
+    assert_not_cached("needs 2.56e-07 GB, and 1.* were allowed")
     assert not [*caches.iterdir()]
 
 
@@ -303,19 +303,19 @@ def test_autotuned_samples_beyond_the_disk_are_not_cached(caches, monkeypatch):
 def test_autotuned_full_disk_caches_nothing(caches, monkeypatch):
     new = _ColumnWriter._new
     monkeypatch.setattr(_ColumnWriter, "_new", lambda written, name: new(written, "/dev/full"))
-    left_as_they_are("the disk is full")
+    assert_not_cached("the disk is full")
     assert not [*caches.iterdir()]
 
 
 def test_autotuned_read_only_folder_caches_nothing(caches):
     caches.touch()
-    left_as_they_are("cannot write")
+    assert_not_cached("cannot write")
 
 
 def test_autotuned_random_samples_are_never_cached():
     numbers = arrays(torch.arange(64.0))
     assert is_repeatable(numbers.source, numbers.map(slowly).sample_maps)
-    for random_one in (drawing, noise, Own()):
+    for random_one in (drawing, noise, OwnGenerator()):
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
         assert not is_repeatable(pipeline.source, pipeline.sample_maps), random_one
         pipeline.runner.autotuner.cache = "memory"

@@ -5,49 +5,49 @@ import pytest
 
 from hasten.engine import resources
 
-KEPT = {
+RESERVE = {
     "": "inactive_file 100000\nactive_file 50000\n",
     "memory": "total_inactive_file 100000\ntotal_active_file 50000\n",
 }
 
 
 @pytest.fixture(params=["", "memory"], ids=["version 2", "version 1"])
-def groups(request, tmp_path, monkeypatch):
+def control_groups(request, tmp_path, monkeypatch):
     """A group with a limit, around one without."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(resources, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(resources, "GROUPS", tmp_path / "control_groups")
     monkeypatch.setattr(resources, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "membership").write_text(
         f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n"
     )
     limit, use, _ = resources.MEMORY_FILES[request.param]
     for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
-        group = tmp_path / "groups" / request.param / folder
+        group = tmp_path / "control_groups" / request.param / folder
         group.mkdir(parents=True)
-        for name, content in {limit: most, use: "600000", "memory.stat": KEPT[request.param]}.items():
+        for name, content in {limit: most, use: "600000", "memory.stat": RESERVE[request.param]}.items():
             (group / name).write_text(content)
     return tmp_path
 
 
-def test_free_memory_in_a_group_is_divided_among_ranks(groups, monkeypatch):
+def test_free_memory_in_a_group_is_divided_among_ranks(control_groups, monkeypatch):
     assert resources.free_memory() == 1_000_000 - 600_000 + 150_000  # memory of the system's file cache is free
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resources.free_memory() == 550_000 // 4
 
 
-def test_table_stays_within_the_memory_of_its_rank(groups):
+def test_table_stays_within_the_memory_of_its_rank(control_groups):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
     from pyarrow.parquet import write_table
 
     from hasten.data import parquet
 
-    write_table(pa.table({"a": range(100_000), "label": range(100_000)}), groups / "t.parquet")
-    assert not parquet(groups / "t.parquet", target="label").source._fits()
-    assert parquet(groups / "t.parquet", target="label", gigabytes=1).source._fits()
+    write_table(pa.table({"a": range(100_000), "label": range(100_000)}), control_groups / "t.parquet")
+    assert not parquet(control_groups / "t.parquet", target="label").source._fits()
+    assert parquet(control_groups / "t.parquet", target="label", gigabytes=1).source._fits()
 
 
-def test_free_memory_without_groups_is_that_of_the_machine(groups, monkeypatch):
-    (groups / "membership").unlink()
+def test_free_memory_without_groups_is_that_of_the_machine(control_groups, monkeypatch):
+    (control_groups / "membership").unlink()
     before, reported, after = (
         psutil.virtual_memory().available,
         resources.free_memory(),

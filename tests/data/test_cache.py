@@ -19,7 +19,7 @@ from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, sh
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 

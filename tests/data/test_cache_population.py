@@ -18,7 +18,7 @@ from helpers.process import FORK, join_process, start_process
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -69,7 +69,7 @@ def test_lock_removed_meanwhile_is_held_by_one_process(tmp_path):
     assert not lock.exists()
 
 
-PATIENCE = 120  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 
 
 class Slow(Source):
@@ -91,7 +91,7 @@ class Slow(Source):
         return {"slow": 1}
 
 
-def making(folder, pause, limit, results):
+def build_cache(folder, pause, limit, results):
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with warnings.catch_warnings(record=True) as notices:
@@ -107,7 +107,7 @@ def making(folder, pause, limit, results):
 def start_maker(folder, pause=0.25, limit=None):
     """A process that writes a cache in four chunks, and the queue of its result."""
     results = FORK.SimpleQueue()
-    return start_process(making, folder, pause, limit, results), results
+    return start_process(build_cache, folder, pause, limit, results), results
 
 
 def join_maker(process, results):
@@ -132,7 +132,7 @@ def test_two_processes_build_a_cache_once(tmp_path):
 
 
 def test_killed_builder_leaves_no_valid_cache(tmp_path):
-    process, _ = start_maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
+    process, _ = start_maker(tmp_path, pause=TIMEOUT_S)  # in the middle, however late the signal is
     until(lambda: list((tmp_path / "cache").glob("*.making/0.rows")), process)
     process.kill()
     process.join()

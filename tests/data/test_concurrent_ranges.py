@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot a
 from helpers.web import Answer, serving
 
 ROWS, BYTES = 200, 100_000
-PATIENCE = 20.0  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 20.0  # seconds, for a busy machine; mostly unused
 SCATTERED = numpy.arange(7, ROWS, 9)
 
 
@@ -46,7 +46,7 @@ def loads(monkeypatch):
             if (
                 (answer.command == "GET") == seen["read"]
                 and size > 1
-                and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE)
+                and not changed.wait_for(lambda: seen["most"] >= seen["together"], TIMEOUT_S)
             ):
                 seen["together"] = 0  # the other requests need not wait for it in vain
         time.sleep(0.05)

@@ -25,7 +25,7 @@ WHOLE, BY_RUN = None, 0  # gigabytes
 TABLE = pa.table({"n": numpy.arange(ROWS) + 7_000_000, "words": [f"word number {row}" for row in range(ROWS)]})
 
 
-def changed(path, old, new):
+def replace_bytes(path, old, new):
     """Replaces bytes of the file that must occur in it exactly once."""
     content = path.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
@@ -43,7 +43,7 @@ def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
         use_dictionary=False,
         write_page_checksum=True,
     )
-    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
     with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
@@ -61,7 +61,7 @@ def test_parquet_damaged_row_group_is_decoded_once_for_all_rows(tmp_path, gigaby
         use_dictionary=False,
         write_page_checksum=True,
     )
-    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     pipeline = (
         parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes)
         .shuffle(seed=0)
@@ -93,14 +93,14 @@ def test_feather_text_offset_out_of_bounds_is_bad(tmp_path, where, gigabytes):
         damaged = content[: place + 4] + numpy.array([2**30], "i4").tobytes() + content[place + 8 :]
         (tmp_path / "t.feather").write_bytes(damaged)
     else:
-        changed(tmp_path / "t.feather", b"word number 150", b"word \xff\xfe\xffber 150")
+        replace_bytes(tmp_path / "t.feather", b"word number 150", b"word \xff\xfe\xffber 150")
     source = feather(tmp_path / "t.feather", gigabytes=gigabytes).source
     with pytest.raises(BadRow, match=r"t\.feather, record batch 1"):
         source.read(numpy.array([RUN + 50]))
     assert source.read(numpy.array([2 * RUN]))["words"] == ["word number 200"]
 
 
-LACKING = """
+READ_WITHOUT_RESOURCES = """
 import os, re, resource, sys, numpy
 from hasten.core.errors import RunError
 from hasten.data import parquet
@@ -133,7 +133,7 @@ def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, message):
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
         writer.write_table(long.slice(0, 10), row_group_size=10)
         writer.write_table(long, row_group_size=len(long))
-    command = [sys.executable, "-c", LACKING, lacking, tmp_path / "t.parquet"]
+    command = [sys.executable, "-c", READ_WITHOUT_RESOURCES, lacking, tmp_path / "t.parquet"]
     at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators keep a gigabyte in reserve
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | at_once)
     assert re.match(message, done.stdout), done.stdout + done.stderr
@@ -213,7 +213,7 @@ def test_feather_wrong_row_count_is_bad(tmp_path):
 def test_tfrecord_wrong_checksum_is_skipped_and_counted(tmp_path):
     records = [encode_example({"text": f"row {row}", "n": row}) for row in range(20)]
     (tmp_path / "t.tfrecord").write_bytes(frame_records(records))
-    changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
+    replace_bytes(tmp_path / "t.tfrecord", b"row 13", b"row 31")
     with pytest.raises(RunError, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
         list(tfrecord(tmp_path).batch(4))
     pipeline = tfrecord(tmp_path).skip_bad_rows(1).batch(4)

@@ -143,7 +143,7 @@ TARS = [
     ({"resize": 10**6}, "makes images of 1000000000000 pixels, and"),
     ({"pixels": "a"}, "pixels= must be an integer of at least 1, not 'a'"),
 ]
-PICTURES = [
+IMAGES = [
     ({"pixels": "a"}, "pixels= must be an integer of at least 1, not 'a'"),
     ({"pixels": 0}, "pixels="),
     ({"pixels": True}, "pixels="),
@@ -169,7 +169,7 @@ SETTINGS = [
     ),
     *(("tfrecord", *case) for case in RECORDS),
     *(("webdataset", *case) for case in TARS),
-    *(("images", *case) for case in PICTURES),
+    *(("images", *case) for case in IMAGES),
 ]
 
 
@@ -320,12 +320,12 @@ def test_arrays_pickled_content_is_never_loaded(tmp_path, name):
     """The file would leave another file behind if it were unpickled."""
     proof = tmp_path / "executed"
 
-    class Executed:
+    class RunsWhenUnpickled:
         def __reduce__(self):
             return open, (str(proof), "w")
 
-    content = pickle.dumps([Executed()] * 3)
-    numpy.save(tmp_path / "t.npy", numpy.array([Executed()]), allow_pickle=True)
+    content = pickle.dumps([RunsWhenUnpickled()] * 3)
+    numpy.save(tmp_path / "t.npy", numpy.array([RunsWhenUnpickled()]), allow_pickle=True)
     as_array = (tmp_path / "t.npy").read_bytes()
     pack(tmp_path / "t.tar", [("0.npy", as_array), ("0.json", content), ("0.cls", content)])
     makers = [lambda: arrays(tmp_path / "t.npy"), lambda: tokens(tmp_path / "t.npy", 1)]

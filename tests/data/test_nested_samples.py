@@ -60,12 +60,12 @@ def tar(folder):
     return webdataset(folder / "t.tar", target="cls")
 
 
-def pictures(folder, sizes=((20, 30), (30, 20))):
+def image_folder(folder, sizes=((20, 30), (30, 20))):
     for row in range(ROWS):
-        path = folder / "pictures" / "ab"[row % 2] / f"{row:03}.png"
+        path = folder / "image_folder" / "ab"[row % 2] / f"{row:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(row, sizes[row % len(sizes)])[0])
-    return images(folder / "pictures")
+    return images(folder / "image_folder")
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def rebuilt(sample):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-@pytest.mark.parametrize("build", [table, records, tar, pictures])
+@pytest.mark.parametrize("build", [table, records, tar, image_folder])
 def test_map_that_changes_nothing_keeps_batches(tmp_path, build, way):
     plain = build(tmp_path).shuffle(seed=3, window=2)
     expected = list(plain.batch(BATCH))
@@ -176,7 +176,7 @@ class Resizing:
         return {"deep": (row, changed), "as it was": picture}
 
 
-class Pictures(Source):
+class ImagesInList(Source):
     """Images of one size in a list, as if not resized; ``bad`` makes the first unreadable."""
 
     def __init__(self, bad=False):
@@ -194,7 +194,7 @@ class Pictures(Source):
         return {"bad": self.bad}
 
 
-def shared(pipeline, size, world):
+def batches_of_ranks(pipeline, size, world):
     """Returns the batches of all ranks up to the error, and the error or None."""
     batches, why = [], []
     for rank in range(world):
@@ -211,24 +211,24 @@ def shared(pipeline, size, world):
 @pytest.mark.parametrize("when", [(0,), (1,), (1, 2)], ids=str)
 def test_nesting_does_not_depend_on_the_rows_of_a_batch(when, size, world, cache):
     def built(**settings):
-        mapped = Pipeline(Pictures()).map(Resizing(when, **settings))
+        mapped = Pipeline(ImagesInList()).map(Resizing(when, **settings))
         return mapped.cache(cache) if cache else mapped
 
-    batches, why = shared(built(), size, world)
+    batches, why = batches_of_ranks(built(), size, world)
     assert why and all("returns sample['deep'][1] unchanged for some rows" in each and "\n" not in each for each in why)
     expected = torch.Tensor if 0 in when else list  # the nesting that the first row has
     assert all(isinstance(batch["deep"][1], expected) and isinstance(batch["as it was"], list) for batch in batches)
-    batches, why = shared(built(copies=True), size, world)
+    batches, why = batches_of_ranks(built(copies=True), size, world)
     assert not why and all(
         isinstance(batch["deep"][1], torch.Tensor) and isinstance(batch["as it was"], list) for batch in batches
     )
 
 
 def test_bad_first_row_does_not_determine_the_nesting():
-    pipeline = Pipeline(Pictures(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
+    pipeline = Pipeline(ImagesInList(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
     assert all(isinstance(batch["deep"][1], torch.Tensor) for batch in pipeline)
     with pytest.raises(ConfigurationError, match="unchanged for some rows"):
-        list(Pipeline(Pictures(bad=True)).map(Resizing((0,))).skip_bad_rows(1).batch(2))
+        list(Pipeline(ImagesInList(bad=True)).map(Resizing((0,))).skip_bad_rows(1).batch(2))
 
 
 def drawing(sample):
@@ -242,7 +242,7 @@ def drawing_more(batch):
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 3}], ids=str)
 def test_probe_of_the_first_row_draws_no_numbers(way):
     """A probe of the first row must not advance the numbers of any batch."""
-    pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
+    pipeline = Pipeline(ImagesInList()).map(drawing).batch(4).map(drawing_more)
     expected = list(pipeline.prefetch(**way).epoch(0))
     for start in range(len(expected)):
         assert same(list(pipeline.epoch(0, start)), expected[start:])
@@ -261,7 +261,7 @@ def test_probe_of_the_first_row_draws_no_numbers(way):
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("maps", [[], [unchanged]], ids=["plain", "mapped"])
 def test_cached_images_of_one_size_are_stacked(tmp_path, kind, maps):
-    plain = pictures(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
+    plain = image_folder(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
     expected = list(plain.batch(BATCH))
     assert isinstance(expected[0][0], list)
     for _ in range(2):  # the second time from the disk
@@ -279,7 +279,7 @@ def test_images_of_two_sizes_are_refused_with_and_without_cache(tmp_path, kind, 
     with pytest.raises(
         ConfigurationError, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)"
     ) as refused:
-        list(pictures(tmp_path, sizes).cache(kind).batch(BATCH))
+        list(image_folder(tmp_path, sizes).cache(kind).batch(BATCH))
     assert "\n" not in str(refused.value)
 
 

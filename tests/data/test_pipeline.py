@@ -76,20 +76,20 @@ class Noisy(Bad):
         return super().read(rows) + torch.rand(len(rows))
 
 
-def torch_alone(batch):
+def torch_numbers(batch):
     return torch.rand(2)
 
 
-def numpy_alone(batch):
+def numpy_numbers(batch):
     return torch.tensor(numpy.random.rand())
 
 
-def python_alone(batch):
+def python_numbers(batch):
     return torch.tensor(random.random())
 
 
 @pytest.mark.parametrize("way", [{}, {"threads": 2}, {"batches": "auto", "threads": 1}], ids=str)
-@pytest.mark.parametrize("draws", [torch_alone, numpy_alone, python_alone, Noisy], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("draws", [torch_numbers, numpy_numbers, python_numbers, Noisy], ids=lambda each: each.__name__)
 def test_draws_from_process_generators_are_refused_in_threads(draws, way):
     pipeline = (
         Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)

@@ -19,14 +19,14 @@ from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
 from helpers.process import FORK, live_children, start_process
 
 BOTH = [{"threads": 2}, {"processes": 2}]
-PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
 def numbers():
     return arrays(torch.arange(ROWS)).batch(BATCH)
 
 
-class Odd(Exception):
+class UnpicklableError(Exception):
     """An error that cannot be rebuilt from its message."""
 
     def __init__(self, a, b):
@@ -62,7 +62,7 @@ def test_batch_that_kills_two_workers_raises(tmp_path):
     assert not live_children()
 
 
-def impatient(pipeline, seconds):
+def with_timeout(pipeline, seconds):
     """Yields batches; the timeout applies once three have arrived, as workers start slowly on a busy machine."""
     for number, batch in enumerate(pipeline, 1):
         if number == 3:
@@ -76,8 +76,8 @@ def test_hang_of_a_map_raises(way):
     with pytest.raises(
         RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: (a thread|worker process \d+) hangs"
     ):
-        list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
-    assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
+        list(with_timeout(numbers().map(hanging).prefetch(**way, timeout=TIMEOUT_S), 0.5))
+    assert time.perf_counter() - began < TIMEOUT_S, "it has not waited until the hang was over"
     assert not live_children()
 
 
@@ -110,8 +110,8 @@ def test_map_error_is_raised_while_another_worker_hangs(way):
 
     began = time.perf_counter()
     with pytest.raises(KeyError, match="no such label"):
-        list(impatient(numbers().map(one_of_each).prefetch(**way, timeout=PATIENCE), 1.0))
-    assert time.perf_counter() - began < PATIENCE
+        list(with_timeout(numbers().map(one_of_each).prefetch(**way, timeout=TIMEOUT_S), 1.0))
+    assert time.perf_counter() - began < TIMEOUT_S
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
@@ -129,7 +129,7 @@ def test_map_error_contains_the_user_s_line(way):
 
 def test_unpicklable_error_is_reported():
     def raising(batch):
-        raise Odd(1, 2)
+        raise UnpicklableError(1, 2)
 
     with pytest.raises(RunError, match="Odd: 1 and 2"):
         list(numbers().map(raising).prefetch(processes=1))
@@ -207,15 +207,15 @@ def names_left(before: set[str], ours: set[int]) -> set[str]:
 def test_killed_parent_leaves_no_process_or_shared_memory():
     before = set(os.listdir("/dev/shm"))
     process = start_process(parent, begun := FORK.Event())
-    assert begun.wait(PATIENCE)
+    assert begun.wait(TIMEOUT_S)
     workers = psutil.Process(process.pid).children()
     process.kill()
     process.join()
     assert len(workers) == 3
-    _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
     assert not alive, "workers outlive their parent"
     ours = {process.pid, *(worker.pid for worker in workers)}
-    end = time.perf_counter() + PATIENCE
+    end = time.perf_counter() + TIMEOUT_S
     while left := names_left(before, ours):
         assert time.perf_counter() < end, left  # names of other programs on this machine disappear
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from helpers.pipelines import BATCH, ROWS, Bad, equal
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -77,7 +77,7 @@ def test_sources_with_different_rows_share_no_cache(tmp_path):
     assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)
 
 
-class Odd(Bad):
+class UnserializableFingerprint(Bad):
     """Its fingerprint contains values that JSON cannot represent."""
 
     def fingerprint(self):
@@ -94,10 +94,10 @@ class Odd(Bad):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fingerprint_may_contain_any_numbers(kind):
-    pipeline = counting(Pipeline(Odd([])))
+    pipeline = counting(Pipeline(UnserializableFingerprint([])))
     cached = pipeline.cache(kind).batch(BATCH)
     assert equal(list(cached), list(cached)) and pipeline.source.rows_read <= ROWS + 4
-    again = counting(Pipeline(Odd([])))
+    again = counting(Pipeline(UnserializableFingerprint([])))
     list(again.cache(kind).batch(BATCH))
     assert (again.source.rows_read == 0) == (kind == "disk")
 

@@ -14,7 +14,7 @@ from helpers.tar_files import FORMS, pack, png, sample
 
 
 @contextmanager
-def at_most(seconds):
+def time_limit(seconds):
     """Fails if the block takes longer."""
 
     def fail(*_):
@@ -48,7 +48,7 @@ def with_size(path, size, kind=b"0"):
 @pytest.mark.parametrize("kind", [b"0", b"5", b"x", b"L"])
 @pytest.mark.parametrize("size", [b"-0000001000\0", b"-0000002000\0", b"\xff" * 12])
 def test_negative_size_is_refused(tmp_path, kind, size):
-    with at_most(60), pytest.raises(ConfigurationError, match=r"a\.tar is (not a tar file|cut off|damaged)"):
+    with time_limit(60), pytest.raises(ConfigurationError, match=r"a\.tar is (not a tar file|cut off|damaged)"):
         webdataset(with_size(tmp_path / "a.tar", size, kind))
 
 
@@ -69,7 +69,7 @@ def test_extended_header_of_many_records_is_read_once(tmp_path):
         info = tarfile.TarInfo("a.txt")
         info.pax_headers = {f"{number:x}": "" for number in range(5_000)}
         tar.addfile(info)
-    with at_most(60):
+    with time_limit(60):
         assert webdataset(tmp_path / "a.tar").source.read(numpy.array([0])) == {"txt": [""]}
     (tmp_path / "b.tar").write_bytes((tmp_path / "a.tar").read_bytes()[: 1 << 14])
     with pytest.raises(ConfigurationError, match=r"b\.tar is cut off"):
@@ -78,7 +78,7 @@ def test_extended_header_of_many_records_is_read_once(tmp_path):
         webdataset(with_size(tmp_path / "c.tar", b"%011o\0" % (1 << 21), b"x"))
 
 
-LIES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # size fields
+INVALID_SIZES = (b"-0000001000\0", b"77777777777\0", b"\xff" * 12, b"00000000777\0")  # size fields
 
 
 def damaged(content, random):
@@ -89,7 +89,7 @@ def damaged(content, random):
         place = block + random.choice([random.integers(0, 512), random.integers(124, 136), 124, 156])
         content[place] = random.choice([random.integers(0, 256), *b"07--++ _\0\xffLKgxS55"])
         if random.random() < 0.1:
-            content[block + 124 : block + 136] = LIES[random.integers(len(LIES))]
+            content[block + 124 : block + 136] = INVALID_SIZES[random.integers(len(INVALID_SIZES))]
     for begin in range(0, len(content) - 511, 512):
         if content[begin + 257 : begin + 262] == b"ustar" and random.random() < 0.9:
             content[begin : begin + 512] = summed(content[begin : begin + 512])
@@ -105,7 +105,7 @@ def test_any_damage_raises_an_error_of_hasten(tmp_path, form):
     random, read = numpy.random.default_rng(0), 0
     for _ in range(250):
         (tmp_path / "a.tar").write_bytes(damaged(content, random))
-        with at_most(60), suppress(ConfigurationError):
+        with time_limit(60), suppress(ConfigurationError):
             source = webdataset(tmp_path / "a.tar").source
             for row in range(len(source)):
                 with suppress(BadRow):

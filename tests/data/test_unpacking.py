@@ -11,7 +11,7 @@ MOMENTS = [((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), ((0.5,), (0.25,
 
 
 @pytest.fixture(autouse=True)
-def asked_anew():
+def detect_again():
     can_unpack.cache_clear()
     yield
     can_unpack.cache_clear()

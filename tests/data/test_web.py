@@ -49,7 +49,7 @@ def table(first=0):
     return pa.table({"n": count, "x": count / 2, "label": count % 3})
 
 
-def made(folder):
+def source_files(folder):
     """Creates files of every kind under ``folder/KIND/``."""
     for kind in MAKERS:
         (folder / kind).mkdir(parents=True)
@@ -69,7 +69,7 @@ def made(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("served") / "data")
+    return source_files(tmp_path_factory.mktemp("served") / "data")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_t
 pytestmark = pytest.mark.usefixtures("brief_gain")
 
 
-PATIENCE = 120  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 
 
 def killed(data, out, **how):
@@ -208,11 +208,11 @@ def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_
         signal.signal, signal.SIGINT, signal.SIG_DFL
     )  # a job in the background inherits SIGINT as ignored
     process = subprocess.Popen([sys.executable, "-c", SLOWLY, *argv], **pipes, env=environment, preexec_fn=prepare)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=PATIENCE)
+    output, error = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, error
     assert (
         f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(output)["error"]

@@ -51,7 +51,7 @@ def with_init(init, **named):
     return make
 
 
-class Places(nn.Module):
+class Buffers(nn.Module):
     """The buffers of a transformer: sinusoids, a mask, rotary angles, and a tensor that is not a buffer."""
 
     def __init__(self):
@@ -160,7 +160,7 @@ MODELS = {
     "transformer": lambda: nn.Transformer(8, 2, 2, 1, 16),
     "embedding bag": lambda: nn.ModuleList([nn.EmbeddingBag(9, 4, padding_idx=0), nn.Bilinear(3, 4, 5), nn.PReLU()]),
     "instance norm": lambda: nn.InstanceNorm2d(5, affine=True, track_running_stats=True),
-    "places": Places,
+    "places": Buffers,
     "tied": Tied,
     "copied": lambda: nn.ModuleList([copy.deepcopy(layer) for layer in [nn.Linear(4, 4)] * 3]),
     "double": lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(),

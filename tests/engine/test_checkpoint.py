@@ -84,12 +84,12 @@ def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
     with pytest.warns(HastenWarning, match=rf"{newest.name} is passed over"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert not mark.exists()
-    assert _starts(off) == [0, 7]  # the newest was of step 8
+    assert start_steps(off) == [0, 7]  # the newest was of step 8
     assert (off / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
-def _starts(folder) -> list[int]:
+def start_steps(folder) -> list[int]:
     """Returns the steps at which the run in a folder was started and resumed."""
     times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
     return [time["step"] for time in times if time["what"] == "start"]

@@ -61,7 +61,7 @@ def test_method_that_changes_the_epoch_requires_one(hook):
 def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
     reports = []
 
-    def telling(name, throws_away=False):
+    def recording(name, throws_away=False):
         def optimizer_step(self, inner, run):
             def outer():
                 reports.append(name)
@@ -73,9 +73,9 @@ def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
         return {"optimizer_step": optimizer_step}
 
     methods = [
-        method("inner", telling("inner", throws_away=True), order=WrapOrder.LAST, replaces={"optimizer_step"}),
-        method("early", telling("early"), order=WrapOrder.EARLY),
-        method("late", telling("late"), order=WrapOrder.LATE),
+        method("inner", recording("inner", throws_away=True), order=WrapOrder.LAST, replaces={"optimizer_step"}),
+        method("early", recording("early"), order=WrapOrder.EARLY),
+        method("late", recording("late"), order=WrapOrder.LATE),
     ]
     build(engine_tasks.map_style(), methods).optimizer_step()
     assert reports == ["late", "early", "inner"]

@@ -184,7 +184,7 @@ def test_worker_error_message_is_shown_once(error, message):
     assert str(failed.value) == f"the data raised at batch 2 of the epoch{message}"
 
 
-class Deadly(Raising):
+class KillsReader(Raising):
     """A sample that kills the process that reads it."""
 
     def __init__(self):
@@ -198,7 +198,7 @@ class Deadly(Raising):
 
 def test_sample_that_killed_a_worker_is_not_read_in_the_main_process():
     with pytest.raises(RunError, match=r"killed by signal|exited unexpectedly"):
-        list(batches(DataLoader(Deadly(), batch_size=4, num_workers=1)).epoch(0, 0))
+        list(batches(DataLoader(KillsReader(), batch_size=4, num_workers=1)).epoch(0, 0))
 
 
 def test_sample_that_fails_only_in_a_worker_is_not_guessed():
@@ -207,14 +207,14 @@ def test_sample_that_fails_only_in_a_worker_is_not_guessed():
         list(batches(loader).epoch(0, 0))
 
 
-def waits_until_it_is_an_orphan(worker: int) -> None:
+def wait_until_orphaned(worker: int) -> None:
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.01)
 
 
 def test_new_worker_does_not_outlive_a_killed_run():
-    loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=wait_until_orphaned)
     samples = dataclasses.replace(batches(loader).spec, num_workers=1)
     process = start_process(lambda: next(from_spec(samples).epoch(0)))
     while not (workers := psutil.Process(process.pid).children()):

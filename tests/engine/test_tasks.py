@@ -68,7 +68,7 @@ def task_with(data) -> Task:
     )
 
 
-WRONG = {
+INVALID_REFERENCES = {
     "digit": ["no workload is called 'digit'", "did you mean digits?", "path/to/file.py:function"],
     "": ["no workload is called ''", "digits"],
     "_data": ["no workload is called '_data'"],
@@ -91,13 +91,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", INVALID_REFERENCES)
 def test_invalid_task_is_one_clear_line(what, mine):
     with pytest.raises(ConfigurationError) as refused:
         load_task(what.format(dir=mine))
     message = str(refused.value)
     assert "\n" not in message
-    for expected in WRONG[what]:
+    for expected in INVALID_REFERENCES[what]:
         assert expected in message
 
 

@@ -280,11 +280,11 @@ def test_wrong_shapes_are_one_error_line():
 
 
 def test_out_of_memory_names_remedies():
-    def hungry(output, target):
+    def out_of_memory(output, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(RunError, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
-        train(Task(**{**vars(engine_tasks.map_style()), "loss": hungry}))
+        train(Task(**{**vars(engine_tasks.map_style()), "loss": out_of_memory}))
 
 
 def test_exhausted_generator_is_reported():
@@ -307,14 +307,14 @@ def test_empty_stream_is_reported():
 def test_stop_request_saves_and_states_how_to_resume(number, times, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # otherwise the third request may arrive late on a busy machine
 
-    def ask(records):
+    def request_stop(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
             for _ in range(times):  # repeated Ctrl-C
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
     with pytest.raises(RunError, match=r"stopped at step 5\d of 72; resume with --out \S+ --resume"):
-        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[request_stop])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
     train(engine_tasks.longer(), out=tmp_path / "undisturbed")
@@ -325,13 +325,13 @@ def test_stop_request_saves_and_states_how_to_resume(number, times, tmp_path, mo
 def test_second_stop_request_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "DEBOUNCE_S", 0.0)
 
-    def ask(records):
+    def request_stop(records):
         signal.raise_signal(signal.SIGINT)
         time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(RunError, match="stopped at once; resume from the newest checkpoint"):
-        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[request_stop])
 
 
 def test_invalid_methods_are_reported_before_an_existing_folder(tmp_path):

@@ -130,7 +130,7 @@ def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
         time.sleep(0.01)
 
 
-def compared(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
+def assert_undisturbed_result(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
     """Asserts everything that must hold for a disturbed run."""
     weights, others = (load_file(each / "model.safetensors") for each in (out, undisturbed))
     return {
@@ -152,8 +152,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         outcome = chaos(folder, options.kills, "counting_for_long", options.machines, random.Random(options.seed))
-        chaos(folder_of(folder, "undisturbed"), 0, "counting_for_long", False, random.Random())
-        good = compared(folder / "run", folder / "undisturbed/run", 60)
+        chaos(run_directory_of(folder, "undisturbed"), 0, "counting_for_long", False, random.Random())
+        good = assert_undisturbed_result(folder / "run", folder / "undisturbed/run", 60)
     print(
         f"seed {options.seed}: {outcome.ranks} ranks and {outcome.machines} machines killed, "
         f"{outcome.recoveries} times resumed, ended by itself in {outcome.seconds:.0f} s"
@@ -163,7 +163,7 @@ def main() -> int:
     return 0 if all(good.values()) else 1
 
 
-def folder_of(parent: Path, name: str) -> Path:
+def run_directory_of(parent: Path, name: str) -> Path:
     (parent / name).mkdir()
     return parent / name
 

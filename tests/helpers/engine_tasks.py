@@ -72,7 +72,7 @@ def loader_with_workers():
     return task(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2))
 
 
-def loader_with_kept_workers():
+def loader_with_persistent_workers():
     """With persistent workers; their generators cannot be resumed, so the samples draw nothing."""
     samples = [(torch.linspace(-1, 1, 6) * (index % 5 - 2), index % 3) for index in range(SAMPLES)]
     return task(DataLoader(samples, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True))

@@ -65,7 +65,7 @@ def pipeline(epochs=20):
     return task(train, batch_size=None, epochs=epochs // 10)
 
 
-class Who(Dataset):
+class ReaderIds(Dataset):
     """Each sample contains the ID of the process that read it."""
 
     def __len__(self):
@@ -75,11 +75,11 @@ class Who(Dataset):
         return NUMBERS[index], torch.tensor(os.getpid())
 
 
-class Other(Who):
+class Other(ReaderIds):
     pass
 
 
-def by_whom(batch):
+def with_readers(batch):
     return batch[0], torch.full((len(batch[0]),), os.getpid())
 
 
@@ -89,10 +89,10 @@ def recording_readers(kind, validation=None, workers=0):
     ``workers``: worker processes of its validation data.
     """
     kinds = {
-        "dataset": Who,
+        "dataset": ReaderIds,
         "other": Other,
-        "loader": lambda: DataLoader(Who(), batch_size=8, num_workers=workers),
-        "pipeline": lambda: arrays(NUMBERS, LABELS).batch(8).map(by_whom),
+        "loader": lambda: DataLoader(ReaderIds(), batch_size=8, num_workers=workers),
+        "pipeline": lambda: arrays(NUMBERS, LABELS).batch(8).map(with_readers),
     }
     return task(kinds[kind](), validation_data=kinds[validation or kind]())
 

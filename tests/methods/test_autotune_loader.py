@@ -25,7 +25,7 @@ from helpers import loader_tasks
 from helpers.process import join_process, start_process, wait_until_it_trains
 
 TUNED = "autotune_loader:cores=2"
-PATIENCE = 60.0  # seconds, for a busy machine; mostly unused
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def files(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
 
 
-def at_work() -> tuple[set, int]:
+def process_and_thread_count() -> tuple[set, int]:
     """Returns the child processes and the number of threads of this process."""
     return set(psutil.Process().children()), threading.active_count()
 
 
 def no_processes_left(before: tuple[set, int]) -> bool:
     """torch does not wait for the threads that feed its workers: they end a moment later."""
-    end = time.perf_counter() + PATIENCE
-    while at_work()[0] - before[0] or at_work()[1] > before[1]:
+    end = time.perf_counter() + TIMEOUT_S
+    while process_and_thread_count()[0] - before[0] or process_and_thread_count()[1] > before[1]:
         if time.perf_counter() > end:
             return False
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def test_workers_above_cores_are_refused():
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
-    before = at_work()
+    before = process_and_thread_count()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
     with warnings.catch_warnings(
@@ -164,7 +164,7 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
         assert process.is_alive(), "the run was over before it could be killed"
         process.kill()
         process.join()
-        _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+        _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
         assert not alive, "workers outlive their run"
     for folder, end in (("killed", "not killed"), ("plain", "undisturbed")):
         assert join_process(start_process(run, name, tmp_path / folder, end)) == 0
@@ -178,7 +178,7 @@ def readers(program) -> set[int]:
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_validation_data_get_the_workers_found(name):
-    before, ours = at_work(), {os.getpid()}
+    before, ours = process_and_thread_count(), {os.getpid()}
     program = build(loader_tasks.recording_readers(name), make_methods(Recipe.coerce(TUNED)))
     assert readers(program) == ours, "no workers have been found yet"
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)

@@ -39,7 +39,7 @@ def test_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     assert next(iter(second.run.optimizer.state.values()))["step"].item() == 4
 
 
-class OwnAdam(torch.optim.Adam):
+class AdamSubclass(torch.optim.Adam):
     """A subclass may have its own step."""
 
 
@@ -47,7 +47,7 @@ class OwnAdam(torch.optim.Adam):
     ("optimizer", "why"),
     [
         (lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), "torch has no fused RMSprop"),
-        (lambda model: OwnAdam(model.parameters(), lr=1e-3), "torch has no fused OwnAdam"),
+        (lambda model: AdamSubclass(model.parameters(), lr=1e-3), "torch has no fused AdamSubclass"),
         (lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), "the task's Adam is fused already"),
     ],
 )

@@ -160,7 +160,7 @@ def test_random_numbers_of_the_model_are_unchanged(transformer, trained):
     assert trained(task).same_bits(trained(task, RECIPE))
 
 
-IDLE = {
+NO_EFFECT = {
     "random": (lambda i: (vector(i) * torch.rand(()) * numpy.random.rand(), i), {}),
     "unequal shapes": (lambda i: (torch.zeros(1 + i % 3), i), {}),
     "no tensor": (lambda i: (vector(i), str(i)), {}),
@@ -168,9 +168,9 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("reason", IDLE)
+@pytest.mark.parametrize("reason", NO_EFFECT)
 def test_no_effect_states_its_reason(perceptron, reason):
-    sample, settings = IDLE[reason]
+    sample, settings = NO_EFFECT[reason]
     task = perceptron(train_data=Listed(sample), validation_data=None, batch_size=1)
     drawn, idle = batches_of(task, Recipe().with_method("in_memory_batches", **settings))
     assert [name for name, why in idle if reason in why] == ["in_memory_batches"]

@@ -89,9 +89,9 @@ def test_skip_over_all_layers_leaves_no_split_point():
 
 
 def test_model_that_differs_in_evaluation_is_refused():
-    class Moody(Residual):
+    class DiffersInEvaluation(Residual):
         def forward(self, x):
             return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
     with pytest.raises(ConfigurationError, match="found no such chain in this model; it looked for"):
-        find_split_points(Moody(), 2)
+        find_split_points(DiffersInEvaluation(), 2)

@@ -30,12 +30,12 @@ def text_of(page: str) -> str:
     return " ".join(html.unescape(bare).replace("\u00a0", " ").split())
 
 
-def places(value, path=()):
+def value_paths(value, path=()):
     """Returns the path of every nested value, containers included; of long lists only that of the first item."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, inner in items:
-        yield from places(inner, (*path, key))
+        yield from value_paths(inner, (*path, key))
 
 
 def with_value(result: dict, path: tuple, value) -> dict:
@@ -129,7 +129,7 @@ def test_report_has_a_drawing_for_narrow_and_wide_screens(tmp_path):
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_report_escapes_hostile_text(tmp_path, kind):
-    def spoiled(value, key=None):
+    def replaced_values(value, key=None):
         if isinstance(value, dict):
             extra = (
                 {HOSTILE: {}}
@@ -138,12 +138,12 @@ def test_report_escapes_hostile_text(tmp_path, kind):
                 if key in ("phases", "ceilings", "system_noise")
                 else {}
             )
-            return {name: spoiled(inner, name) for name, inner in value.items()} | extra
+            return {name: replaced_values(inner, name) for name, inner in value.items()} | extra
         if isinstance(value, list):
-            return [spoiled(item) for item in value]
+            return [replaced_values(item) for item in value]
         return HOSTILE if isinstance(value, str) and key not in ("kind", "verdict") else value
 
-    page = page_of(tmp_path, spoiled(EVERY[kind]()))
+    page = page_of(tmp_path, replaced_values(EVERY[kind]()))
     assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
     assert "7*7" in page and "alert(" in page  # shown unchanged: neither evaluated nor lost
 
@@ -162,14 +162,14 @@ def page_or_one_line(tmp_path, result: dict, path: tuple, value) -> None:
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_report_with_one_wrong_value_is_a_page_or_one_error_line(tmp_path, kind):
-    for index, path in enumerate(list(places(EVERY[kind]()))[1:]):
+    for index, path in enumerate(list(value_paths(EVERY[kind]()))[1:]):
         page_or_one_line(tmp_path, EVERY[kind](), path, SPOILERS[index % len(SPOILERS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EVERY)
 def test_report_with_every_wrong_value_is_a_page_or_one_error_line(tmp_path, kind):
-    for path in list(places(EVERY[kind]()))[1:]:
+    for path in list(value_paths(EVERY[kind]()))[1:]:
         for value in SPOILERS:
             page_or_one_line(tmp_path, EVERY[kind](), path, value)
 
@@ -198,13 +198,13 @@ def test_report_accepts_a_missing_key(tmp_path):
                 assert "<h1" in page_of(tmp_path, remaining), (kind, key)
 
 
-WHOLE = json.dumps(samples.faster())
+COMPLETE = json.dumps(samples.faster())
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (WHOLE[: len(WHOLE) // 2], "not complete JSON"),
+        (COMPLETE[: len(COMPLETE) // 2], "not complete JSON"),
         ("", "not complete JSON"),
         ("[1, 2]", "no result of hasten"),
         ('"faster"', "no result of hasten"),

@@ -28,7 +28,7 @@ def test_search_reserves_budget_for_the_confirmation(total, reserved):
     assert study.budget.reserved == pytest.approx(reserved)
 
 
-def examined(total: float) -> tuple[Planted, SearchState]:
+def measured_study(total: float) -> tuple[Planted, SearchState]:
     """A study that has measured its baseline, and its findings so far."""
     effects = {threads(count): 1 + count / 10 for count in range(1, 9)} | {"fused_optimizer": 1.1}
     study = Planted(faster=effects, samples={clipping(norm): 0.9**norm for norm in range(1, 9)}, budget=Budget(total))
@@ -41,14 +41,14 @@ def examined(total: float) -> tuple[Planted, SearchState]:
 
 @pytest.mark.parametrize("total", [26.0, 29.0, 31.0, 43.0, 64.0, 101.0, 200.0])
 def test_search_exceeds_its_budget_by_at_most_one_trial(total):
-    study, found = examined(total)
+    study, found = measured_study(total)
     reserve = study.budget.reserved
     _search(study, found)
     for_exact, reserve = study.budget.reserved - reserve, study.budget.reserved
     assert (0.0 if total < 40.0 else 1e-9) <= for_exact <= (MIN_SEEDS + 1) * TRIAL
     assert total < 200.0 or for_exact == (MIN_SEEDS + 1) * TRIAL
     assert study.budget.spent <= total - reserve + TRIAL
-    ample, everything = examined(1e6)
+    ample, everything = measured_study(1e6)
     _search(ample, everything)
     untried = set(ample.asked) - set(study.asked)
     assert bool(study.noted("search")) is bool(untried), "the early end is noted"
@@ -187,7 +187,7 @@ def test_search_with_exposed_communication_tries_communication_methods_first():
 
 
 def test_search_first_incumbent_is_the_communication_method():
-    study, found = examined(1e6)
+    study, found = measured_study(1e6)
     found.candidates.communication, found.candidates.training = found.candidates.training, []
     _search(study, found)
     assert study.noted("training") and found.incumbents.recipes[1] == Recipe.parse(clipping(1))
