@@ -63,7 +63,7 @@ class UnpluggedByALibrary(Rows):
 
 
 class Busy(Rows):
-    """Raises on one rank at once, and takes its time on the other."""
+    """Raises at once on rank 0, and sleeps on the others."""
 
     def __getitem__(self, index: int):
         if os.environ.get("RANK") == "0":
@@ -79,7 +79,7 @@ class PoisonedStream(IterableDataset):
 
 
 class Slow(Rows):
-    """Each sample takes so many seconds."""
+    """Each sample takes ``seconds``."""
 
     def __init__(self, samples: int = SAMPLES, seconds: float = 0.002):
         super().__init__(samples)
@@ -141,7 +141,7 @@ def few_in_the_last_batch_of_a_stream() -> Task:
 
 
 def drawn_with_replacement() -> Task:
-    """More samples a pass than there are rows."""
+    """More samples per epoch than there are rows."""
     rows = Rows()
     return task(DataLoader(rows, batch_size=BATCH, sampler=RandomSampler(rows, replacement=True, num_samples=300)))
 
@@ -162,7 +162,7 @@ class Uneven(BatchSampler):
 
 
 def rates_by_name() -> Task:
-    """The first layer learns ten times as fast."""
+    """The first layer has ten times the learning rate."""
 
     def optimizer(model):
         first = [p for name, p in model.named_parameters() if name.startswith("0.")]
@@ -172,7 +172,7 @@ def rates_by_name() -> Task:
 
 
 def blocks() -> Task:
-    """Three like blocks, each of more numbers than zero leaves with the whole, between layers of odd sizes."""
+    """Three equal blocks, each above zero's minimum size for sharding, between layers of odd sizes."""
 
     def model():
         like = [nn.Sequential(nn.Linear(9, 801), nn.Tanh(), nn.Linear(801, 9)) for _ in range(3)]
@@ -182,12 +182,12 @@ def blocks() -> Task:
 
 
 def rates_by_name_and_schedule() -> Task:
-    """The first layer learns ten times as fast, a number for all is learned too, and the rates fall."""
+    """The first layer has ten times the learning rate, one scalar weight is trained, and the rates fall."""
     return task(model=Scaled, optimizer=rates_that_fall)
 
 
 def scalar() -> Task:
-    """As before, where the number has no dimension."""
+    """The same with a scalar weight without a dimension."""
     return task(model=lambda: Scaled(()), optimizer=rates_that_fall)
 
 
@@ -201,7 +201,7 @@ def rates_that_fall(model):
 
 
 class Scaled(nn.Module):
-    """With one learned number for all outputs, and a buffer."""
+    """One trained scale for all outputs, and a buffer."""
 
     def __init__(self, shape: tuple = (1,)):
         super().__init__()
@@ -214,7 +214,7 @@ class Scaled(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention over four heads, then a gated pair of layers with dropout between."""
+    """Attention with four heads, then a gated pair of layers with dropout between."""
 
     def __init__(self, width: int, dropout: float):
         super().__init__()
@@ -245,7 +245,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Each input a place of its own; a few like layers; a buffer that is part of the sum."""
+    """Each input is a position of its own; a few equal layers; a buffer that is added."""
 
     def __init__(self, depth: int = 3, width: int = 8, dropout: float = 0.0):
         super().__init__()
@@ -270,7 +270,7 @@ def tower(data=None, **changes) -> Task:
 
 
 def uneven_tower() -> Task:
-    """Batches of ten and of three in turns, which fewer samples than pieces have to share."""
+    """Batches of ten and of three in turns, the latter with fewer samples than microbatches."""
     return tower(DataLoader(Rows(), batch_sampler=Uneven(RandomSampler(Rows()), BATCH, False)))
 
 
@@ -294,7 +294,7 @@ def tower_with_a_mask() -> Task:
 
 
 def viewing() -> Task:
-    """Layers whose inputs are views of what the layers before them give."""
+    """Layers whose inputs are views of the outputs of the former layers."""
 
     def model():
         layers = nn.Sequential(
@@ -306,7 +306,7 @@ def viewing() -> Task:
 
 
 def in_a_row() -> Task:
-    """Two pairs of layers that can be cut, one right after the other."""
+    """Two pairs of layers that can be split, one directly after the other."""
 
     def model():
         pairs = [nn.Sequential(nn.Linear(first, 8), nn.Tanh(), nn.Linear(8, last)) for first, last in ((6, 8), (8, 2))]
@@ -316,7 +316,7 @@ def in_a_row() -> Task:
 
 
 class BareAttention(nn.Module):
-    """An attention without anything that goes past it."""
+    """An attention layer without a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ def norming() -> Task:
 
 
 def tied() -> Task:
-    """The first and the last layer have one weight."""
+    """The first and the last layer share one weight."""
 
     def model():
         layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -411,7 +411,7 @@ def slow() -> Task:
 
 
 class Numbered(Slow):
-    """Samples that know their number."""
+    """Samples that contain their index."""
 
     def __getitem__(self, index: int):
         inputs, label = super().__getitem__(index)
@@ -419,8 +419,7 @@ class Numbered(Slow):
 
 
 class Counting(nn.Module):
-    """A network whose weights count, beside learning, how often each sample has moved them: a step adds one for each in
-    its batch."""
+    """A network whose weights count how often each sample was used: a step adds one for each sample of its batch."""
 
     def __init__(self, samples: int):
         super().__init__()
@@ -432,8 +431,8 @@ class Counting(nn.Module):
 
 
 def counting(epochs: int = 10) -> Task:
-    """Passes of 22 whole batches, two a second in two ranks; each weight of ``seen`` has to be the number of passes in
-    the end."""
+    """Epochs of 22 full batches, two per second on two ranks. Finally each weight of ``seen`` must be the number of
+    epochs."""
     samples = 22 * BATCH
     return task(
         Numbered(samples),
@@ -462,8 +461,8 @@ def in_float32() -> Task:
 
 
 def sluggish() -> Task:
-    """A pass of two processes takes more than a second, beside which what a run begins with is little; it is learnt in
-    one."""
+    """An epoch of two processes takes more than a second, far more than the start-up; the target is reached in one
+    epoch."""
     return task(Slow(seconds=0.01), epochs=3, target=0.8)
 
 
@@ -482,8 +481,7 @@ def convolved(channels: int, made: int, length: int) -> nn.Module:
 
 
 class Inception(nn.Module):
-    """Four branches side by side, of which one begins without weights; then a sum in place, and dropout that all
-    draw."""
+    """Four parallel branches, one begins without weights; then a sum in place, and dropout drawn by all ranks."""
 
     def __init__(self, channels: int = 4):
         super().__init__()
@@ -512,7 +510,7 @@ class Twice(nn.Module):
 
 
 class Towers(nn.Module):
-    """One tower an input, and an input that both read; what they make is multiplied."""
+    """One tower per input, and an input that both read; their outputs are multiplied."""
 
     def __init__(self):
         super().__init__()
@@ -561,7 +559,7 @@ def dropping_ensemble() -> Task:
 
 
 def siamese() -> Task:
-    """Both towers are one."""
+    """Both towers are the same module."""
 
     def model():
         made = Towers()
@@ -572,12 +570,12 @@ def siamese() -> Task:
 
 
 def trunk_of_branches() -> Task:
-    """A chain, as a pipeline wants it, of which one member is an ensemble."""
+    """A chain of layers, as a pipeline requires, of which one is an ensemble."""
     return task(model=lambda: nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(4)), Ensemble()), epochs=1.5)
 
 
 class Recurrent(nn.Module):
-    """Two recurrent towers, which return more than is read."""
+    """Two recurrent towers, which return more than is used."""
 
     def __init__(self):
         super().__init__()
@@ -594,7 +592,7 @@ class Recurrent(nn.Module):
 
 
 class ChangingInPlace(nn.Module):
-    """The first branch changes what the second one reads."""
+    """The first branch modifies the second one's input in place."""
 
     def __init__(self):
         super().__init__()
@@ -634,7 +632,7 @@ def computing_again() -> Task:
 
 
 def with_a_spare():
-    """Weight decay would shrink a weight that has a gradient of zeros."""
+    """Weight decay would change an unused weight with a gradient of zeros."""
 
     class Spare(nn.Sequential):
         def __init__(self):

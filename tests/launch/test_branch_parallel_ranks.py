@@ -1,4 +1,4 @@
-"""The branches of a model on several ranks: the same training as on one, wherever each of them is computed."""
+"""Branches of a model on several ranks: the same training as in one process, for any assignment."""
 
 import pytest
 
@@ -29,7 +29,7 @@ ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)
 
 
 @pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
-def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world):
+def test_branches_train_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
     alone = train(make(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
@@ -39,7 +39,7 @@ def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world)
     assert {answer["metric"] for answer in answers} == {alone["metric"]}
 
 
-def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
+def test_branches_interrupted_resume_bit_for_bit(tmp_path):
     make, strategy = rank_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
     run_ranks(2, training_of, make, strategy, tmp_path / "whole")
     run_ranks(2, interrupted_early, make, tmp_path / "broken", strategy)
@@ -58,7 +58,7 @@ def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
         pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
     ],
 )
-def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
+def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
     make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
     train(make(), device="cpu", out=tmp_path / "alone")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
@@ -86,7 +86,7 @@ def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
         ),
     ],
 )
-def test_methods_go_with_branches(tmp_path, method, world):
+def test_branches_combine_with_other_methods(tmp_path, method, world):
     make = rank_tasks.towers
     train(make(), method, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
@@ -94,8 +94,8 @@ def test_methods_go_with_branches(tmp_path, method, world):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
-    """The two like blocks are, and the one between them is not."""
+def test_checkpointed_block_is_not_divided(tmp_path):
+    """The two equal blocks are divided, and the one between them is not."""
     train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(
         2,
@@ -108,7 +108,7 @@ def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-def test_branches_that_a_model_computes_again_itself_are_refused():
+def test_branches_inside_user_checkpointing_are_refused():
     told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
     assert all(
         isinstance(answer, ConfigurationError) and "cannot recompute branches in the backward pass" in str(answer)
@@ -149,18 +149,18 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
         ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
     ],
 )
-def test_what_has_no_branches_is_told(strategy, world, make, says):
+def test_model_without_branches_is_refused(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
-def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
+def test_rank_has_weights_of_its_branches_and_of_the_shared_layers():
     one, other = run_ranks(2, weights_held)
     assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
     assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
 
 
-def test_branches_are_told():
+def test_assignment_is_reported():
     first, second = run_ranks(2, progress_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
     assert first == [
         "branch_parallel: left.0 to left.5 on rank 0, right.0 to right.8 on rank 1; they join in mul_2",

@@ -1,4 +1,4 @@
-"""``hasten diagnose`` of several processes: what is planted is found, by rank and by cause."""
+"""``hasten diagnose`` of several processes: planted delays are attributed to their rank and cause."""
 
 import json
 import resource
@@ -35,7 +35,7 @@ def folder(tmp_path) -> Path:
 
 
 def diagnosed(task, world: int = 2) -> dict:
-    """What rank 0 finds; all find the same."""
+    """Returns the result of rank 0; all ranks have the same."""
     found = run_ranks(world, lambda rank: diagnose_ranks(task, budget=1.0, device="cpu"))
     for each in found:
         if isinstance(each, Exception):
@@ -45,8 +45,8 @@ def diagnosed(task, world: int = 2) -> dict:
     return found[0]
 
 
-def test_memory_that_ranks_share_is_enough_for_one_process_more():
-    """What is free is told by the share of each rank."""
+def test_free_memory_of_ranks_is_enough_for_one_more_process():
+    """Each rank reports its share of the free memory."""
 
     def with_little(rank: int) -> dict:
         share = int(1.3 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -56,7 +56,7 @@ def test_memory_that_ranks_share_is_enough_for_one_process_more():
     assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in run_ranks(2, with_little))
 
 
-def test_steps_that_no_few_blocks_show_are_told():
+def test_steps_that_differ_from_short_blocks_are_reported():
     def of(recipe: str):
         return run_ranks(
             2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu")
@@ -80,7 +80,7 @@ def test_steps_that_no_few_blocks_show_are_told():
         pytest.param(waiting_tasks.kept_waiting, "compute", False, marks=pytest.mark.slow),
     ],
 )
-def test_who_is_waited_for_and_why(task, cause, works):
+def test_late_rank_is_named_with_its_cause(task, cause, works):
     found = diagnosed(task)
     straggler = found["straggler"]
     assert straggler["rank"] == 1 and straggler["cause"] == cause, straggler
@@ -95,11 +95,11 @@ def test_who_is_waited_for_and_why(task, cause, works):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_of_three_ranks_one_is_late():
+def test_late_rank_of_three_is_named():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
 
 
-def test_much_to_tell_and_little_to_compute():
+def test_communication_bound_job_is_named():
     found = diagnosed(waiting_tasks.much_to_tell)
     talk = found["communication"]
     assert talk["bytes"] == 8_000_112 and talk["share"] > 0.5 and talk["exposed"] > 0.5 * talk["seconds"]
@@ -109,15 +109,15 @@ def test_much_to_tell_and_little_to_compute():
     assert "distributed" in found["facts"]
 
 
-def test_little_to_tell_and_much_to_compute():
+def test_compute_bound_job_is_named():
     found = diagnosed(waiting_tasks.little_to_tell)
     assert found["communication"]["share"] < 0.3
     assert found["speedup"]["median"] == pytest.approx(1.0, abs=0.3), "a sleep is as long for half of the batch"
     assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
 
 
-def test_ranks_that_cannot_train_without_talking():
-    """Then nobody knows who is late, and that is said; the rest is measured."""
+def test_ranks_whose_exchange_cannot_be_disabled_are_reported():
+    """The slow rank is then unknown, which is reported; everything else is measured."""
     found, _ = run_ranks(
         2,
         lambda rank: diagnose_ranks(
@@ -135,7 +135,7 @@ def test_ranks_that_cannot_train_without_talking():
 
 
 def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[float, ...] = ()) -> list[dict]:
-    """What ranks tell that wait so long in each step of a block."""
+    """Returns what ranks report that wait this long in each step of a block."""
     usual = dict.fromkeys(("input", "copy", "forward", "backward", "grad_transform", "optimizer_step"), 0.01)
     own = [
         {"wait_seconds": each, "phases": usual | {"forward": longer}, "cpu": busy}
@@ -144,8 +144,8 @@ def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[floa
     return [{"barrier": [each], "plain": [each]} for each in own]
 
 
-def test_one_step_each_is_no_straggler():
-    """Each comes late by turns: both wait, and nobody is to blame."""
+def test_ranks_late_in_turns_are_no_stragglers():
+    """The ranks are late in turns: both wait, and neither is a straggler."""
     told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
     rows = rank_phase_times(told)
     assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [
@@ -162,7 +162,7 @@ def test_one_step_each_is_no_straggler():
         ((0.02, 0.02), "without more CPU time: the model waits"),
     ],
 )
-def test_more_to_compute_or_kept_from_computing(cpu, says):
+def test_slow_rank_with_more_work_or_less_cpu_is_distinguished(cpu, says):
     told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
     straggler = find_straggler(rank_phase_times(told), told, 0.1, [1e-3, 1e-3], 0.0)
     assert straggler["cause"] == "compute" and says in straggler["sentence"]
@@ -171,7 +171,7 @@ def test_more_to_compute_or_kept_from_computing(cpu, says):
     )
 
 
-def test_late_for_no_reason_that_is_seen():
+def test_late_rank_without_a_visible_cause_is_reported():
     told = blocks([0.02] * 4, [0.001] * 4)
     straggler = find_straggler(rank_phase_times(told), told, 0.05, [1e-3, 1e-3], 0.0)
     assert (straggler["rank"], straggler["cause"]) == (1, "unknown") and straggler["seconds"] == pytest.approx(0.019)
@@ -180,7 +180,7 @@ def test_late_for_no_reason_that_is_seen():
 @pytest.mark.parametrize(
     ("links", "rank"), [([1e-3, 8e-3, 8e-3, 1e-3], 2), ([8e-3, 1e-3, 1e-3, 8e-3], 0), ([8e-3, 1e-3, 1e-3, 1e-3], None)]
 )
-def test_a_slow_link_is_that_of_the_rank_between_two_slow_ways(links, rank):
+def test_slow_link_is_attributed_to_the_rank_between_two_slow_links(links, rank):
     told = blocks(*([0.0] * 4 for _ in links))
     straggler = find_straggler(rank_phase_times(told), told, 0.05, links, exposed=0.02)
     assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
@@ -226,19 +226,19 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
         (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
     ],
 )
-def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
+def test_largest_cause_is_named(straggler, exchange, replayed, waits, says):
     assert verdict_of(
         straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"wait_seconds": waits}], 0.1
     ).startswith(says)
 
 
-def test_the_rank_whose_batch_is_bad_tells_it():
+def test_rank_with_a_bad_batch_reports_it():
     told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
     assert {type(each) for each in told} == {PeerFailure, RunError}, told
     assert any("the batch itself holds NaN" in str(each) for each in told), told
 
 
-def test_a_pipeline_is_looked_at_too():
+def test_pipeline_ranks_are_diagnosed():
     told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in told), told
     assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
@@ -248,7 +248,7 @@ def test_a_pipeline_is_looked_at_too():
     )
 
 
-def test_one_process_has_nobody_to_wait_for():
+def test_single_process_with_a_distributed_request_is_refused():
     with pytest.raises(ConfigurationError, match="a single process has no other ranks to profile"):
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
@@ -281,7 +281,7 @@ def test_one_process_has_nobody_to_wait_for():
         ),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
+def test_invalid_request_is_one_line(folder, words, code, says):
     done = subprocess.run(
         [sys.executable, "-m", "hasten", *words.split(), "--quiet"],
         cwd=folder,
@@ -294,7 +294,7 @@ def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
 
 
 @pytest.mark.slow
-def test_a_person_sees_a_table_of_the_ranks(folder):
+def test_terminal_output_has_a_table_of_ranks(folder):
     words = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run(
         [sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
@@ -315,8 +315,8 @@ def test_a_person_sees_a_table_of_the_ranks(folder):
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_a_slow_cable_makes_averaging_the_larger_part(folder):
-    """Eight megabytes of gradients take 0.3 s at 200 megabits a second, each way."""
+def test_slow_network_makes_communication_the_largest_part(folder):
+    """Eight megabytes of gradients take 0.3 s at 200 Mbit/s, each way."""
     shares = []
     for megabits in (None, 200):
         with two_nodes(megabits):

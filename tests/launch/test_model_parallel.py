@@ -1,4 +1,4 @@
-"""One copy of the model over several ranks: the same training, whatever is cut and wherever."""
+"""One model replica over several ranks: the same training for any division of the model."""
 
 from itertools import islice
 
@@ -52,7 +52,7 @@ STRATEGIES = ["tensor_parallel", "pipeline"]
 
 
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
-def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
+def test_strategy_trains_like_one_process(tmp_path, strategy, world):
     make = rank_tasks.tower
     alone = train(make(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
@@ -72,7 +72,7 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
         (f"{BOTH},microbatches=5", 8),
     ],
 )
-def test_batches_that_nothing_divides(tmp_path, strategy, world):
+def test_batches_of_indivisible_sizes_train_like_one_process(tmp_path, strategy, world):
     train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
@@ -81,7 +81,7 @@ def test_batches_that_nothing_divides(tmp_path, strategy, world):
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:schedule=gpipe,microbatches=1"])
-def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, strategy):
+def test_batch_norm_uses_the_global_batch_outside_split_layers(tmp_path, strategy):
     train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
@@ -89,8 +89,8 @@ def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, 
 
 
 class InPieces(nn.Sequential):
-    """A model that normalises pieces of a training batch by themselves: batches of ten in two pieces, of seven in one,
-    of four in two."""
+    """A model that normalizes chunks of a training batch separately: batches of ten in two, of seven in one, of four in
+    two."""
 
     def forward(self, inputs):
         pieces = inputs.chunk(1 if len(inputs) == 7 or not self.training else 2)
@@ -111,7 +111,7 @@ class InPieces(nn.Sequential):
         ),
     ],
 )
-def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strategy, rows):
+def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
     def make(kind=nn.Sequential):
         return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
 
@@ -125,7 +125,7 @@ def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strateg
     ("make", "strategy", "world"),
     [(rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
 )
-def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
+def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
@@ -140,7 +140,7 @@ def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, wo
         pytest.param(f"{BOTH},split_sizes=2-3", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
     make = rank_tasks.dropping_tower
     run_ranks(world, training_of, make, strategy, tmp_path / "whole")
     run_ranks(world, interrupted_early, make, tmp_path / "broken", strategy)
@@ -162,7 +162,7 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world)
         "fused_optimizer",
     ],
 )
-def test_methods_go_with_a_strategy(tmp_path, strategy, method):
+def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.tower
     train(make(), method, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
@@ -182,7 +182,7 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
         ("pipeline", "pipeline", 3),
     ],
 )
-def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
+def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
@@ -193,7 +193,7 @@ def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
+def test_run_resumes_in_one_process(tmp_path, strategy):
     train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
     run_ranks(2, interrupted_run, rank_tasks.longer_tower, tmp_path / "shared", strategy)
     told = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
@@ -219,7 +219,7 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
         )
     ],
 )
-def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
+def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "alone")
     run_ranks(at, interrupted_run, make, tmp_path / "shared", first)
@@ -236,8 +236,8 @@ def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, 
     ("strategy", "world"),
     [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))],
 )
-def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
-    """Of the mean gradient, in which a weight that several ranks have counts once."""
+def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
+    """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
     train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
@@ -246,7 +246,7 @@ def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
 
 
 @pytest.mark.slow
-def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
+def test_dropout_between_split_layers_equals_one_process(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
     run_ranks(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
@@ -302,25 +302,25 @@ def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
         ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
     ],
 )
-def test_what_cannot_be_cut_is_told(strategy, world, make, says):
+def test_model_that_cannot_be_split_is_refused(strategy, world, make, says):
     told = run_ranks(world, training_of, make, strategy, None)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
 
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
-def test_methods_that_need_the_whole_are_refused(method):
+def test_methods_that_require_the_full_model_are_refused(method):
     told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
     assert all(
         isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told
     ), told
 
 
-def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
+def test_pipeline_rank_has_only_the_weights_of_its_stage():
     one, other = run_ranks(2, weights_held)
     assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
 
 
-def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
+def test_rank_has_its_shard_of_the_split_layers_of_its_stage():
     sizes = run_ranks(4, sizes_held, BOTH)
     whole = {name: weight.numel() for name, weight in rank_tasks.Tower().named_parameters()}
     for one, other in (sizes[:2], sizes[2:]):
@@ -329,22 +329,22 @@ def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
     assert sizes[0].keys() | sizes[2].keys() == whole.keys() and not sizes[0].keys() & sizes[2].keys()
 
 
-def test_nothing_is_handed_on_that_no_rank_has_for_itself():
-    """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared
-    out."""
+def test_sharded_activations_are_not_exposed_to_other_modules():
+    """Between the queries and the last layer of an attention, each rank has some heads of a sharded tensor."""
     cut, _ = run_ranks(2, members_of_cut_layers, rank_tasks.bare_attention)
     assert [member[-1] for member in cut] == ["first", "mean", "last"]
 
 
-def test_blocks_that_fail_the_proof_are_left_whole():
-    """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
+def test_blocks_that_fail_verification_are_not_split():
+    """Queries, keys and values in one layer cannot be split by columns, as its halves are no heads. The other layers
+    can."""
     told, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
     kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
     assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
     assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
 
 
-def test_the_plan_is_told():
+def test_plan_is_reported():
     first, second = run_ranks(2, progress_while_building, "tensor_parallel")
     assert first[0] == "tensor_parallel: layers.0.query, layers.0.value, layers.0.key by columns, layers.0.mix by rows"
     assert first[1] == "tensor_parallel: layers.0.gate, layers.0.up by columns, layers.0.down by rows"
@@ -376,7 +376,7 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
         return [[node.name for node in member] for member in members]
 
 
-def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
+def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_path):
     train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
     interrupted_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
     answers = run_ranks(2, resumed_run, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
@@ -393,7 +393,7 @@ def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
         pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
     ],
 )
-def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, world):
+def test_stages_of_one_replica_read_the_same_batches(make, strategy, world):
     seen = run_ranks(world, read_while_training, make, strategy)
     assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True)), seen
     assert len({tuple(each) for each in seen}) == world // 2 and len(set(seen[0])) == len(seen[0])
@@ -401,7 +401,7 @@ def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
-def test_stages_go_on_with_what_they_drew(tmp_path, make):
+def test_stages_resume_their_random_state(tmp_path, make):
     run_ranks(2, training_of, make, "pipeline:split_sizes=1-1", tmp_path / "whole")
     run_ranks(2, interrupted_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
@@ -418,10 +418,10 @@ def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
 
 
 def read_while_training(rank: int, make, recipe: str) -> list[float]:
-    """What tells the first batches that a rank reads, which its model computes one after the other."""
+    """Returns an id of each of the first batches that a rank reads while its model trains."""
     with init_process_group("cpu") as ranks:
         program, seen = build(make(), make_methods(Recipe.parse(recipe)), ranks=ranks), []
-        sync_rng(ranks, program.source)  # as every pass begins
+        sync_rng(ranks, program.source)  # as every epoch begins
         for batch in islice(program.train.epoch(0, 0), 3):
             seen.append(batch[0].sum().item())
             program.forward_backward(batch)
@@ -429,7 +429,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 
 
 @pytest.mark.parametrize("then", ["pipeline", "ddp"])
-def test_stages_keep_what_no_stage_uses_and_what_an_optimizer_makes_at_once(tmp_path, then):
+def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline")

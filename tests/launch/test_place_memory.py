@@ -21,7 +21,7 @@ MEGABYTE = 2**20
 
 
 def initialised_tower():
-    """Weights that are drawn twice, and numbers that the data's order is drawn after."""
+    """Weights that are initialized twice, and random numbers that are drawn before the data order."""
 
     def model():
         made = rank_tasks.Tower(dropout=0.0)
@@ -47,7 +47,7 @@ SLOWER = [
         *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
     ],
 )
-def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
+def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
     train(initialised_tower(), device="cpu", out=tmp_path / "alone")
     answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
@@ -56,7 +56,7 @@ def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
 
 
 @pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
+def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "alone")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline:balance=memory")
@@ -66,7 +66,7 @@ def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
 
 
 @pytest.mark.slow
-def test_methods_change_a_model_that_is_nowhere(tmp_path):
+def test_methods_change_a_model_on_the_meta_device(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
     train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
     answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
@@ -74,7 +74,7 @@ def test_methods_change_a_model_that_is_nowhere(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
 
 
-def test_the_bytes_of_each_stage_are_told():
+def test_memory_of_each_stage_is_reported():
     told, others = run_ranks(2, told_while_building)
     assert len(told) == 2 and not others
     assert all(
@@ -113,7 +113,7 @@ def looking_tower():
         ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],
 )
-def test_what_cannot_be_placed_is_told(strategy, make, says):
+def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, says):
     told = run_ranks(2, training_of, make, strategy, None)
     assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
 
@@ -145,7 +145,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20
 
 
 def most_while_building(strategy: str, world: int) -> list[int]:
-    """Megabytes that each of so many fresh processes takes at most while a run is built."""
+    """Returns the largest additional memory in MB of each of that many fresh processes while a run is built."""
     usual = {
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
@@ -169,7 +169,7 @@ def most_while_building(strategy: str, world: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_no_process_ever_has_the_whole_model():
+def test_no_process_holds_the_full_model():
     layer = WIDTH**2 * 4 / MEGABYTE
     whole, slack = LAYERS * layer, 40
     own = most_while_building("pipeline:balance=memory", 4)
