@@ -23,7 +23,7 @@ from helpers.ranks import free_port
 HASTEN = [sys.executable, "-m", "hasten"]
 
 
-def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
+def begun(folder: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.Popen:
     launch = [
         "launch",
         "--nproc-per-node",
@@ -33,7 +33,7 @@ def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.
         "--rdzv-endpoint",
         f"127.0.0.1:{port}",
         "--",
-        *words,
+        *argv,
     ]
     return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -47,27 +47,27 @@ def wait_until_somebody_answers(port: int) -> None:
 @pytest.mark.slow
 def test_node_above_the_maximum_waits_without_harm(folder):
     """One additional node waits until the job ends, another is removed before; the training nodes continue."""
-    port, words = free_port(), train_words("counting_for_long", folder / "run")
-    trains = begun(folder, port, *words)
+    port, argv = free_port(), train_words("counting_for_long", folder / "run")
+    trains = begun(folder, port, *argv)
     wait_until_it_trains(Job(trains), folder / "run")
-    waits, leaves = begun(folder, port, *words), begun(folder, port, *words)
+    waits, leaves = begun(folder, port, *argv), begun(folder, port, *argv)
     time.sleep(6)
     leaves.send_signal(signal.SIGTERM)
-    told = leaves.communicate(timeout=30)[1]
-    assert leaves.returncode == 1 and told.endswith("hasten: stopped by SIGTERM\n"), told
+    error = leaves.communicate(timeout=30)[1]
+    assert leaves.returncode == 1 and error.endswith("hasten: stopped by SIGTERM\n"), error
     assert trains.wait(120) == 0
-    told = waits.communicate(timeout=30)[1]
-    assert waits.returncode == 0 and "the job is over; it had enough nodes without this one" in told, told
+    error = waits.communicate(timeout=30)[1]
+    assert waits.returncode == 0 and "the job is over; it had enough nodes without this one" in error, error
 
 
 @pytest.mark.slow
 def test_node_in_a_long_step_is_informed_that_the_job_has_ended(folder):
-    port, words = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
-    jobs = [begun(folder, port, *words, nodes="2") for _ in range(2)]
-    told = [job.communicate(timeout=100)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [1, 1], told
-    assert sum("OSError: the disk is gone" in each for each in told) == 1, told
-    assert not any("continue together" in each or "restart" in each for each in told), told
+    port, argv = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
+    jobs = [begun(folder, port, *argv, nodes="2") for _ in range(2)]
+    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1], errors
+    assert sum("OSError: the disk is gone" in each for each in errors) == 1, errors
+    assert not any("continue together" in each or "restart" in each for each in errors), errors
 
 
 @pytest.mark.slow

@@ -36,11 +36,11 @@ def few_in_the_last_batch():
 @pytest.mark.parametrize("make", [with_norm, few_in_the_last_batch])
 def test_two_ranks_train_like_one_process(tmp_path, make, world, recipe):
     """Including the running statistics, which are exported, for shards of any sizes."""
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"{recipe} + sync_batch_norm", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 class Activated(nn.BatchNorm1d):
@@ -54,17 +54,17 @@ def test_unknown_normalization_is_named():
     task = rank_tasks.task(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double()
     )
-    told = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
+    answers = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
     assert all(
         isinstance(answer, ConfigurationError) and "the model has Activated; leave it out" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 def test_task_without_conversion_trains_another_formula(tmp_path):
-    train(with_norm(), device="cpu", out=tmp_path / "alone")
+    train(with_norm(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, with_norm, None, tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") > 1e-3
+    assert farthest(tmp_path / "shared", tmp_path / "single") > 1e-3
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -31,12 +31,12 @@ ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)
 @pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
 def test_branches_train_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {single["metric"]}
 
 
 def test_branches_interrupted_resume_bit_for_bit(tmp_path):
@@ -60,12 +60,12 @@ def test_branches_interrupted_resume_bit_for_bit(tmp_path):
 )
 def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
     make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, worl
 )
 def test_branches_combine_with_other_methods(tmp_path, method, world):
     make = rank_tasks.towers
-    train(make(), method, device="cpu", out=tmp_path / "alone")
+    train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_checkpointed_block_is_not_divided(tmp_path):
     """The two equal blocks are divided, and the one between them is not."""
-    train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.inception(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2,
         training_of,
@@ -105,19 +105,19 @@ def test_checkpointed_block_is_not_divided(tmp_path):
         tmp_path / "shared",
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_branches_inside_user_checkpointing_are_refused():
-    told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+    answers = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
     assert all(
         isinstance(answer, ConfigurationError) and "cannot recompute branches in the backward pass" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "make", "says"),
+    ("strategy", "world", "make", "message"),
     [
         ("branch_parallel:degree=2", 3, rank_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
         (
@@ -149,9 +149,9 @@ def test_branches_inside_user_checkpointing_are_refused():
         ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
     ],
 )
-def test_model_without_branches_is_refused(strategy, world, make, says):
-    told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_model_without_branches_is_refused(strategy, world, make, message):
+    answers = run_ranks(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 def test_rank_has_weights_of_its_branches_and_of_the_shared_layers():

@@ -29,19 +29,19 @@ from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, tra
 )
 def test_two_ranks_train_like_one_process(tmp_path, name, world):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
     for what in ("steps", "samples", "metric", "evaluations"):
-        told = [
+        lines = [
             [{k: v for k, v in look.items() if k != "seconds"} for look in each[what]]
             if what == "evaluations"
             else each[what]
-            for each in (alone, *answers)
+            for each in (single, *answers)
         ]
-        assert all(each == told[0] for each in told), what
+        assert all(each == lines[0] for each in lines), what
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_two_ranks_train_like_one_process(tmp_path, name, world):
     ],
 )
 def test_methods_combine_with_ddp(tmp_path, recipe):
-    train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "alone") if "ddp" not in recipe else train(
-        rank_tasks.samples(), device="cpu", out=tmp_path / "alone"
+    train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "single") if "ddp" not in recipe else train(
+        rank_tasks.samples(), device="cpu", out=tmp_path / "single"
     )
     answers = run_ranks(2, training_of, rank_tasks.samples, recipe, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("name", ["dropping", "dropping_loader"])
@@ -80,7 +80,7 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path, name):
 )
 def test_run_resumes_with_another_number_of_ranks(tmp_path, name, world):
     make = getattr(rank_tasks, name)
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, make, tmp_path / "shared")
     answers = (
         run_ranks(world, resumed_run, make, tmp_path / "shared")
@@ -88,21 +88,21 @@ def test_run_resumes_with_another_number_of_ranks(tmp_path, name, world):
         else [resumed_run(0, make, tmp_path / "shared")]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("name", ["few_in_the_last_batch", "few_in_the_last_batch_of_a_stream"])
 def test_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(4, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 4, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert {answer["samples"] for answer in answers} == {alone["samples"]}
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert {answer["samples"] for answer in answers} == {single["samples"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("stream_that_divides_itself", "the ranks read different data as batch 1 of epoch 1: "),
         ("shorter_on_the_second", "the ranks read epoch 1 in different orders: "),
@@ -110,17 +110,17 @@ def test_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
         ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of epoch 1, but others have: "),
     ],
 )
-def test_ranks_with_different_data_are_detected(name, says):
+def test_ranks_with_different_data_are_detected(name, message):
     """No rank waits for a missing batch, and every sample is read exactly once."""
-    told = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
-    assert all(isinstance(answer, RunError) and str(answer).startswith(says) for answer in told), told
+    answers = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
+    assert all(isinstance(answer, RunError) and str(answer).startswith(message) for answer in answers), answers
 
 
 def test_ranks_draw_different_noise():
     """Draws of a dataset belong to the position in the global batch: rank 0 draws what a single process would."""
     one, other = run_ranks(2, first_batch)
-    (alone,) = [first_batch(0)]
-    assert one == alone[: len(one)] and one[0] != other[0]
+    (single,) = [first_batch(0)]
+    assert one == single[: len(one)] and one[0] != other[0]
 
 
 def test_ranks_draw_different_dropout_masks():
@@ -135,47 +135,47 @@ def test_unequal_shards_draw_different_masks_and_read_the_same():
 
 
 def test_rank_with_another_seed_is_detected():
-    told = run_ranks(2, with_seed_of_rank)
-    assert [str(answer) for answer in told] == [
+    answers = run_ranks(2, with_seed_of_rank)
+    assert [str(answer) for answer in answers] == [
         "rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"
     ] * 2
-    assert all(isinstance(answer, ConfigurationError) for answer in told)
+    assert all(isinstance(answer, ConfigurationError) for answer in answers)
 
 
 def test_more_processes_than_samples_per_batch_are_refused():
-    told = run_ranks(2, training, rank_tasks.task(batch_size=1))
-    assert [str(answer) for answer in told] == [
+    answers = run_ranks(2, training, rank_tasks.task(batch_size=1))
+    assert [str(answer) for answer in answers] == [
         "2 processes cannot share a batch of 1 samples; take fewer, or larger batches"
     ] * 2
 
 
 def test_nan_loss_is_reported_by_its_rank():
-    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.not_a_number())]
-    assert sum("the batch itself holds NaN" in each for each in told) == 1
-    assert sum("the loss of another rank is nan at" in each for each in told) == 1
+    answers = [str(answer) for answer in run_ranks(2, training, rank_tasks.not_a_number())]
+    assert sum("the batch itself holds NaN" in each for each in answers) == 1
+    assert sum("the loss of another rank is nan at" in each for each in answers) == 1
 
 
 def test_nan_in_a_stream_names_the_batch():
-    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
-    assert sum("the batch itself holds NaN" in each for each in told) == 1, told
+    answers = [str(answer) for answer in run_ranks(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
+    assert sum("the batch itself holds NaN" in each for each in answers) == 1, answers
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (rank_tasks.Unplugged, "sample 226: ConnectionResetError"),
         (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
     ],
 )
-def test_connection_error_of_a_dataset_is_not_a_peer_failure(data, says):
-    told = run_ranks(2, training, rank_tasks.task(data()))
-    assert sorted(type(answer).__name__ for answer in told) == ["PeerFailure", "RunError"]
-    assert sum(says in str(answer) for answer in told) == 1, told
+def test_connection_error_of_a_dataset_is_not_a_peer_failure(data, message):
+    answers = run_ranks(2, training, rank_tasks.task(data()))
+    assert sorted(type(answer).__name__ for answer in answers) == ["PeerFailure", "RunError"]
+    assert sum(message in str(answer) for answer in answers) == 1, answers
 
 
 def test_ranks_with_different_fields_are_detected():
-    told = run_ranks(2, with_epochs_of_rank)
-    assert [str(answer) for answer in told] == [
+    answers = run_ranks(2, with_epochs_of_rank)
+    assert [str(answer) for answer in answers] == [
         "rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"
     ] * 2
 
@@ -186,8 +186,8 @@ def test_folder_given_on_rank_0_only_is_accepted(tmp_path):
 
 
 def test_static_graph_with_microbatches_is_refused():
-    told = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
-    assert all(isinstance(answer, ConfigurationError) and "static_graph" in str(answer) for answer in told), told
+    answers = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
+    assert all(isinstance(answer, ConfigurationError) and "static_graph" in str(answer) for answer in answers), answers
 
 
 def test_existing_process_group_is_kept():
@@ -201,10 +201,10 @@ def test_refusal_on_rank_0_ends_all_ranks_at_once(tmp_path):
 
 
 def test_max_bad_rows_with_several_processes_is_refused():
-    told = run_ranks(2, skipping)
+    answers = run_ranks(2, skipping)
     assert all(
         isinstance(answer, ConfigurationError) and "--max-bad-rows is for a single process" in str(answer)
-        for answer in told
+        for answer in answers
     )
 
 

@@ -40,8 +40,8 @@ def diagnosed(task, world: int = 2) -> dict:
     for each in found:
         if isinstance(each, Exception):
             raise each
-    told = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
-    assert all(each == told[0] for each in told)
+    results = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
+    assert all(each == results[0] for each in results)
     return found[0]
 
 
@@ -62,12 +62,12 @@ def test_steps_that_differ_from_short_blocks_are_reported():
             2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu")
         )
 
-    for recipe, says in (
+    for recipe, message in (
         ("local_sgd:warmup_steps=20", "the first 20 steps of"),
         ("local_sgd:period=40000", "synchronizes every 40000 steps"),
     ):
-        for told in of(recipe):
-            assert isinstance(told, RunError) and says in str(told), told
+        for report in of(recipe):
+            assert isinstance(report, RunError) and message in str(report), report
 
 
 @pytest.mark.timing
@@ -101,8 +101,10 @@ def test_late_rank_of_three_is_named():
 
 def test_communication_bound_job_is_named():
     found = diagnosed(waiting_tasks.much_to_tell)
-    talk = found["communication"]
-    assert talk["bytes"] == 8_000_112 and talk["share"] > 0.5 and talk["exposed"] > 0.5 * talk["seconds"]
+    exchange = found["communication"]
+    assert (
+        exchange["bytes"] == 8_000_112 and exchange["share"] > 0.5 and exchange["exposed"] > 0.5 * exchange["seconds"]
+    )
     assert found["ceilings"]["exchange"]["median"] > 2
     bounds = {row["method"]: row["bound"] for row in found["advice"]}
     assert bounds["ddp"] == pytest.approx(found["ceilings"]["exchange"]["median"])
@@ -146,34 +148,34 @@ def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[floa
 
 def test_ranks_late_in_turns_are_no_stragglers():
     """The ranks are late in turns: both wait, and neither is a straggler."""
-    told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
-    rows = rank_phase_times(told)
+    measured = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
+    rows = rank_phase_times(measured)
     assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [
         0.5,
         0.5,
     ]
-    assert find_straggler(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
+    assert find_straggler(rows, measured, 0.05, [1e-3, 1e-3], 0.0) is None
 
 
 @pytest.mark.parametrize(
-    ("cpu", "says"),
+    ("cpu", "message"),
     [
         ((0.02, 0.04), "as much more CPU time: it has more to compute"),
         ((0.02, 0.02), "without more CPU time: the model waits"),
     ],
 )
-def test_slow_rank_with_more_work_or_less_cpu_is_distinguished(cpu, says):
-    told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
-    straggler = find_straggler(rank_phase_times(told), told, 0.1, [1e-3, 1e-3], 0.0)
-    assert straggler["cause"] == "compute" and says in straggler["sentence"]
+def test_slow_rank_with_more_work_or_less_cpu_is_distinguished(cpu, message):
+    measured = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.1, [1e-3, 1e-3], 0.0)
+    assert straggler["cause"] == "compute" and message in straggler["sentence"]
     assert straggler["sentence"].startswith(
         "rank 1 makes the others wait 20.0 ms a step (20%): its forward and backward pass take longer (40.0 ms, 20.0"
     )
 
 
 def test_late_rank_without_a_visible_cause_is_reported():
-    told = blocks([0.02] * 4, [0.001] * 4)
-    straggler = find_straggler(rank_phase_times(told), told, 0.05, [1e-3, 1e-3], 0.0)
+    measured = blocks([0.02] * 4, [0.001] * 4)
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.05, [1e-3, 1e-3], 0.0)
     assert (straggler["rank"], straggler["cause"]) == (1, "unknown") and straggler["seconds"] == pytest.approx(0.019)
 
 
@@ -181,8 +183,8 @@ def test_late_rank_without_a_visible_cause_is_reported():
     ("links", "rank"), [([1e-3, 8e-3, 8e-3, 1e-3], 2), ([8e-3, 1e-3, 1e-3, 8e-3], 0), ([8e-3, 1e-3, 1e-3, 1e-3], None)]
 )
 def test_slow_link_is_attributed_to_the_rank_between_two_slow_links(links, rank):
-    told = blocks(*([0.0] * 4 for _ in links))
-    straggler = find_straggler(rank_phase_times(told), told, 0.05, links, exposed=0.02)
+    measured = blocks(*([0.0] * 4 for _ in links))
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.05, links, exposed=0.02)
     assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
 
 
@@ -192,7 +194,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
 
 
 @pytest.mark.parametrize(
-    ("straggler", "exchange", "replayed", "waits", "says"),
+    ("straggler", "exchange", "replayed", "waits", "message"),
     [
         (
             None,
@@ -226,23 +228,23 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
         (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
     ],
 )
-def test_largest_cause_is_named(straggler, exchange, replayed, waits, says):
+def test_largest_cause_is_named(straggler, exchange, replayed, waits, message):
     assert verdict_of(
         straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"wait_seconds": waits}], 0.1
-    ).startswith(says)
+    ).startswith(message)
 
 
 def test_rank_with_a_bad_batch_reports_it():
-    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
-    assert {type(each) for each in told} == {PeerFailure, RunError}, told
-    assert any("the batch itself holds NaN" in str(each) for each in told), told
+    answers = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
+    assert {type(each) for each in answers} == {PeerFailure, RunError}, answers
+    assert any("the batch itself holds NaN" in str(each) for each in answers), answers
 
 
 def test_pipeline_ranks_are_diagnosed():
-    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
-    assert all(isinstance(answer, dict) for answer in told), told
-    assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
-    rows = told[0]["advice"] + told[0]["not_advised"]
+    answers = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
+    assert all(isinstance(answer, dict) for answer in answers), answers
+    assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in answers[0]["ranks"])
+    rows = answers[0]["advice"] + answers[0]["not_advised"]
     assert rows and not {"ddp", "zero", "branch_parallel"}.intersection(row["method"] for row in rows), (
         "they would take its place"
     )
@@ -255,7 +257,7 @@ def test_single_process_with_a_distributed_request_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("argv", "code", "message"),
     [
         (
             "diagnose rank_tasks.py:raising --processes 2",
@@ -281,23 +283,23 @@ def test_single_process_with_a_distributed_request_is_refused():
         ),
     ],
 )
-def test_invalid_request_is_one_line(folder, words, code, says):
+def test_invalid_request_is_one_line(folder, argv, code, message):
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split(), "--quiet"],
+        [sys.executable, "-m", "hasten", *argv.split(), "--quiet"],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == code and done.stdout == "" and done.stderr.startswith(says), done.stderr
+    assert done.returncode == code and done.stdout == "" and done.stderr.startswith(message), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
 def test_terminal_output_has_a_table_of_ranks(folder):
-    words = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
+    argv = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *argv.split()], cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     for what in (

@@ -31,26 +31,26 @@ machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = False, seed: int = 0):
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
-    told = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
+    outcome = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
     run_ranks(2, training_of, getattr(rank_tasks, task), None, tmp_path / "undisturbed/run")
     assert all(compared(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
-    return told
+    return outcome
 
 
 def test_killed_ranks_lose_and_repeat_no_sample(tmp_path):
-    told = disturbed(tmp_path, 1, "counting", 10)
-    assert told.ranks > 0 and any(
-        "was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said
-    ), told
+    outcome = disturbed(tmp_path, 1, "counting", 10)
+    assert outcome.ranks > 0 and any(
+        "was killed by SIGKILL" in line and "restart 1 of 999" in line for line in outcome.stderr
+    ), outcome
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=machines)])
 def test_thirty_kills_lose_no_sample(tmp_path, on_machines):
-    told = disturbed(tmp_path, 30, "counting_for_long", 60, on_machines)
-    print(told.ranks, "ranks and", told.machines, "machines killed,", told.recoveries, "times gone on")
-    assert told.ranks + told.machines == 30 and told.recoveries > 0
+    outcome = disturbed(tmp_path, 30, "counting_for_long", 60, on_machines)
+    print(outcome.ranks, "ranks and", outcome.machines, "machines killed,", outcome.recoveries, "times gone on")
+    assert outcome.ranks + outcome.machines == 30 and outcome.recoveries > 0
 
 
 def test_port_of_another_program_is_reported(monkeypatch):
@@ -74,18 +74,18 @@ def test_nodes_with_different_nproc_per_node_are_refused(folder):
         while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
             time.sleep(0.1)
         second = launch(port, 2, folder)
-        said = second.communicate(timeout=90)[1]
-        assert second.returncode == 2, said
+        error = second.communicate(timeout=90)[1]
+        assert second.returncode == 2, error
         assert (
             "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes "
-            "the same" in said
+            "the same" in error
         )
     finally:
         first.kill()
 
 
 def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
-    words = [
+    argv = [
         "launch",
         "--nproc-per-node",
         str(each),
@@ -97,7 +97,7 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
         "train",
         "rank_tasks.py:samples",
     ]
-    return subprocess.Popen([sys.executable, "-m", "hasten", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "hasten", *argv], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 def test_finished_node_is_not_missed(monkeypatch):
@@ -112,7 +112,7 @@ def test_finished_node_is_not_missed(monkeypatch):
         agent.last_check, agent.heartbeats = float("-inf"), getattr(agent, "heartbeats", {})
         return agent._misses_a_node(group)
 
-    assert [misses(), misses()] == [False, True], "the other one has said nothing since the first look"
+    assert [misses(), misses()] == [False, True], "the other one has stderr nothing since the first look"
     group.store.set(f"{elastic.DONE}/1", "")
     assert not misses() and agent.done == {1}
 
@@ -176,10 +176,10 @@ def test_finished_node_waits_for_the_others_and_reports_their_failure(tmp_path):
 @pytest.mark.slow
 def test_joining_node_restarts_no_rank(folder):
     """Three agents on this machine stand in for nodes; none of them may lose a rank."""
-    port, words = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
+    port, options = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
 
     def begun() -> subprocess.Popen:
-        launch = ["launch", "--nproc-per-node", "1", *words, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
+        launch = ["launch", "--nproc-per-node", "1", *options, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
         command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
         return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -191,11 +191,11 @@ def test_joining_node_restarts_no_rank(folder):
     wait_until_it_trains(Job(first), folder / "run")
     time.sleep(1)
     jobs.append(begun())
-    said = [job.communicate(timeout=300)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert sum("another node has joined" in each for each in said) == 2 and not any("lost" in each for each in said), (
-        said
-    )
+    errors = [job.communicate(timeout=300)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], errors
+    assert sum("another node has joined" in each for each in errors) == 2 and not any(
+        "lost" in each for each in errors
+    ), errors
     undisturbed(folder, bits=False)
 
 
@@ -203,14 +203,14 @@ class Pair:
     """The same command on two nodes."""
 
     def __init__(self, folder: Path, *launch: str):
-        self.folder, self.launch, self.said = folder, (*launch, "--max-restarts", "9"), [[], []]
+        self.folder, self.launch, self.stderr = folder, (*launch, "--max-restarts", "9"), [[], []]
         self.jobs = [self.begun(0), self.begun(1)]
 
     def begun(self, machine: int) -> subprocess.Popen:
         job = start_on(
             machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch
         )
-        threading.Thread(target=lambda: self.said[machine].extend(job.stderr), daemon=True).start()
+        threading.Thread(target=lambda: self.stderr[machine].extend(job.stderr), daemon=True).start()
         return job
 
     def wait_until_it_trains(self, watched: int) -> None:
@@ -222,7 +222,7 @@ class Pair:
 
     def ended(self) -> None:
         codes = [job.wait(400) for job in self.jobs]
-        assert codes == [0, 0], self.said
+        assert codes == [0, 0], self.stderr
 
 
 @pytest.mark.slow
@@ -238,8 +238,8 @@ def test_lost_node_is_waited_for(folder, lost):
         time.sleep(2)
         pair.jobs[lost] = pair.begun(lost)
         pair.ended()
-    told = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
-    assert any(told in line for line in pair.said[1 - lost]), pair.said
+    message = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
+    assert any(message in line for line in pair.stderr[1 - lost]), pair.stderr
     undisturbed(folder)
 
 
@@ -253,7 +253,7 @@ def test_fewer_nodes_continue_and_admit_new_ones(folder):
         pair.wait_until_it_trains(0)
         pair.jobs[1] = pair.begun(1)
         pair.ended()
-    assert any("another node has joined" in line for line in pair.said[0]), pair.said
+    assert any("another node has joined" in line for line in pair.stderr[0]), pair.stderr
     undisturbed(folder, bits=False)
 
 
@@ -272,7 +272,7 @@ def test_network_outage_of_half_a_minute_is_survived(folder):
 
 def undisturbed(folder: Path, bits: bool = True) -> None:
     """Asserts the result of an undisturbed run; equal except for rounding if other nodes shared its batches."""
-    (folder / "alone").mkdir()
-    run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "alone/run")
+    (folder / "single").mkdir()
+    run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "single/run")
     found = compared(folder / "run", folder / "alone/run", 60)
     assert all(found.values()) if bits else found["every sample counted once a pass"], found

@@ -55,9 +55,9 @@ def noting():
 @pytest.mark.parametrize("recipe", ["ddp", "zero:stage=3", "ddp + gradient_accumulation:accumulation_steps=3"])
 def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, world):
     """Each rank's loss is weighted by its number of samples; the optimizer applies weight decay once per step."""
-    train(decayed(), device="cpu", out=tmp_path / "alone")
+    train(decayed(), device="cpu", out=tmp_path / "single")
     run_ranks(world, training_of, decayed, recipe, tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -99,21 +99,21 @@ def test_remark_3_loss_is_normalized_by_the_global_batch(world, number):
     nn.functional.cross_entropy(program.run.unwrapped_model(inputs), labels).backward()
     expected = [weight.grad for weight in program.run.unwrapped_model.parameters()]
     for gradients in run_ranks(world, gradients_of_batch, number):
-        for own, whole in zip(gradients, expected, strict=True):
-            assert torch.allclose(torch.tensor(own, dtype=torch.float64), whole, rtol=1e-9, atol=1e-15)
+        for own, reference in zip(gradients, expected, strict=True):
+            assert torch.allclose(torch.tensor(own, dtype=torch.float64), reference, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_remark_4_one_shuffle_is_sharded(world):
     """Each sample is read once per epoch, by one rank, in the batch in which one process reads it; every epoch has
     another order."""
-    alone = rows_read(build(rank_tasks.task(Numbered())))
+    single = rows_read(build(rank_tasks.task(Numbered())))
     everybodys = run_ranks(world, rows_read_by_rank)
     for epoch in range(2):
         shared = [list(chain(*parts)) for parts in zip(*(rows[epoch] for rows in everybodys), strict=True)]
-        assert shared == alone[epoch]
+        assert shared == single[epoch]
         assert sorted(chain(*shared)) == list(range(rank_tasks.SAMPLES))
-    assert alone[0] != alone[1]
+    assert single[0] != single[1]
 
 
 @pytest.mark.parametrize(("rule", "scale"), [("linear", FACTOR), ("sqrt", FACTOR**0.5)])

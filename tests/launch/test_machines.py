@@ -14,22 +14,22 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def test_two_nodes_train_like_one_process(folder):
-    train(rank_tasks.samples(), device="cpu", out=folder / "alone")
+    train(rank_tasks.samples(), device="cpu", out=folder / "single")
     with two_nodes():
         first, second = run_on_both(folder, "train", "rank_tasks.py:samples", "--out", "shared", "--json")
     assert (first[0], second[0]) == (0, 0), (first[2], second[2])
     assert json.loads(first[1])["steps"] == 46 and second[1] == "", "the first rank answers, and nobody else"
-    assert farthest(folder / "shared", folder / "alone") < CLOSE
+    assert farthest(folder / "shared", folder / "single") < CLOSE
 
 
 @pytest.mark.slow
 def test_failure_on_one_node_ends_both(folder):
     with two_nodes():
-        told = run_on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
-    assert [code for code, *_ in told] == [1, 1]
-    said = [text for *_, text in told]
-    assert sum("sample 226: OSError: the disk is gone" in text for text in said) == 1, said
-    assert sum("another rank has ended" in text for text in said) == 1, said
+        finished = run_on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
+    assert [code for code, *_ in finished] == [1, 1]
+    errors = [text for *_, text in finished]
+    assert sum("sample 226: OSError: the disk is gone" in text for text in errors) == 1, errors
+    assert sum("another rank has ended" in text for text in errors) == 1, errors
 
 
 @pytest.mark.timing

@@ -39,38 +39,38 @@ def study_of(folder: Path, name: str = "samples", **more) -> Study:
 
 
 def test_compare_of_a_job_with_itself_finds_no_difference():
-    told = hasten.compare(TASK, processes=2, budget=1)
-    assert told["processes"] == 2
-    assert told["verdict"] in ("no difference", "unsure"), told
-    assert told["ratio"]["low"] < 1.02 and told["ratio"]["high"] > 0.98
-    assert all(told["evaluation_seconds"].values())
+    result = hasten.compare(TASK, processes=2, budget=1)
+    assert result["processes"] == 2
+    assert result["verdict"] in ("no difference", "unsure"), result
+    assert result["ratio"]["low"] < 1.02 and result["ratio"]["high"] > 0.98
+    assert all(result["evaluation_seconds"].values())
 
 
 def test_compare_finds_a_straggler_on_any_rank():
-    told = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
-    assert told["verdict"] == "slower", told
-    lost = told["seconds_per_1000_samples"]["b"] - told["seconds_per_1000_samples"]["a"]
+    result = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
+    assert result["verdict"] == "slower", result
+    lost = result["seconds_per_1000_samples"]["b"] - result["seconds_per_1000_samples"]["a"]
     assert lost > 0.8 * rank_methods.LATE * 1000 / rank_tasks.BATCH
 
 
 def test_compare_counts_samples_of_all_ranks():
-    told = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
-    assert (told.a.processes, told.b.processes) == (2, 1)
-    for side in (told.a, told.b):
-        whole = rank_tasks.BATCH * block_steps(side.plan)  # except for the last batch of an epoch
-        assert all(0.9 * whole <= block["samples"] <= whole for block in side.blocks)
+    comparison = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
+    assert (comparison.a.processes, comparison.b.processes) == (2, 1)
+    for side in (comparison.a, comparison.b):
+        samples = rank_tasks.BATCH * block_steps(side.plan)  # except for the last batch of an epoch
+        assert all(0.9 * samples <= block["samples"] <= samples for block in side.blocks)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("Raising", r"^rank 1: .*RuntimeError: planted \(rank_methods\.py line \d+\)"),
         ("Hanging", r"^took longer than 4 s"),
     ],
 )
-def test_compare_with_a_failing_rank_ends(name, says):
+def test_compare_with_a_failing_rank_ends(name, message):
     began = time.monotonic()
-    with pytest.raises(RunError, match=says):
+    with pytest.raises(RunError, match=message):
         run_interleaved(
             TaskRef.of(TASK),
             Recipe(),
@@ -120,11 +120,11 @@ def test_compare_processes_option_on_the_command_line(capfd, monkeypatch):
             "--json",
         ]
     )
-    told = json.loads(capfd.readouterr().out)
+    result = json.loads(capfd.readouterr().out)
     assert (
-        told["processes"] == 2
-        and told["b"] == "ddp:static_graph=true"
-        and code == (0 if told["verdict"] == "faster" else 1)
+        result["processes"] == 2
+        and result["b"] == "ddp:static_graph=true"
+        and code == (0 if result["verdict"] == "faster" else 1)
     )
     assert main(["compare", "rank_tasks.py:samples", "--a", "baseline", "--b", "ddp+no_such", "--processes", "2"]) == 2
     assert main(["tune", "rank_tasks.py:samples", "--processes", "0"]) == 2
@@ -196,9 +196,9 @@ def test_hang_while_building_is_ended_by_the_timeout(tmp_path):
 
 
 def test_search_with_several_processes_tries_strategies():
-    told = hasten.diagnose(TASK, processes=2, budget=1)
-    assert "distributed" in told["facts"]
-    assert "ddp" in [each["method"] for each in told["advice"]]
+    result = hasten.diagnose(TASK, processes=2, budget=1)
+    assert "distributed" in result["facts"]
+    assert "ddp" in [each["method"] for each in result["advice"]]
     assert {} not in candidate("ddp").presets, "as it is, it is what is done anyway"
 
 
@@ -252,20 +252,20 @@ def test_search_for_a_job_finds_a_recipe_that_trains(tmp_path, monkeypatch, capf
     monkeypatch.setattr(tune, "TIMEOUT_FRACTION", 0.01)
     monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
-    words = (
+    argv = (
         f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out "
         f"{tmp_path}/out --json"
     )
-    assert main([*words.split(), *offered]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]
-    assert set(told["recipe"]) - {"ddp"} == {"./rank_methods.py:LighterSleep"}
-    assert told["one_process"]["median"] < 1
-    hung = next(trial for trial in told["trials"] if "Hanging" in trial["what"])
+    assert main([*argv.split(), *offered]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["verdict"] == "faster" and result["processes"] == 2, result["why"]
+    assert set(result["recipe"]) - {"ddp"} == {"./rank_methods.py:LighterSleep"}
+    assert result["one_process"]["median"] < 1
+    hung = next(trial for trial in result["trials"] if "Hanging" in trial["what"])
     assert hung["verdict"] == "failed" and hung["why"].startswith("took longer than ")
-    words = (
-        f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:LighterSleep "
+    argv = (
+        f"train rank_tasks.py:sluggish --recipe {result['recipe_file']} --with ./rank_methods.py:LighterSleep "
         f"--processes 2 --out {tmp_path}/run"
     )
-    assert main(words.split()) == 0
+    assert main(argv.split()) == 0
     assert json.loads((tmp_path / "run/environment.json").read_text())["processes"] == 2

@@ -54,12 +54,12 @@ STRATEGIES = ["tensor_parallel", "pipeline"]
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
 def test_strategy_trains_like_one_process(tmp_path, strategy, world):
     make = rank_tasks.tower
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {single["metric"]}
 
 
 @pytest.mark.slow
@@ -73,19 +73,19 @@ def test_strategy_trains_like_one_process(tmp_path, strategy, world):
     ],
 )
 def test_batches_of_indivisible_sizes_train_like_one_process(tmp_path, strategy, world):
-    train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:schedule=gpipe,microbatches=1"])
 def test_batch_norm_uses_the_global_batch_outside_split_layers(tmp_path, strategy):
-    train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.norming(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 class InPieces(nn.Sequential):
@@ -115,10 +115,10 @@ def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
     def make(kind=nn.Sequential):
         return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
 
-    train(make(InPieces), device="cpu", out=tmp_path / "alone")
+    train(make(InPieces), device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
     [(rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
 )
 def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, world):
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
 )
 def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.tower
-    train(make(), method, device="cpu", out=tmp_path / "alone")
+    train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
@@ -184,21 +184,21 @@ def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
     make = rank_tasks.longer_tower
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_run_resumes_in_one_process(tmp_path, strategy):
-    train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, rank_tasks.longer_tower, tmp_path / "shared", strategy)
-    told = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert told["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
+    resumed = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert resumed["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
         "the cuts are not those of this run any more"
     )
 
@@ -221,7 +221,7 @@ def test_run_resumes_in_one_process(tmp_path, strategy):
 )
 def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
     make = rank_tasks.longer_tower
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(at, interrupted_run, make, tmp_path / "shared", first)
     answers = (
         run_ranks(world, resumed_run, make, tmp_path / "shared", then)
@@ -229,7 +229,7 @@ def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then,
         else [resumed_run(0, make, tmp_path / "shared", then)]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -239,21 +239,21 @@ def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then,
 def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
     """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
 def test_dropout_between_split_layers_equals_one_process(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "make", "says"),
+    ("strategy", "world", "make", "message"),
     [
         ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
         ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
@@ -302,17 +302,17 @@ def test_dropout_between_split_layers_equals_one_process(tmp_path):
         ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
     ],
 )
-def test_model_that_cannot_be_split_is_refused(strategy, world, make, says):
-    told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_model_that_cannot_be_split_is_refused(strategy, world, make, message):
+    answers = run_ranks(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
 def test_methods_that_require_the_full_model_are_refused(method):
-    told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
+    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
     assert all(
-        isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told
-    ), told
+        isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in answers
+    ), answers
 
 
 def test_pipeline_rank_has_only_the_weights_of_its_stage():
@@ -338,10 +338,10 @@ def test_sharded_activations_are_not_exposed_to_other_modules():
 def test_blocks_that_fail_verification_are_not_split():
     """Queries, keys and values in one layer cannot be split by columns, as its halves are no heads. The other layers
     can."""
-    told, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
-    kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
-    assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
-    assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
+    reported, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
+    sharded, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
+    assert f"{sharded}mlp.0 by columns, blocks.0.mlp.2 by rows" in reported
+    assert any(line.startswith(f"{dropped}qkv by columns") for line in reported), reported
 
 
 def test_plan_is_reported():
@@ -377,11 +377,11 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
 
 
 def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
     interrupted_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
     answers = run_ranks(2, resumed_run, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -412,9 +412,9 @@ def test_stages_resume_their_random_state(tmp_path, make):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [rank_tasks.loader, rank_tasks.own_sampler])
 def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, make, "pipeline", tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def read_while_training(rank: int, make, recipe: str) -> list[float]:
@@ -431,8 +431,8 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 @pytest.mark.parametrize("then", ["pipeline", "ddp"])
 def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE

@@ -60,8 +60,8 @@ def test_any_order_of_arrival_equals_the_definition(world, staleness):
 
 def ahead(pushed: list[int], worker: int) -> int:
     """Returns how many steps ahead of the slowest worker one more step would be."""
-    there = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
-    return there[worker] - min(there)
+    counts = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
+    return counts[worker] - min(counts)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
@@ -115,10 +115,10 @@ def test_update_that_raises_is_reported_to_all(groups, trouble):
     "make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare]
 )
 def test_training_without_staleness_equals_one_process(tmp_path, make, world):
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 class Remembering(torch.nn.Module):
@@ -134,39 +134,39 @@ class Remembering(torch.nn.Module):
 
 
 def test_model_may_keep_its_activations(tmp_path):
-    train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared"
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_optimizer_of_another_method_is_used(tmp_path):
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared"
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_training_with_staleness_converges(tmp_path, world):
     """One rank is late in every step; all return the same run and leave no thread."""
     recipe = f"parameter_server:staleness=3 + {HELPERS / 'rank_methods.py'}:Dozing"
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, threads_left, rank_tasks.samples, recipe, tmp_path / "shared")
     assert not any(threads for _, threads in answers), answers
     assert {(answer["steps"], answer["metric"]) for answer, _ in answers} == {(46, answers[0][0]["metric"])}
     assert answers[0][0]["metric"] > 0.8
-    assert farthest(tmp_path / "shared", tmp_path / "alone") > CLOSE, "no gradient was ever taken at older weights"
+    assert farthest(tmp_path / "shared", tmp_path / "single") > CLOSE, "no gradient was ever taken at older weights"
 
 
 def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
     """With the optimizer that a method creates in place of the task's, whatever its internal state."""
     recipe = f"{HELPERS / 'rank_methods.py'}:Descending"
-    train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2,
         training_of,
@@ -175,7 +175,7 @@ def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
         tmp_path / "shared",
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -202,15 +202,15 @@ def test_run_resumes_with_the_state_of_the_server(tmp_path, world):
 def test_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
     """As a user starts it; no rank waits for a response that will not come."""
     recipe = f"--with parameter_server:staleness={staleness} --with {HELPERS / 'rank_methods.py'}:{method}"
-    words = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
+    argv = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *argv.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and f"rank {rank}: " in done.stderr and "planted" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("recipe", "says"),
+    ("recipe", "message"),
     [
         ("parameter_server + ddp", "both replace parallelize"),
         ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
@@ -222,16 +222,16 @@ def test_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
         ("parameter_server:staleness=-1", "staleness must be at least 0"),
     ],
 )
-def test_invalid_request_is_refused(recipe, says):
-    told = run_ranks(2, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_invalid_request_is_refused(recipe, message):
+    answers = run_ranks(2, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 def test_sparse_gradients_are_refused():
-    told = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
-    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
-        told
-    )
+    answers = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
+    assert all(
+        isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in answers
+    ), answers
 
 
 def threads_left(rank: int, make, recipe, out) -> tuple[dict, list[str]]:

@@ -48,45 +48,45 @@ SLOWER = [
     ],
 )
 def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
-    train(initialised_tower(), device="cpu", out=tmp_path / "alone")
+    train(initialised_tower(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 @pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
 def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
     make = rank_tasks.tower_with_a_mask
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline:balance=memory")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
 def test_methods_change_a_model_on_the_meta_device(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_memory_of_each_stage_is_reported():
-    told, others = run_ranks(2, told_while_building)
-    assert len(told) == 2 and not others
+    lines, others = run_ranks(2, messages_while_building)
+    assert len(lines) == 2 and not others
     assert all(
-        "% of the weights, " in line and " MB with gradients, Adam state and activations" in line for line in told
+        "% of the weights, " in line and " MB with gradients, Adam state and activations" in line for line in lines
     )
 
 
-def told_while_building(rank: int) -> list[str]:
-    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+def messages_while_building(rank: int) -> list[str]:
+    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(rank_tasks.tower(), [make_method("pipeline", {"balance": "memory"})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, ProgressWarning)]
+    return [str(each.message) for each in caught if isinstance(each.message, ProgressWarning)]
 
 
 def looking_tower():
@@ -99,7 +99,7 @@ def looking_tower():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "make", "says"),
+    ("strategy", "make", "message"),
     [
         ("pipeline:balance=memory", looking_tower, "the model reads values while it is built"),
         ("pipeline:balance=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
@@ -113,9 +113,9 @@ def looking_tower():
         ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],
 )
-def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, says):
-    told = run_ranks(2, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, message):
+    answers = run_ranks(2, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 LAYERS, WIDTH = 8, 3584  # of 49 MB each
@@ -164,17 +164,17 @@ def most_while_building(strategy: str, world: int) -> list[int]:
         )
         for rank in range(world)
     ]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    return [int(each) for each in said]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    return [int(each) for each in outputs]
 
 
 @pytest.mark.slow
 def test_no_process_holds_the_full_model():
     layer = WIDTH**2 * 4 / MEGABYTE
-    whole, slack = LAYERS * layer, 40
+    model_megabytes, slack = LAYERS * layer, 40
     own = most_while_building("pipeline:balance=memory", 4)
-    assert max(own) < whole / 4 + layer + slack, own
+    assert max(own) < model_megabytes / 4 + layer + slack, own
     everything = most_while_building("pipeline:split_sizes=2-2-2-2", 4)
-    assert min(everything) > whole, everything
+    assert min(everything) > model_megabytes, everything
     shares = most_while_building("zero:stage=3,init=meta", 4)
-    assert max(shares) < whole / 4 + layer + slack, shares
+    assert max(shares) < model_megabytes / 4 + layer + slack, shares

@@ -57,7 +57,7 @@ def test_launch_passes_its_options_before_the_command(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "message"),
     [
         ("launch --nproc-per-node 2 -- train x --processes 4", "put --processes before the command"),
         ("launch --nproc-per-node 2 -- compare digits", "launch runs train, "),
@@ -96,22 +96,22 @@ def test_launch_passes_its_options_before_the_command(folder):
         ("train digits --processes none", "from 1 to"),
     ],
 )
-def test_launch_invalid_request_is_refused(words, says, capfd):
-    assert main(words.split()) == 2
-    assert says in capfd.readouterr().err
+def test_launch_invalid_request_is_refused(argv, message, capfd):
+    assert main(argv.split()) == 2
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --nproc-per-node N -- train TASK"]
+    "argv", ["train TASK --processes N", "diagnose TASK --processes N", "launch --nproc-per-node N -- train TASK"]
 )
-def test_train_more_processes_than_cores_are_checked_before_start(words, monkeypatch, capfd):
+def test_train_more_processes_than_cores_are_checked_before_start(argv, monkeypatch, capfd):
     def started(*arguments, **settings):
         raise AssertionError("nothing was to be started")
 
     monkeypatch.setattr("hasten.launch.launcher.launch", started)
     monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 1)
     task = str(HELPERS / "waiting_tasks.py:few")
-    assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
+    assert main([{"N": "2", "TASK": task}.get(word, word) for word in argv.split()]) == 2
     assert (
         capfd.readouterr().err
         == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
@@ -158,9 +158,9 @@ def test_train_recipe_of_the_resumed_run_is_checked(tmp_path, capfd):
 def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
     began = time.monotonic()
     done = ran(folder, "raising")
-    told = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 1 and len(told) == 1, done.stderr
-    assert told[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in told[0]
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in lines[0]
     assert time.monotonic() - began < 60 and not jobs_left()
 
 
@@ -186,11 +186,11 @@ def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
-    told = job.communicate(timeout=60)[1]
+    error = job.communicate(timeout=60)[1]
     assert (
         job.returncode == 1
-        and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in told
-    ), told
+        and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in error
+    ), error
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
@@ -200,6 +200,6 @@ def test_train_interrupted_job_saves_first(folder, how):
     job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(how)
-    told = job.communicate(timeout=60)[1]
-    assert job.returncode == 1 and "resume with --out" in told, told
+    error = job.communicate(timeout=60)[1]
+    assert job.returncode == 1 and "resume with --out" in error, error
     assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()

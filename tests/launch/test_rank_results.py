@@ -86,5 +86,5 @@ def test_interrupt_during_start_up_gives_a_result(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "hasten.cli.main", stopped)
     monkeypatch.setattr(sys, "argv", ["hasten", "train", "digits", "--json"])
     assert __main__.main() == 1
-    said = capsys.readouterr()
-    assert said.err == "hasten: interrupted\n" and json.loads(said.out) == {"error": "interrupted"}
+    captured = capsys.readouterr()
+    assert captured.err == "hasten: interrupted\n" and json.loads(captured.out) == {"error": "interrupted"}

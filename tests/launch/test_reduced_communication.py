@@ -74,9 +74,9 @@ class ByHand:
     def against(self, out) -> float:
         """Returns the largest difference between the weights of a run and the mean of the copies, relative to the
         largest weight."""
-        there, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
+        weights, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
         self.average()
-        pairs = [(there[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
+        pairs = [(weights[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
         return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
@@ -123,8 +123,8 @@ def test_local_sgd_equals_the_definition_of_stich_and_lin(tmp_path, world, setti
 
 def test_local_sgd_averaging_after_every_sgd_step_is_ddp(tmp_path):
     """For shards of any sizes: every sample has the same weight."""
-    train(plain(), device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "alone") < CLOSE
+    train(plain(), device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(("world", "period"), [(2, 5), (4, 1), (3, 9)])
@@ -158,8 +158,8 @@ def test_half_precision_gradients_are_rounded_once_and_summed(tmp_path, name):
         hand.step()
     out = trained(tmp_path, 2, f"ddp:bucket_cap_mb=0.0001 + half_precision_allreduce:reduce_dtype={name}")
     assert hand.against(out) < CLOSE
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    assert 1e-9 < farthest(out, tmp_path / "alone") < 0.1, "it rounds, and not much"
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
+    assert 1e-9 < farthest(out, tmp_path / "single") < 0.1, "it rounds, and not much"
 
 
 @pytest.mark.parametrize("start", [0, 7])
@@ -244,20 +244,20 @@ def test_powersgd_with_another_factorization_has_the_same_span(tmp_path):
 )
 def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
     """Also if no gradient can be compressed, and before compression has started."""
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "alone") < CLOSE
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("recipe", LESS)
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, recipe):
     make = rank_tasks.dropping
-    whole = trained(tmp_path, 2, recipe, make)
+    uninterrupted = trained(tmp_path, 2, recipe, make)
     broken = run_ranks(2, interrupted_run, make, tmp_path / "broken", recipe)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", recipe)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "broken", whole) == 0
-    assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert farthest(tmp_path / "broken", uninterrupted) == 0
+    assert (tmp_path / "broken/log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
 @pytest.mark.slow
@@ -305,8 +305,8 @@ def test_evaluation_uses_the_mean(tmp_path, recipe):
 
 @pytest.mark.parametrize("recipe", LESS)
 def test_microbatches_change_nothing(tmp_path, recipe):
-    whole = trained(tmp_path / "whole", 2, recipe)
-    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), whole) < (
+    undivided = trained(tmp_path / "undivided", 2, recipe)
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), undivided) < (
         1e-2 if "compressed" in recipe else CLOSE
     )
 
@@ -315,8 +315,8 @@ def test_microbatches_change_nothing(tmp_path, recipe):
     "recipe", ["powersgd:matrix_approximation_rank=8,min_compression_rate=0.1", "local_sgd:period=3,warmup_steps=100"]
 )
 def test_gradients_are_clipped_after_averaging(tmp_path, recipe):
-    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "alone") < CLOSE
+    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "single") < CLOSE
 
 
 def test_gradients_are_clipped_per_rank_if_not_averaged(tmp_path):
@@ -335,7 +335,7 @@ def test_gradients_are_clipped_per_rank_if_not_averaged(tmp_path):
 )
 def test_unused_weight_is_unchanged(tmp_path, recipe):
     """A weight that only some rank used is not skipped: its gradient is the mean."""
-    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "single")
     out = trained(tmp_path, 2, recipe, rank_tasks.with_a_spare)
     spare = "spare.weight"
     assert torch.equal(
@@ -349,7 +349,7 @@ def test_overflow_leaves_no_error_feedback():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "says"),
+    ("recipe", "message"),
     [
         ("local_sgd:group_size=2", "local_sgd:group_size=2 must divide the 3 processes"),
         ("local_sgd:group_period=2", "group_period=2 has no effect without groups; set group_size as well"),
@@ -369,9 +369,9 @@ def test_overflow_leaves_no_error_feedback():
         ("half_precision_allreduce:reduce_dtype=int8", "reduce_dtype must be one of bf16, fp16"),
     ],
 )
-def test_invalid_request_is_refused(recipe, says):
-    told = run_ranks(3, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_invalid_request_is_refused(recipe, message):
+    answers = run_ranks(3, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 @pytest.mark.parametrize(
@@ -379,12 +379,14 @@ def test_invalid_request_is_refused(recipe, says):
     ["local_sgd:warmup_steps=46", "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=46"],
 )
 def test_start_after_the_last_step_is_reported(recipe):
-    told = run_ranks(2, training, rank_tasks.samples(), recipe)
-    assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in told), told
+    answers = run_ranks(2, training, rank_tasks.samples(), recipe)
+    assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in answers), (
+        answers
+    )
 
 
 @pytest.mark.parametrize(
-    ("make", "recipe", "told"),
+    ("make", "recipe", "reported"),
     [
         (rank_tasks.samples, "local_sgd", 0),
         (rank_tasks.stream, "local_sgd", 1),
@@ -392,14 +394,14 @@ def test_start_after_the_last_step_is_reported(recipe):
         (rank_tasks.stream, "ddp", 0),
     ],
 )
-def test_sequential_data_compared_in_every_step_is_reported(make, recipe, told):
+def test_sequential_data_compared_in_every_step_is_reported(make, recipe, reported):
     def notices(rank: int) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             training(rank, make(), recipe)
         return sum("before every step" in str(each.message) for each in caught)
 
-    assert run_ranks(2, notices) == [told, 0]
+    assert run_ranks(2, notices) == [reported, 0]
 
 
 class WithCounts(nn.Module):
@@ -425,10 +427,10 @@ def test_tensors_of_any_dtype_are_broadcast():
 
 
 def test_sparse_gradients_are_refused():
-    told = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
-    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
-        told
-    )
+    answers = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
+    assert all(
+        isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in answers
+    ), answers
 
 
 def plain():
@@ -516,8 +518,8 @@ def longest_message(rank: int, recipe: str, out) -> int:
 def test_untrained_weights_are_unchanged_and_not_communicated(tmp_path, recipe):
     answers = run_ranks(3, longest_message, recipe, tmp_path / "run")
     assert max(answers) < 1000, answers
-    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
-    assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
+    after, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in ("large", "mask"))
 
 
 def test_frozen_weight_that_follows_a_trained_one_is_averaged(tmp_path):

@@ -40,11 +40,11 @@ def texts(number: int):
 
 @pytest.mark.parametrize("make", [ids, numbers])
 def test_stream_sharded_by_the_user_is_detected_by_ids_or_targets(make):
-    told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
+    answers = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
     assert all(
         isinstance(answer, RunError) and str(answer).startswith("the ranks read different data as batch 1")
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 @pytest.mark.parametrize("field", ["train_data", "validation_data"])
@@ -56,11 +56,11 @@ def test_sampler_that_shards_is_refused(field):
         )
         return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
 
-    told = run_ranks(2, training_as_rank, task)
+    answers = run_ranks(2, training_as_rank, task)
     assert all(
         isinstance(answer, ConfigurationError) and f"DistributedSampler of Task({field}=)" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 class DrawingForItself(rank_tasks.Rows):
@@ -81,10 +81,11 @@ def test_ranks_of_one_replica_with_different_samples_are_detected(strategy):
         rows = DrawingForItself()
         return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
-    told = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
+    answers = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
     assert all(
-        isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told
-    ), told
+        isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer)
+        for answer in answers
+    ), answers
 
 
 def ragged(batch: list) -> tuple:
@@ -119,10 +120,10 @@ def loader(collate) -> DataLoader:
     "data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))]
 )
 def test_batch_of_non_tensors_cannot_be_divided(data):
-    told = run_ranks(2, training, rank_tasks.task(data()))
+    answers = run_ranks(2, training, rank_tasks.task(data()))
     assert all(
-        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer) for answer in told
-    ), told
+        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer) for answer in answers
+    ), answers
 
 
 class Scaling(nn.Module):
@@ -142,20 +143,20 @@ def with_scales(batch: list) -> dict:
 
 
 def test_field_of_the_batch_may_be_as_long_as_the_last_batch():
-    told = run_ranks(
+    answers = run_ranks(
         2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling)
     )
-    assert [answer["steps"] for answer in told] == [46, 46], told
+    assert [answer["steps"] for answer in answers] == [46, 46], answers
 
 
 def test_pipeline_that_skips_bad_rows_is_refused():
     rows = rank_tasks.Rows()
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad_rows(3)
-    told = run_ranks(2, training, rank_tasks.task(data))
+    answers = run_ranks(2, training, rank_tasks.task(data))
     assert all(
         isinstance(answer, ConfigurationError) and str(answer).startswith("--max-bad-rows is for a single process")
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 class Skipping(rank_tasks.Tower):

@@ -22,12 +22,12 @@ STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 @pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
 def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
+    assert {answer["metric"] for answer in answers} == {single["metric"]}
 
 
 @pytest.mark.parametrize(
@@ -42,20 +42,20 @@ def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
     make = rank_tasks.blocks
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_run_resumes_in_one_process(tmp_path, strategy):
-    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", strategy)
     resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
@@ -73,21 +73,22 @@ def test_run_resumes_in_one_process(tmp_path, strategy):
 )
 def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
     make = rank_tasks.blocks
-    train(make(), method, device="cpu", out=tmp_path / "alone")
+    train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_weight_without_dimension_trains_or_is_refused(tmp_path):
     """Stage 1 supports it; torch's fully_shard does not, and the error states the alternative."""
-    train(rank_tasks.scalar(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.scalar(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=1", tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    told = run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    answers = run_ranks(2, training_of, rank_tasks.scalar, "zero:stage=3", tmp_path / "refused")
     assert all(
-        isinstance(answer, ConfigurationError) and "the weight scale has no dimension" in str(answer) for answer in told
-    ), told
+        isinstance(answer, ConfigurationError) and "the weight scale has no dimension" in str(answer)
+        for answer in answers
+    ), answers
 
 
 def test_ranks_write_their_own_shards(tmp_path):
@@ -101,8 +102,8 @@ def test_ranks_write_their_own_shards(tmp_path):
         HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is missing"
     ):
         resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
-    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "alone")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    train(rank_tasks.blocks(), device="cpu", out=tmp_path / "single")
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
@@ -125,10 +126,10 @@ def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
 def test_ranks_with_fewer_samples_use_as_many_microbatches(tmp_path):
     """Sharded gradients are communicated after every microbatch."""
     make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:accumulation_steps=3"
-    train(make(), pieces, device="cpu", out=tmp_path / "alone")
+    train(make(), pieces, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, f"zero:stage=2 + {pieces}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def test_shards_of_different_saves_are_not_merged(tmp_path):
@@ -156,9 +157,9 @@ class NumpySGD(torch.optim.SGD):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_optimizer_without_dtensor_support_is_refused_before_training(stage):
     task = rank_tasks.task(optimizer=lambda model: NumpySGD(model.parameters(), lr=0.1))
-    told = run_ranks(2, training, task, f"zero:stage={stage}")
+    answers = run_ranks(2, training, task, f"zero:stage={stage}")
     line = "zero shards the parameters, and NumpySGD cannot update DTensors; take Adam, "
-    assert all(isinstance(answer, ConfigurationError) and str(answer).startswith(line) for answer in told), told
+    assert all(isinstance(answer, ConfigurationError) and str(answer).startswith(line) for answer in answers), answers
 
 
 class Forked(torch.nn.Module):
@@ -177,11 +178,11 @@ class Forked(torch.nn.Module):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_on_different_layers_do_not_mix_their_gathers(stage):
     task = rank_tasks.task(model=lambda: Forked().double())
-    told = run_ranks(2, training, task, f"zero:stage={stage}")
+    answers = run_ranks(2, training, task, f"zero:stage={stage}")
     assert all(
         isinstance(answer, RunError) and "the batches of the ranks pass different layers" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 class Opposed(rank_tasks.Rows):
@@ -201,8 +202,8 @@ def weights_after(rank: int) -> list[float]:
 
 def test_weights_used_by_some_ranks_only_are_gathered_by_all():
     """In the only step, after which DistributedDataParallel no longer checks for unused parameters."""
-    told = run_ranks(2, weights_after)
-    assert told[0] == told[1], told
+    weights = run_ranks(2, weights_after)
+    assert weights[0] == weights[1], weights
 
 
 def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
@@ -224,9 +225,9 @@ def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
     ],
 )
 def test_optimizer_with_eager_state_is_sharded_and_resumes(tmp_path, stage, make):
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [str(answer) for answer in broken] == ["interrupted"] * 2, broken
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE

@@ -35,20 +35,20 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_hanging_rank_is_named_and_not_the_waiting_one(folder, rank):
-    job, told, seconds = stopped(folder, rank, "--max-restarts", "0")
-    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told, told
+    job, error, seconds = stopped(folder, rank, "--max-restarts", "0")
+    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in error, error
     assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
 
 
 @pytest.mark.slow
 def test_all_ranks_restart_if_a_restart_is_left(folder):
-    job, told, _ = stopped(folder, 1, "--max-restarts", "1")
+    job, error, _ = stopped(folder, 1, "--max-restarts", "1")
     assert (
-        job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in told
-    ), told
-    train(rank_tasks.slow(), out=folder / "alone", device="cpu")
-    ours, alone = (load_file(folder / name / "model.safetensors") for name in ("run", "alone"))
-    assert all(ours[name].sub(alone[name]).abs().max() < 1e-9 for name in alone) and not jobs_left()
+        job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in error
+    ), error
+    train(rank_tasks.slow(), out=folder / "single", device="cpu")
+    ours, single = (load_file(folder / name / "model.safetensors") for name in ("run", "single"))
+    assert all(ours[name].sub(single[name]).abs().max() < 1e-9 for name in single) and not jobs_left()
 
 
 def test_process_groups_of_torch_have_the_same_timeout():
@@ -67,13 +67,13 @@ def test_process_groups_of_torch_have_the_same_timeout():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "message"),
     [
         ("train digits --processes 2 --timeout long", "must be a time such as 90s, 10m or 1h"),
         ("tune digits --processes 2 --timeout 0.5s", "--timeout must be at least 1s"),
         ("launch --nproc-per-node 2 -- train digits --timeout 5m", "put --timeout before the command"),
     ],
 )
-def test_invalid_timeout_is_refused(words, says, capfd):
-    assert main(words.split()) == 2
-    assert says in capfd.readouterr().err
+def test_invalid_timeout_is_refused(argv, message, capfd):
+    assert main(argv.split()) == 2
+    assert message in capfd.readouterr().err
