@@ -42,7 +42,7 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.ready_loader, METHODS),
         (engine_tasks.loader_with_its_own_generator, None),
         (engine_tasks.loader_with_workers, METHODS),
-        (engine_tasks.loader_with_kept_workers, METHODS),
+        (engine_tasks.loader_with_persistent_workers, METHODS),
         (engine_tasks.stream, METHODS),
         (engine_tasks.evaluated_often, METHODS),
         (engine_tasks.map_style, "ema"),

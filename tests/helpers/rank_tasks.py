@@ -354,7 +354,7 @@ def tied() -> Task:
     return task(model=model)
 
 
-def losing_itself() -> Task:
+def own_loss() -> Task:
     return task(loss=None)
 
 

@@ -79,27 +79,27 @@ def late_stream() -> Task:
     return task(LateStream())
 
 
-def more_to_compute() -> Task:
+def slower_computation() -> Task:
     return task(model=lambda: Slower(works=True).double())
 
 
-def kept_waiting() -> Task:
+def sleeping_rank() -> Task:
     return task(model=lambda: Slower(works=False).double())
 
 
-def much_to_tell(sleep: float = 0.0) -> Task:
+def communication_bound(sleep: float = 0.0) -> Task:
     return task(model=lambda: Wide(sleep), optimizer=lambda model: torch.optim.SGD(model.line.parameters(), lr=0.01))
 
 
-def much_to_tell_and_to_compute() -> Task:
-    return much_to_tell(sleep=0.03)
+def communication_and_compute() -> Task:
+    return communication_bound(sleep=0.03)
 
 
-def little_to_tell() -> Task:
+def compute_bound() -> Task:
     return task(model=lambda: Busy(6, 2).double())
 
 
-def nothing_to_learn_from() -> Task:
+def no_batches() -> Task:
     return task(train_data=None)
 
 

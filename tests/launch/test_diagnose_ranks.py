@@ -76,8 +76,8 @@ def test_steps_that_differ_from_short_blocks_are_reported():
     [
         (waiting_tasks.late_data, "data", False),
         pytest.param(waiting_tasks.late_stream, "data", False, marks=pytest.mark.slow),
-        (waiting_tasks.more_to_compute, "compute", True),
-        pytest.param(waiting_tasks.kept_waiting, "compute", False, marks=pytest.mark.slow),
+        (waiting_tasks.slower_computation, "compute", True),
+        pytest.param(waiting_tasks.sleeping_rank, "compute", False, marks=pytest.mark.slow),
     ],
 )
 def test_late_rank_is_named_with_its_cause(task, cause, works):
@@ -100,7 +100,7 @@ def test_late_rank_of_three_is_named():
 
 
 def test_communication_bound_job_is_named():
-    found = diagnosed(waiting_tasks.much_to_tell)
+    found = diagnosed(waiting_tasks.communication_bound)
     exchange = found["communication"]
     assert (
         exchange["bytes"] == 8_000_112 and exchange["share"] > 0.5 and exchange["exposed"] > 0.5 * exchange["seconds"]
@@ -112,7 +112,7 @@ def test_communication_bound_job_is_named():
 
 
 def test_compute_bound_job_is_named():
-    found = diagnosed(waiting_tasks.little_to_tell)
+    found = diagnosed(waiting_tasks.compute_bound)
     assert found["communication"]["share"] < 0.3
     assert found["speedup"]["median"] == pytest.approx(1.0, abs=0.3), "a sleep is as long for half of the batch"
     assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
@@ -271,7 +271,7 @@ def test_single_process_with_a_distributed_request_is_refused():
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "diagnose waiting_tasks.py:nothing_to_learn_from --processes 2",
+            "diagnose waiting_tasks.py:no_batches --processes 2",
             2,
             "hasten: Task(train_data=) must be",
             marks=pytest.mark.slow,
@@ -323,7 +323,7 @@ def test_slow_network_makes_communication_the_largest_part(folder):
     for megabits in (None, 200):
         with two_nodes(megabits):
             first, second = run_on_both(
-                folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s"
+                folder, "diagnose", "waiting_tasks.py:communication_and_compute", "--json", "--budget", "20s"
             )
         assert first[0] == 0 and second[1] == "", (first, second)
         found = json.loads(first[1])

@@ -285,7 +285,7 @@ def test_dropout_between_split_layers_equals_one_process(tmp_path):
         ),
         ("data_parallel", 2, rank_tasks.tower, "data_parallel is for a single process"),
         ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
-        ("pipeline", 2, rank_tasks.losing_itself, "pipeline computes the loss apart from the model"),
+        ("pipeline", 2, rank_tasks.own_loss, "pipeline computes the loss apart from the model"),
         (
             "pipeline + tensor_parallel",
             2,

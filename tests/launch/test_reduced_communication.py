@@ -339,7 +339,7 @@ def test_unused_weight_is_unchanged(tmp_path, recipe):
     out = trained(tmp_path, 2, recipe, rank_tasks.with_a_spare)
     spare = "spare.weight"
     assert torch.equal(
-        load_file(out / "model.safetensors")[spare], load_file(tmp_path / "alone/model.safetensors")[spare]
+        load_file(out / "model.safetensors")[spare], load_file(tmp_path / "single/model.safetensors")[spare]
     )
 
 
