@@ -130,20 +130,20 @@ def _wait_for_a_step(out: Path, jobs: list[subprocess.Popen]) -> None:
         time.sleep(0.01)
 
 
-def assert_undisturbed_result(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
-    """Asserts everything that must hold for a disturbed run."""
+def compare_with_undisturbed(out: Path, undisturbed: Path, passes: int) -> dict[str, bool]:
+    """Returns which properties of the undisturbed run the disturbed one has."""
     weights, others = (load_file(each / "model.safetensors") for each in (out, undisturbed))
     return {
         "weights equal, bit for bit": all(weights[name].equal(others[name]) for name in others),
         "log equal, byte for byte": (out / "log.jsonl").read_bytes() == (undisturbed / "log.jsonl").read_bytes(),
-        "every sample counted once a pass": bool((weights["seen"] == passes).all()),
+        "every sample counted once per epoch": bool((weights["seen"] == passes).all()),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--machines", action="store_true", help="two machines, which are lost, too")
+    parser.add_argument("--machines", action="store_true", help="two nodes, which are killed, too")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
     if options.machines and (why := missing()):
@@ -153,7 +153,7 @@ def main() -> int:
         folder = Path(name)
         outcome = chaos(folder, options.kills, "counting_for_long", options.machines, random.Random(options.seed))
         chaos(run_directory_of(folder, "undisturbed"), 0, "counting_for_long", False, random.Random())
-        good = assert_undisturbed_result(folder / "run", folder / "undisturbed/run", 60)
+        good = compare_with_undisturbed(folder / "run", folder / "undisturbed/run", 60)
     print(
         f"seed {options.seed}: {outcome.ranks} ranks and {outcome.machines} machines killed, "
         f"{outcome.recoveries} times resumed, ended by itself in {outcome.seconds:.0f} s"

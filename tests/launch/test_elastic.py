@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
 from helpers import rank_tasks
-from helpers.chaos import assert_undisturbed_result, chaos, train_words
+from helpers.chaos import compare_with_undisturbed, chaos, train_words
 from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
 from helpers.ranks import free_port, run_ranks, training_of, write_rank_result
@@ -33,7 +33,7 @@ def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = 
         (tmp_path / name).mkdir()
     outcome = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
     run_ranks(2, training_of, getattr(rank_tasks, task), None, tmp_path / "undisturbed/run")
-    assert all(assert_undisturbed_result(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
+    assert all(compare_with_undisturbed(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
     return outcome
 
 
@@ -274,5 +274,5 @@ def undisturbed(folder: Path, bits: bool = True) -> None:
     """Asserts the result of an undisturbed run; equal except for rounding if other nodes shared its batches."""
     (folder / "single").mkdir()
     run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "single/run")
-    found = assert_undisturbed_result(folder / "run", folder / "single/run", 60)
+    found = compare_with_undisturbed(folder / "run", folder / "single/run", 60)
     assert all(found.values()) if bits else found["every sample counted once a pass"], found
