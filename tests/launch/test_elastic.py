@@ -275,4 +275,4 @@ def undisturbed(folder: Path, bits: bool = True) -> None:
     (folder / "single").mkdir()
     run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "single/run")
     found = compare_with_undisturbed(folder / "run", folder / "single/run", 60)
-    assert all(found.values()) if bits else found["every sample counted once a pass"], found
+    assert all(found.values()) if bits else found["every sample counted once per epoch"], found
