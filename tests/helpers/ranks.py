@@ -35,7 +35,7 @@ from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from hasten.launch.rank_results import RankResult, write_result_for
-from helpers import rank_tasks
+from helpers import tower_tasks
 from helpers.process import FORK, TIMEOUT_S
 
 PR_SET_PDEATHSIG = 1
@@ -217,7 +217,9 @@ def interrupted_early(rank: int, make, out, recipe) -> None:
         training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
-def progress_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
+def progress_while_building(
+    rank: int, strategy: str, make=tower_tasks.tower, settings: dict | None = None
+) -> list[str]:
     with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(make(), [make_method(strategy, settings or {})], ranks=ranks)

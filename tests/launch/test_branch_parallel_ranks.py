@@ -7,8 +7,9 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from helpers import rank_tasks
-from helpers.assertions import CLOSE, farthest, losses
+from helpers import branch_tasks, rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.equivalence import assert_trains_like_one_process
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -30,17 +31,12 @@ ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)
 
 @pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
 def test_branches_train_like_one_process(tmp_path, name, strategy, world):
-    make = getattr(rank_tasks, name)
-    single = train(make(), device="cpu", out=tmp_path / "single")
-    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {single["metric"]}
+    make = getattr(branch_tasks, name)
+    assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
 def test_branches_interrupted_resume_bit_for_bit(tmp_path):
-    make, strategy = rank_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
+    make, strategy = branch_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
     run_ranks(2, training_of, make, strategy, tmp_path / "whole")
     run_ranks(2, interrupted_early, make, tmp_path / "broken", strategy)
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", strategy)
@@ -59,7 +55,7 @@ def test_branches_interrupted_resume_bit_for_bit(tmp_path):
     ],
 )
 def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
-    make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
+    make = branch_tasks.towers if "pipeline" not in first else branch_tasks.trunk_of_branches
     train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
@@ -87,7 +83,7 @@ def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, worl
     ],
 )
 def test_branches_combine_with_other_methods(tmp_path, method, world):
-    make = rank_tasks.towers
+    make = branch_tasks.towers
     train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
@@ -96,11 +92,11 @@ def test_branches_combine_with_other_methods(tmp_path, method, world):
 
 def test_checkpointed_block_is_not_divided(tmp_path):
     """The two equal blocks are divided, and the one between them is not."""
-    train(rank_tasks.inception(), device="cpu", out=tmp_path / "single")
+    train(branch_tasks.inception(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2,
         training_of,
-        rank_tasks.inception,
+        branch_tasks.inception,
         "branch_parallel:assignment=0-1 + activation_checkpointing",
         tmp_path / "shared",
     )
@@ -109,7 +105,7 @@ def test_checkpointed_block_is_not_divided(tmp_path):
 
 
 def test_branches_inside_user_checkpointing_are_refused():
-    answers = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+    answers = run_ranks(2, training_of, branch_tasks.computing_again, "branch_parallel", None)
     assert all(
         isinstance(answer, ConfigurationError) and "cannot recompute branches in the backward pass" in str(answer)
         for answer in answers
@@ -119,7 +115,7 @@ def test_branches_inside_user_checkpointing_are_refused():
 @pytest.mark.parametrize(
     ("strategy", "world", "make", "message"),
     [
-        ("branch_parallel:degree=2", 3, rank_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
+        ("branch_parallel:degree=2", 3, branch_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
         (
             "branch_parallel",
             2,
@@ -129,24 +125,24 @@ def test_branches_inside_user_checkpointing_are_refused():
         (
             "branch_parallel",
             2,
-            rank_tasks.siamese,
+            branch_tasks.siamese,
             "left.0 to left.5: it shares weights with another part of the model",
         ),
-        ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
+        ("branch_parallel", 2, branch_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
         (
             "branch_parallel",
             2,
-            rank_tasks.changing_in_place,
+            branch_tasks.changing_in_place,
             "first.0 to first.1 changes in place what other branches read",
         ),
         (
             "branch_parallel:assignment=0-1",
             2,
-            rank_tasks.ensemble,
+            branch_tasks.ensemble,
             "assignment=0-1 must give each of 3 branches a rank from 0 to 1, and each block two ranks or more",
         ),
-        ("branch_parallel:assignment=1-1-1", 2, rank_tasks.ensemble, "each block two ranks or more, such as 0-1-0"),
-        ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
+        ("branch_parallel:assignment=1-1-1", 2, branch_tasks.ensemble, "each block two ranks or more, such as 0-1-0"),
+        ("branch_parallel:assignment=0-1-2", 2, branch_tasks.ensemble, "from 0 to 1"),
     ],
 )
 def test_model_without_branches_is_refused(strategy, world, make, message):
@@ -156,12 +152,12 @@ def test_model_without_branches_is_refused(strategy, world, make, message):
 
 def test_rank_has_weights_of_its_branches_and_of_the_shared_layers():
     one, other = run_ranks(2, weights_held)
-    assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
+    assert one | other == {name for name, _ in branch_tasks.Towers().named_parameters()}
     assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
 
 
 def test_assignment_is_reported():
-    first, second = run_ranks(2, progress_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
+    first, second = run_ranks(2, progress_while_building, "branch_parallel", branch_tasks.towers, {"assignment": "0-1"})
     assert first == [
         "branch_parallel: left.0 to left.5 on rank 0, right.0 to right.8 on rank 1; they join in mul_2",
         "branch_parallel: 94% of the weights are divided",
@@ -171,5 +167,5 @@ def test_assignment_is_reported():
 
 def weights_held(rank: int) -> set[str]:
     with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"assignment": "0-1"})], ranks=ranks)
+        program = build(branch_tasks.towers(), [make_method("branch_parallel", {"assignment": "0-1"})], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

@@ -19,7 +19,7 @@ from hasten.profiling.communication import verdict_of
 from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
-from helpers import HELPERS, rank_tasks, waiting_tasks
+from helpers import HELPERS, rank_tasks, tower_tasks, waiting_tasks
 from helpers.netns_cluster import missing, run_on_both, two_nodes
 from helpers.ranks import run_ranks
 from helpers.waiting_tasks import LATE
@@ -241,7 +241,7 @@ def test_rank_with_a_bad_batch_reports_it():
 
 
 def test_pipeline_ranks_are_diagnosed():
-    answers = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
+    answers = run_ranks(2, lambda rank: diagnose_ranks(tower_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in answers), answers
     assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in answers[0]["ranks"])
     rows = answers[0]["advice"] + answers[0]["not_advised"]

@@ -16,8 +16,9 @@ from hasten.engine.plan import build
 from hasten.engine.registry import make_method, make_methods
 from hasten.engine.train import train
 from hasten.testing import tasks
-from helpers import drawing_tasks, rank_tasks
+from helpers import drawing_tasks, rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
+from helpers.equivalence import assert_trains_like_one_process
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -53,13 +54,8 @@ STRATEGIES = ["tensor_parallel", "pipeline"]
 
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
 def test_strategy_trains_like_one_process(tmp_path, strategy, world):
-    make = rank_tasks.tower
-    single = train(make(), device="cpu", out=tmp_path / "single")
-    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {single["metric"]}
+    make = tower_tasks.tower
+    assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
 @pytest.mark.slow
@@ -73,8 +69,8 @@ def test_strategy_trains_like_one_process(tmp_path, strategy, world):
     ],
 )
 def test_batches_of_indivisible_sizes_train_like_one_process(tmp_path, strategy, world):
-    train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "single")
-    answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
+    train(tower_tasks.uneven_tower(), device="cpu", out=tmp_path / "single")
+    answers = run_ranks(world, training_of, tower_tasks.uneven_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
@@ -123,7 +119,7 @@ def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
 
 @pytest.mark.parametrize(
     ("make", "strategy", "world"),
-    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
+    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(tower_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
 )
 def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "single")
@@ -141,7 +137,7 @@ def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, worl
     ],
 )
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
-    make = rank_tasks.dropping_tower
+    make = tower_tasks.dropping_tower
     run_ranks(world, training_of, make, strategy, tmp_path / "whole")
     run_ranks(world, interrupted_early, make, tmp_path / "broken", strategy)
     answers = run_ranks(world, resumed_run, make, tmp_path / "broken", strategy)
@@ -163,7 +159,7 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
     ],
 )
 def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
-    make = rank_tasks.tower
+    make = tower_tasks.tower
     train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
@@ -183,7 +179,7 @@ def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
     ],
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
-    make = rank_tasks.longer_tower
+    make = tower_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
@@ -194,9 +190,9 @@ def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, worl
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_run_resumes_in_one_process(tmp_path, strategy):
-    train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
-    run_ranks(2, interrupted_run, rank_tasks.longer_tower, tmp_path / "shared", strategy)
-    resumed = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
+    train(tower_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
+    run_ranks(2, interrupted_run, tower_tasks.longer_tower, tmp_path / "shared", strategy)
+    resumed = resumed_run(0, tower_tasks.longer_tower, tmp_path / "shared", "baseline")
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
     assert resumed["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
         "the cuts are not those of this run any more"
@@ -220,7 +216,7 @@ def test_run_resumes_in_one_process(tmp_path, strategy):
     ],
 )
 def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
-    make = rank_tasks.longer_tower
+    make = tower_tasks.longer_tower
     train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(at, interrupted_run, make, tmp_path / "shared", first)
     answers = (
@@ -239,24 +235,24 @@ def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then,
 def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
     """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "single")
-    answers = run_ranks(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
+    train(tower_tasks.tower(), clipping, device="cpu", out=tmp_path / "single")
+    answers = run_ranks(world, training_of, tower_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
 def test_dropout_between_split_layers_equals_one_process(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
-    run_ranks(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
+    train(tower_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
+    run_ranks(2, training_of, tower_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
     ("strategy", "world", "make", "message"),
     [
-        ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
-        ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
+        ("tensor_parallel:degree=2", 3, tower_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
+        ("pipeline:degree=1", 2, tower_tasks.tower, "degree=1 leaves every process a whole copy"),
         ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
         ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
         (
@@ -268,38 +264,38 @@ def test_dropout_between_split_layers_equals_one_process(tmp_path):
         (
             "pipeline:microbatches=1",
             2,
-            rank_tasks.tower,
+            tower_tasks.tower,
             "microbatches=1 leaves some of 2 processes idle with schedule=1f1b; take 2",
         ),
         (
             "pipeline:schedule=zero_bubble,microbatches=5",
             2,
-            rank_tasks.tower,
+            tower_tasks.tower,
             "microbatches=5 does not fill the rounds of schedule=zero_bubble; take 6",
         ),
         (
             "pipeline:split_sizes=3-3",
             2,
-            rank_tasks.tower,
+            tower_tasks.tower,
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
-        ("data_parallel", 2, rank_tasks.tower, "data_parallel is for a single process"),
+        ("data_parallel", 2, tower_tasks.tower, "data_parallel is for a single process"),
         ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
         ("pipeline", 2, rank_tasks.own_loss, "pipeline computes the loss apart from the model"),
         (
             "pipeline + tensor_parallel",
             2,
-            rank_tasks.tower,
+            tower_tasks.tower,
             "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree",
         ),
         (
             "pipeline + tensor_parallel:degree=2",
             2,
-            rank_tasks.tower,
+            tower_tasks.tower,
             "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or",
         ),
         ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "sync_batch_norm cannot be combined with pipeline"),
-        ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
+        ("pipeline + zero", 2, tower_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
     ],
 )
 def test_model_that_cannot_be_split_is_refused(strategy, world, make, message):
@@ -309,7 +305,7 @@ def test_model_that_cannot_be_split_is_refused(strategy, world, make, message):
 
 @pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
 def test_methods_that_require_the_full_model_are_refused(method):
-    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
+    answers = run_ranks(2, training_of, tower_tasks.tower, f"pipeline + {method}", None)
     assert all(
         isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in answers
     ), answers
@@ -317,12 +313,12 @@ def test_methods_that_require_the_full_model_are_refused(method):
 
 def test_pipeline_rank_has_only_the_weights_of_its_stage():
     one, other = run_ranks(2, weights_held)
-    assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
+    assert one | other == {name for name, _ in tower_tasks.Tower().named_parameters()} and not one & other
 
 
 def test_rank_has_its_shard_of_the_split_layers_of_its_stage():
     sizes = run_ranks(4, sizes_held, BOTH)
-    whole = {name: weight.numel() for name, weight in rank_tasks.Tower().named_parameters()}
+    whole = {name: weight.numel() for name, weight in tower_tasks.Tower().named_parameters()}
     for one, other in (sizes[:2], sizes[2:]):
         assert one == other
         assert {size / whole[name] for name, size in one.items()} == {1.0, 0.5}
@@ -331,7 +327,7 @@ def test_rank_has_its_shard_of_the_split_layers_of_its_stage():
 
 def test_sharded_activations_are_not_exposed_to_other_modules():
     """Between the queries and the last layer of an attention, each rank has some heads of a sharded tensor."""
-    cut, _ = run_ranks(2, members_of_cut_layers, rank_tasks.bare_attention)
+    cut, _ = run_ranks(2, members_of_cut_layers, tower_tasks.bare_attention)
     assert [member[-1] for member in cut] == ["first", "mean", "last"]
 
 
@@ -355,13 +351,13 @@ def test_plan_is_reported():
 
 def weights_held(rank: int) -> set[str]:
     with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.tower(), [make_method("pipeline")], ranks=ranks)
+        program = build(tower_tasks.tower(), [make_method("pipeline")], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
 
 
 def sizes_held(rank: int, recipe: str) -> dict[str, int]:
     with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
+        program = build(tower_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
         return {
             name: to_local(weight).numel()
             for name, weight in program.run.unwrapped_model.named_parameters()
@@ -377,9 +373,9 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
 
 
 def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
-    interrupted_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
-    answers = run_ranks(2, resumed_run, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
+    train(tower_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
+    interrupted_early(0, tower_tasks.dropping_tower, tmp_path / "shared", "baseline")
+    answers = run_ranks(2, resumed_run, tower_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
@@ -430,7 +426,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 
 @pytest.mark.parametrize("then", ["pipeline", "ddp"])
 def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
-    make = rank_tasks.tower_with_a_mask
+    make = tower_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)

@@ -13,7 +13,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from helpers import rank_tasks
+from helpers import rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import free_port, interrupted_early, resumed_run, run_ranks, training_of
 
@@ -24,11 +24,11 @@ def initialised_tower():
     """Weights that are initialized twice, and random numbers that are drawn before the data order."""
 
     def model():
-        made = rank_tasks.Tower(dropout=0.0)
+        made = tower_tasks.Tower(dropout=0.0)
         made.apply(lambda part: nn.init.trunc_normal_(part.weight, std=0.3) if isinstance(part, nn.Linear) else None)
         return made.double()
 
-    return rank_tasks.tower(model=model)
+    return tower_tasks.tower(model=model)
 
 
 SLOWER = [
@@ -57,7 +57,7 @@ def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
 
 @pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
 def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
-    make = rank_tasks.tower_with_a_mask
+    make = tower_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline:balance=memory")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
@@ -68,8 +68,8 @@ def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
 @pytest.mark.slow
 def test_methods_change_a_model_on_the_meta_device(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "single")
-    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
+    train(tower_tasks.tower(), recipe, device="cpu", out=tmp_path / "single")
+    answers = run_ranks(2, training_of, tower_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
@@ -85,17 +85,17 @@ def test_memory_of_each_stage_is_reported():
 def messages_while_building(rank: int) -> list[str]:
     with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        build(rank_tasks.tower(), [make_method("pipeline", {"balance": "memory"})], ranks=ranks)
+        build(tower_tasks.tower(), [make_method("pipeline", {"balance": "memory"})], ranks=ranks)
     return [str(each.message) for each in caught if isinstance(each.message, ProgressWarning)]
 
 
 def looking_tower():
     def model():
-        made = rank_tasks.Tower().double()
+        made = tower_tasks.Tower().double()
         assert made.first.weight.norm() > 0
         return made
 
-    return rank_tasks.tower(model=model)
+    return tower_tasks.tower(model=model)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def looking_tower():
         ("pipeline:balance=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
         (
             "pipeline:balance=memory,split_sizes=3-3",
-            rank_tasks.tower,
+            tower_tasks.tower,
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
-        ("pipeline:balance=banana", rank_tasks.tower, "balance must be one of time, memory"),
+        ("pipeline:balance=banana", tower_tasks.tower, "balance must be one of time, memory"),
         ("zero:stage=3,init=meta", looking_tower, "the model reads values while it is built"),
-        ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
+        ("zero:stage=1,init=meta", tower_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],
 )
 def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, message):

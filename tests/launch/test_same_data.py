@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import arrays
 from hasten.distributed.fx.tracing import try_trace
-from helpers import rank_tasks
+from helpers import rank_tasks, tower_tasks
 from helpers.ranks import run_ranks, training, training_as_rank
 
 
@@ -79,7 +79,7 @@ class DrawingForItself(rank_tasks.Rows):
 def test_ranks_of_one_replica_with_different_samples_are_detected(strategy):
     def task(rank: int):
         rows = DrawingForItself()
-        return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
+        return tower_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
     answers = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
     assert all(
@@ -159,7 +159,7 @@ def test_pipeline_that_skips_bad_rows_is_refused():
     ), answers
 
 
-class Skipping(rank_tasks.Tower):
+class Skipping(tower_tasks.Tower):
     """Skips layers at random during training (LayerDrop), with either generator; or counts its calls."""
 
     def __init__(self, how: str):

@@ -11,7 +11,8 @@ from hasten.distributed.dtensor_state import PIECE
 from hasten.engine.checkpoint import load_checkpoint
 from hasten.engine.train import train
 from helpers import rank_tasks
-from helpers.assertions import CLOSE, farthest, losses
+from helpers.assertions import CLOSE, farthest
+from helpers.equivalence import assert_trains_like_one_process
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
@@ -22,12 +23,7 @@ STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 @pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
 def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
-    single = train(make(), device="cpu", out=tmp_path / "single")
-    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {single["metric"]}
+    assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
 @pytest.mark.parametrize(
