@@ -33,8 +33,8 @@ def method(name: str) -> str:
     return f"{HELPERS / 'rank_methods.py'}:{name}"
 
 
-def study_of(folder: Path, name: str = "samples", **more) -> Study:
-    ref = TaskRef.of(f"{HELPERS / 'rank_tasks.py'}:{name}")
+def study_of(folder: Path, task: str = "rank_tasks.py:samples", **more) -> Study:
+    ref = TaskRef.of(f"{HELPERS}/{task}")
     return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
 
 
@@ -140,7 +140,7 @@ def test_exactness_check_runs_in_the_job(tmp_path):
 
 
 def test_exactness_check_compares_gradients_of_a_job(tmp_path):
-    proof = study_of(tmp_path, "in_float32").check_exactness(
+    proof = study_of(tmp_path, "rank_tasks.py:in_float32").check_exactness(
         Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION
     )
     assert proof.get("passed"), proof
@@ -148,7 +148,7 @@ def test_exactness_check_compares_gradients_of_a_job(tmp_path):
 
 @pytest.mark.parametrize("name", ["pipeline", "pipeline:balance=memory"])
 def test_exactness_check_of_a_divided_model_passes(tmp_path, name):
-    of = study_of(tmp_path, "tower")
+    of = study_of(tmp_path, "tower_tasks.py:tower")
     proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
     assert proof.get("passed"), proof
     proof = of.check_exactness(
@@ -162,7 +162,7 @@ def test_exactness_check_of_a_divided_model_passes(tmp_path, name):
 
 
 def test_exactness_check_compares_sharded_gradients_with_full_ones(tmp_path):
-    of = study_of(tmp_path, "tower")
+    of = study_of(tmp_path, "tower_tasks.py:tower")
     honest = of.check_exactness(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
     assert honest.get("passed"), honest
     lying = of.check_exactness(
@@ -173,7 +173,7 @@ def test_exactness_check_compares_sharded_gradients_with_full_ones(tmp_path):
 
 def test_search_continues_after_a_rank_that_hangs_or_raises(tmp_path):
     """The first by its exactness check, which comes first for a method of the user; then by its speed comparison."""
-    of, incumbents = study_of(tmp_path, "slow"), Incumbents()
+    of, incumbents = study_of(tmp_path, "rank_tasks.py:slow"), Incumbents()
     names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
     search_systems(of, incumbents, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
