@@ -22,7 +22,7 @@ from helpers.ranks import (
     ("strategy", "world", "make", "message"),
     [
         ("tensor_parallel:degree=2", 3, tower_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
-        ("pipeline:degree=1", 2, tower_tasks.tower, "degree=1 leaves every process a full copy"),
+        ("pipeline:degree=1", 2, tower_tasks.tower, "degree=1 leaves every process a whole copy"),
         ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
         ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
         (
