@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
 from helpers import rank_tasks
-from helpers.chaos import compare_with_undisturbed, chaos, train_words
+from helpers.chaos import chaos, compare_with_undisturbed, train_words
 from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
 from helpers.ranks import free_port, run_ranks, training_of, write_rank_result
