@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from dis import get_instructions
+from functools import partial
 from traceback import walk_tb
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Id of a storage, unique while the storage lives; on the meta device, too, where all data pointers are 0."""
     return storage._cdata
+
+
+def is_view_op(op: torch._ops.OpOverload) -> bool:
+    """Whether an operation only returns a view of its input, such as ``aten.t``."""
+    return getattr(op, "is_view", False)
 
 
 def inside_backward() -> bool:
@@ -281,3 +287,52 @@ def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | 
     data = model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")
     return [int(size) for size in sizes.split(",")] if sizes and not data.get("comm_hook") else None
+
+
+# ── torch.compile ────────────────────────────────────────────────────────────────────────────────
+
+
+def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
+    """The function with which ``torch.compile(backend=name, mode=mode)`` compiles one graph."""
+    from torch import _inductor
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if name != "inductor":
+        return lookup_backend(name)
+    return lambda graph, inputs: _inductor.compile(graph, inputs, options=_inductor.list_mode_options(mode))
+
+
+def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any]) -> None:
+    """Compiles the calls of some modules, as ``nn.Module.compile`` does, whatever class their ``forward`` is from.
+
+    torch.compile never starts a graph in a function of torch.nn, but follows a call into one from a function elsewhere.
+    Modules of one class share a function and so a graph, other classes have code of their own: torch counts the graphs
+    of a code object and stops compiling at eight.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    compiled: dict[type, Callable[..., Any]] = {}
+    for module in modules:
+        if type(module) not in compiled:
+            own = FunctionType(call.__code__.replace(), call.__globals__)
+            compiled[type(module)] = torch.compile(own, backend=backend)
+        module._compiled_call_impl = partial(compiled[type(module)], module)
+
+
+def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:
+    """(reason, file, line) of the graph break that ends a graph, inside a compiler backend; None if it returns."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return reason.reason.splitlines()[0], frame.filename if frame else "?", frame.lineno if frame else 0
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in torch.compile so far, forward and backward graphs together."""
+    from torch._dynamo import utils
+
+    spent = utils.cumulative_time_spent_ns
+    return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9

@@ -59,7 +59,7 @@ def trained():
         program = build(task, methods, seed=seed)
         losses = []
         with program.process_context():
-            for loss in train_steps(program):
+            for loss in program.effects.observed(train_steps(program)):
                 losses.append(loss.item())
                 if len(losses) == number:
                     break

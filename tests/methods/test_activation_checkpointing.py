@@ -7,7 +7,7 @@ import torch
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
-from hasten.methods.activation_checkpointing import repeated_blocks
+from hasten.utils.blocks import repeated_blocks
 
 
 def test_dropout_is_recomputed_identically(transformer, trained):

@@ -9,6 +9,79 @@ from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
 
+# Dynamo reads .grad of inputs in the middle of a model
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class OwnForward(torch.nn.Module):
+    """A perceptron whose forward breaks the graph once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(12, 24), torch.nn.Linear(24, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Subclass(torch.nn.Sequential):
+    """As users write it: a constructor and no forward."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4))
+
+
+class Recurrent(torch.nn.Module):
+    """torch.compile skips recurrent layers, and this model is nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(12, 4, batch_first=True)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.lstm(x.unsqueeze(1))[0][:, 0]
+
+
+def evidence(trained, task, recipe="compile:backend=eager"):
+    torch._dynamo.reset()
+    program = trained(task, recipe, 4).program
+    return program.effects.evidence.get("compile"), dict(program.run.no_effect).get("compile")
+
+
+@pytest.mark.parametrize("model", [None, Subclass], ids=["Sequential", "subclass"])
+def test_compile_whole_model_whatever_its_class(model, perceptron, trained):
+    seen, _ = evidence(trained, perceptron(**({"model": model} if model else {})))
+    assert seen.startswith("1 graph compiled in ") and seen.endswith("no graph break")
+
+
+def test_compile_graph_break_is_listed_with_file_and_line(perceptron, trained):
+    seen, _ = evidence(trained, perceptron(model=OwnForward))
+    line = OwnForward.forward.__code__.co_firstlineno + 2
+    assert seen.startswith("2 graphs compiled in ") and f"1 graph break (test_compile.py:{line}: " in seen
+
+
+def test_compile_without_a_graph_has_no_effect(perceptron, trained):
+    seen, reason = evidence(trained, perceptron(model=Recurrent))
+    assert seen is None and "compiled no graph of this model" in reason
+
+
+def test_compile_blocks_of_one_class_share_a_graph_and_keep_names(transformer, trained):
+    torch._dynamo.reset()
+    run = trained(transformer(), "compile:backend=eager,scope=blocks", 4)
+    assert run.program.effects.evidence["compile"].startswith("1 graph compiled in ")
+    exported = run.program.export()
+    assert all(module._compiled_call_impl is None for module in exported.modules())
+    assert exported.state_dict().keys() == transformer().model().state_dict().keys()
+    assert all(a is b for a, b in zip(exported.parameters(), run.run.model.parameters(), strict=True))
+
+
+def test_compile_blocks_of_a_model_without_blocks_has_no_effect(perceptron, trained):
+    _, reason = evidence(trained, perceptron(), "compile:backend=eager,scope=blocks")
+    assert "no sequence of blocks" in reason and "scope=model" in reason
+
 
 def test_trained_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
     torch._dynamo.reset()

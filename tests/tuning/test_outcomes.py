@@ -33,7 +33,7 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
 @pytest.mark.parametrize(
     ("run", "verdict", "message"),
     [
-        ({"failed": "ema has nothing to act on: no weights"}, "no effect", "no weights"),
+        ({"failed": "ema has no effect: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
         ({"pruned": True}, "no gain", "after 10.5 s"),
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),

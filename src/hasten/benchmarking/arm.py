@@ -4,7 +4,7 @@ import dataclasses
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
-from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.core.errors import ConfigurationError, PeerFailure
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
@@ -33,12 +33,6 @@ from hasten.engine.train import device_of, with_strategy
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
-
-
-def require_effect(no_effect: Sequence[tuple[str, str]]) -> None:
-    """Raises RunError for methods of a run, given as (method, reason), that found nothing to act on."""
-    if no_effect:
-        raise RunError("; ".join(f"{method} has nothing to act on: {why}" for method, why in no_effect))
 
 
 class Arm:
@@ -68,10 +62,10 @@ class Arm:
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
             and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
-            ``evaluate_every``.
+            ``evaluate_every``, ``effects``.
 
         Raises:
-            RunError: a method has nothing to act on, or a loss is not finite.
+            RunError: a method has no effect, or a loss is not finite.
         """
         task = self.task.load()
         self.context = ExitStack()  # never closed: the process ends with the arm
@@ -81,11 +75,12 @@ class Arm:
         self._meet()
         began = time.perf_counter()
         program = self.program_of(task)
-        require_effect(program.run.no_effect)
+        program.effects.require_effect = True
+        program.effects.check()
         self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _endless(program, self._epoch)
-        self.steps = train_steps(self.program)
+        self.steps = program.effects.observed(train_steps(self.program))
         built = time.perf_counter() - began
 
         first = self.train(WARM_UP_STEPS)["seconds"]
@@ -111,6 +106,7 @@ class Arm:
             "steps": plan.steps,
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
+            "effects": program.effects.evidence,
         }
 
     def program_of(self, task: Task) -> Program:

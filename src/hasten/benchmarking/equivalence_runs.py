@@ -25,6 +25,7 @@ from hasten.core.task import Task
 from hasten.core.types import BatchFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
@@ -74,7 +75,7 @@ class EquivalenceCase:
         """Raises RunError if a method in ``added`` reported "no effect" in the built program."""
         for name, why in program.run.no_effect:
             if name in self.added:
-                raise RunError(f"{name} has nothing to act on: {why}")
+                raise RunError(f"{name} {NO_EFFECT}: {why}")
 
 
 @dataclass(frozen=True)

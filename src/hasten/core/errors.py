@@ -16,6 +16,10 @@ class RunError(RuntimeError):
     """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1."""
 
 
+class NoEffectError(RunError):
+    """Raised by the check of a method's effect: the method changed nothing that the check looks at."""
+
+
 class PeerFailure(RunError):  # noqa: N818  # another rank's error, not one of this rank
     """Raised on a rank that cannot continue because another rank failed. The failing rank reports the root cause."""
 

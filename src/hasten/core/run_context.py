@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.types import Batch
+from hasten.core.types import Batch, EffectCheck
 
 if TYPE_CHECKING:
     import torch
@@ -165,6 +165,7 @@ class RunContext:
         optimizer: The optimizer; set before the hooks of the step functions.
         checkpoint_state: Name -> object with ``state_dict()`` and ``load_state_dict()`` that checkpoints include.
         no_effect: (method, reason) of each method that found nothing to act on.
+        effect_checks: Method -> check of its effect; see ``observe_effect``.
         tuned_settings: Method -> options that it found while it ran, for the next run.
         parallel: The run as one of several processes; None in a single process.
         services: What the engine looks up for methods.
@@ -180,6 +181,7 @@ class RunContext:
     optimizer: torch.optim.Optimizer = None  # pyright: ignore[reportAssignmentType]
     checkpoint_state: dict[str, Any] = field(default_factory=dict)
     no_effect: list[tuple[str, str]] = field(default_factory=list)
+    effect_checks: dict[str, EffectCheck] = field(default_factory=dict[str, EffectCheck])
     tuned_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel: ParallelContext | None = None
     services: EngineServices = field(default_factory=lambda: EngineServices())
@@ -201,6 +203,16 @@ class RunContext:
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """L2 norm of the whole model's gradients, from that of this rank without ``duplicate_params``. A collective."""
         return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)
+
+    def observe_effect(self, method: Method, check: EffectCheck) -> None:
+        """Registers the check of a method's effect; the engine calls it once per run, after the warm-up.
+
+        Args:
+            method: The method.
+            check: A function that is called after a training step, or a generator function that yields around one. It
+                returns what shows that the method acted, in one line, or raises ``NoEffectError`` with the reason.
+        """
+        self.effect_checks[method.name] = check
 
     def report_no_effect(self, method: Method, reason: str) -> None:
         """Records that a method found nothing to act on, and why: a warning in ``train``, an error in ``tune``."""

@@ -22,6 +22,7 @@ from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, wi
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
 from hasten.engine.composition import applicable_methods
+from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.resources import available_cpus, free_memory
@@ -50,6 +51,7 @@ class Program:
     zero_grad: StepFn
     schedule: Any  # the learning-rate schedule, stepped once per training step; or None
     export: Callable[[], torch.nn.Module]  # the model that is evaluated and saved
+    effects: EffectObserver  # observes the effect of each method in one step
 
 
 def build(
@@ -71,7 +73,6 @@ def build(
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
     on_gpu = run.device.type == "cuda"
-
     for method in methods:
         method.setup(run)
     process_context = fold("process_context", partial(torch.cuda.device, run.device) if on_gpu else nullcontext)
@@ -106,6 +107,7 @@ def build(
             zero_grad=fold("zero_grad", run.optimizer.zero_grad),
             schedule=schedule,
             export=lambda: fold("export", model),
+            effects=EffectObserver(run, methods),
         )
 
 

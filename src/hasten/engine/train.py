@@ -56,6 +56,7 @@ def train(
     observers: Sequence[Observer] = (),
     timeout: float = DEFAULT_TIMEOUT_S,
     begun: Callable[[str | None], None] | None = None,
+    require_effect: bool = False,
 ) -> dict[str, Any]:
     """Trains a task under a recipe.
 
@@ -76,11 +77,13 @@ def train(
         observers: Called with the records of the log, see ``engine/observers.py``.
         timeout: Seconds to wait for another rank.
         begun: Called with the run directory of rank 0, on every rank, once it holds this run.
+        require_effect: Ends the run with a RunError as soon as a method is known to have no effect.
 
     Returns:
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and
         samples_to_target (None if the target was not reached and held), reached, stopped (early), skipped_rows (their
-        number), tuned_settings (method -> options that it found while it ran), evaluations, no_effect, out, ...
+        number), tuned_settings (method -> options that it found while it ran), evaluations, no_effect ((method, reason)
+        pairs), effects (method -> what shows that it acted), out, ...
 
     Raises:
         ConfigurationError: A wrong request; nothing was started.
@@ -108,6 +111,7 @@ def train(
             return result
         with catch_stop_signals() as signals:
             program = _build(ranks, loaded, chosen, device, seed)
+            program.effects.require_effect = require_effect
             if program.plan.steps is None:
                 _warn(ranks, NO_LENGTH)
             facts = environment(device) | {"code": code, "processes": ranks.world_size}

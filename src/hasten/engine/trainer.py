@@ -58,6 +58,7 @@ class Trainer:
         """Trains from the current progress to the end of the plan; returns the result."""
         progress = self.context.progress
         self.persistence.note_time("start")
+        self.program.effects.check()
         while not is_finished(self.program) and not self.stopped:
             before = progress.step, progress.batch
             self._train_epoch()
@@ -78,7 +79,7 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         progress, pending, is_due = self.context.progress, self.pending, self.pauses.is_due
-        advance = train_epoch(self.program).__next__
+        advance = self.program.effects.observed(train_epoch(self.program)).__next__
         while True:
             epoch, batch = progress.epoch, progress.batch
             try:
@@ -177,6 +178,7 @@ class Trainer:
             "skipped_rows": self.persistence.list_skipped(),
             "recipe": str(self.recipe),
             "tuned_settings": self.context.tuned_settings,
+            "effects": self.program.effects.evidence,
             "out": str(self.persistence.folder.path) if self.persistence.folder else None,
         }
         self.persistence.write_result(result)

@@ -103,7 +103,7 @@ class LoaderAutotuner:
         self._search: Generator[WorkerConfig, LoaderStats | None, LoaderStats | None] | None = None
         self._measured: WorkerConfig | None = None  # the configuration to measure now; None: nothing is measured
         self._profiler = LoaderProfiler(self.workers)
-        self._busy = False
+        self._busy = self.was_asked = False
 
     @property
     def converged(self) -> bool:
@@ -124,7 +124,8 @@ class LoaderAutotuner:
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)
             return
-        self._busy, done = True, 0
+        self._busy = self.was_asked = True
+        done = 0
         workers = WorkerConfig()  # they compute ``batches``, once that is opened
         batches: Iterator[Any] | None = None
         cuda_event = None

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # without annotations
 
-from hasten._torch_compat import BatchNorm
+from hasten._torch_compat import BatchNorm, inside_backward
 from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.blocks import repeated_blocks
+from hasten.utils.op_recorder import NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,9 @@ class ActivationCheckpointing(Method):
             run.report_no_effect(self, "the model has no sequence of blocks of one type")
         for block in blocks:
             block.forward = partial(_checkpointed, block.forward)  # a partial of a bound method survives deepcopy
+        if blocks:
+            run.observe_effect(self, partial(_observe, blocks))
         return model
-
-
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Outermost modules with children that share a ModuleList or Sequential with another module of their class."""
-    repeated: list[torch.nn.Module] = []
-    if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
-        classes = [type(child) for child in model]
-        repeated = [child for child in model if classes.count(type(child)) > 1 and any(True for _ in child.children())]
-    return repeated + [block for child in model.children() if child not in repeated for block in repeated_blocks(child)]
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,3 +72,25 @@ def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
     finally:
         for norm, momentum, num_batches_tracked in before:
             norm.momentum, norm.num_batches_tracked = momentum, num_batches_tracked
+
+
+def _observe(blocks: list[torch.nn.Module]) -> Generator[None, None, str]:
+    """Effect check: a layer of a recomputed block is called once in the forward and once in the backward pass."""
+    called: set[int] = set()
+    recomputed: set[int] = set()
+
+    def note(index: int, *_: Any) -> None:
+        (recomputed if inside_backward() else called).add(index)
+
+    layers = [(index, layer) for index, block in enumerate(blocks) for layer in block.children()]
+    handles = [layer.register_forward_pre_hook(partial(note, index)) for index, layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if recomputed:
+        return f"{len(recomputed)} of {len(blocks)} blocks were recomputed in the backward pass"
+    if called:
+        raise NoEffectError("no block was recomputed in the backward pass")
+    return f"{NOT_CHECKED}: the blocks run inside a compiled graph"

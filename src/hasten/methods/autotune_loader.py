@@ -5,11 +5,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource, WorkerConfig
-from hasten.core.errors import ConfigurationError, HastenWarning
+from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.loading.autotuner import (
@@ -79,6 +80,7 @@ class AutotuneLoader(Method):
             on_converged=self._report(run.tuned_settings, is_pipeline=batches.spec is None),
             data_type=_data_type(batches),
         )
+        run.observe_effect(self, partial(_describe, autotuner))
         if batches.with_workers is not None and batches.spec is None:
             return batches.with_workers(autotuner)
         return _autotuned(_pin_for_gpu(batches, run), autotuner)
@@ -141,6 +143,12 @@ class AutotuneLoader(Method):
             warnings.warn(message, HastenWarning, stacklevel=2)
 
         return on_converged
+
+
+def _describe(autotuner: LoaderAutotuner) -> str:
+    if not autotuner.was_asked:
+        raise NoEffectError("no batch was requested from the autotuner")
+    return f"found {autotuner.workers}" if autotuner.converged else f"searching; now {autotuner.workers}"
 
 
 def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:

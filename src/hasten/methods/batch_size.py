@@ -1,19 +1,21 @@
 """Larger batches with a learning rate to match: fewer steps, each of which uses the hardware better."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hasten.core.card import Card, Exactness
 from hasten.core.data import BatchSource
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
+from hasten.utils.op_recorder import NOT_CHECKED
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 
@@ -46,6 +48,7 @@ class BatchSize(Method):
         return RULES[self.rule](self.factor)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        run.observe_effect(self, partial(_observe, plan.batch_size, run))
         plan.batch_size *= self.factor
         return plan
 
@@ -85,3 +88,14 @@ class BatchSize(Method):
                 group["lr"] = lr
 
         return step_with_warmup
+
+
+def _observe(usual: int, run: RunContext) -> Generator[None, None, str]:
+    before = run.progress.samples
+    yield
+    samples = run.progress.samples - before
+    if samples > usual:
+        return f"the observed step trained {samples} samples instead of {usual}"
+    if run.plan.samples and run.progress.samples % run.plan.samples == 0:
+        return f"{NOT_CHECKED}: the observed step was the last one of an epoch, of {samples} samples"
+    raise NoEffectError(f"the observed step trained {samples} samples, as without the method")

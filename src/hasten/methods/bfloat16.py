@@ -1,6 +1,7 @@
 """Mixed precision with bfloat16 by ``torch.autocast``."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -8,6 +9,7 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn
+from hasten.utils.observe_step import observe_precision
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class BFloat16(Method):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in bfloat16")
             return forward
         device = run.device.type
+        run.observe_effect(self, partial(observe_precision, torch.bfloat16))
 
         def forward_in_bfloat16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16):

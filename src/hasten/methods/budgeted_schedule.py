@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import cos, pi
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hasten._torch_compat import chained_schedulers
 from hasten.core.card import Card, Exactness
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates, takes_steps
@@ -55,6 +56,7 @@ class BudgetedSchedule(Method):
     warmup: float = option(0.1, at_least=0, below=1)  # fraction of the run's steps
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        run.observe_effect(self, partial(_describe, plan.epochs, run))
         plan.epochs *= self.factor
         return plan
 
@@ -114,3 +116,10 @@ class AcceleratedSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.schedule.load_state_dict(state["schedule"])
         self.step_count, self.advanced = state["step_count"], state["advanced"]
+
+
+def _describe(usual: float, run: RunContext) -> str:
+    if run.plan.epochs >= usual:
+        raise NoEffectError(f"the run has {run.plan.epochs:g} epochs, as without the method")
+    rates = ", ".join(f"{rate:.3g}" for rate in sorted({float(group["lr"]) for group in run.optimizer.param_groups}))
+    return f"{run.plan.epochs:g} epochs instead of {usual:g}; learning rate {rates} after step {run.progress.step}"

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.loading.probe import is_deterministic
@@ -42,6 +43,8 @@ class CacheDataset(Method):
             return batches
         dataset = CachedDataset(batches.spec.dataset, int(self.gigabytes * 1e9))
         cached = batches.with_spec(dataset=dataset, num_workers=0)  # the cache of a worker process would end with it
+        if batches.training:
+            run.observe_effect(self, dataset.describe)
         return replace(cached, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str:
@@ -64,6 +67,12 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, budget: int):
         self.dataset, self.budget = dataset, budget
         self.cache: dict[int, Any] = {}
+
+    def describe(self) -> str:
+        """How many samples are cached, for the effect check."""
+        if not self.cache:
+            raise NoEffectError("no sample was cached")
+        return f"{len(self.cache)} of {len(self)} samples were in memory after the observed step"
 
     def __len__(self) -> int:
         return len(self.dataset)

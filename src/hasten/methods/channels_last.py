@@ -1,14 +1,17 @@
 """The channels-last memory format (NHWC) for images and convolution weights."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import BatchFn
 from hasten.utils.batch import map_tensors
+from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class ChannelsLast(Method):
         if not any(parameter.ndim == 4 for parameter in model.parameters()):
             run.report_no_effect(self, "the model has no two-dimensional convolution")
             return model
+        run.observe_effect(self, _observe)
         return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownVariableType]
 
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
@@ -41,3 +45,15 @@ class ChannelsLast(Method):
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
     is_image = tensor.ndim == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
+
+
+def _observe() -> Generator[None, None, str]:
+    with OpRecorder() as recorder:
+        yield
+    last = sum(stats.channels_last for stats in recorder.ops.values())
+    first = sum(stats.channels_first for stats in recorder.ops.values())
+    if last:
+        return f"{last / (last + first):.0%} of the convolutions had an input in channels-last format"
+    if first:
+        raise NoEffectError("every convolution had an input in the default memory format (NCHW)")
+    return f"{NOT_CHECKED}: the step shows no convolution whose input has several channels and pixels"

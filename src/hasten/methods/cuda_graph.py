@@ -19,7 +19,7 @@ import torch
 
 from hasten._torch_compat import foreach_zero_
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import RunError, format_error
+from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, StepFn
@@ -63,6 +63,12 @@ class CudaGraph(Method):
             shapes, replay = graphs[fraction]
             return replay(batch) if _shapes(batch) == shapes else forward_backward(batch).detach()
 
+        def describe() -> str:
+            if not graphs:
+                raise NoEffectError("no graph was captured: no batch has been as large as the plan says")
+            return f"{len(graphs)} CUDA graph{'s' * (len(graphs) > 1)} captured"
+
+        run.observe_effect(self, describe)
         return replay_graph
 
     def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 
@@ -43,5 +44,11 @@ class EarlyStopping(Method):
             is_stuck = bool(earlier) and max(recent) <= max(earlier) + self.min_delta
             return run.any_rank(is_held or is_stuck or (inner is not None and inner(history)))
 
+        def describe() -> str:
+            if run.plan.stop is None:
+                raise NoEffectError("the plan has lost its condition to stop")
+            return "decides after every evaluation whether the run ends"
+
+        run.observe_effect(self, describe)
         plan.stop = stop
         return plan

@@ -1,15 +1,21 @@
 """An exponential moving average of the parameters, which is often as good as a lower learning rate."""
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from hasten._torch_compat import foreach_copy_, foreach_lerp_
+from hasten._torch_compat import foreach_copy_, foreach_lerp_, in_place_version
 from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.utils.op_recorder import NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,18 @@ class Ema(Method):
             t = progress.step - self.start
             average.update(parameters, min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0)
 
+        run.observe_effect(self, partial(self._observe, average, run))
         return step_and_average
+
+    def _observe(self, average: ParameterAverage, run: RunContext) -> Generator[None, None, str]:
+        step, before = run.progress.step, [in_place_version(tensor) for tensor in average.tensors]
+        yield
+        changed = sum(in_place_version(t) > version for t, version in zip(average.tensors, before, strict=True))
+        if not changed:
+            raise NoEffectError("the step changed no average")
+        if step < self.start:
+            return f"{NOT_CHECKED}: the average starts at step {self.start + 1}"
+        return f"the step changed the averages of {changed} parameters"
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.name not in run.checkpoint_state:

@@ -1,6 +1,7 @@
 """Mixed precision with float16 and loss scaling (Micikevicius et al. 2018)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hasten.core.errors import RunError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
+from hasten.utils.observe_step import observe_precision
 
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
@@ -51,6 +53,7 @@ class Float16(Method):
             return forward
         run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below do nothing
         device = run.device.type
+        run.observe_effect(self, partial(observe_precision, torch.float16))
 
         def forward_in_float16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.float16):

@@ -1,15 +1,18 @@
 """Fused optimizers: one kernel updates all parameters, instead of a dozen small operations for each of them."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import OptimizerFactory
+from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -39,6 +42,7 @@ class FusedOptimizer(Method):
                 run.report_no_effect(self, obstacle)
             else:
                 _fuse(optimizer)
+                run.observe_effect(self, _observe)
             return made
 
         return make_fused
@@ -59,6 +63,16 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
         return "torch has a fused Adagrad for the CPU only"
     return None
+
+
+def _observe() -> Generator[None, None, str]:
+    with OpRecorder() as recorder:
+        yield
+    if calls := recorder.count("_fused_"):
+        return f"the step called {calls} fused kernel{'s' * (calls > 1)} of the optimizer"
+    if recorder.count("_foreach_") or recorder.count("addcdiv_"):
+        raise NoEffectError("the optimizer updated the parameters without a fused kernel")
+    return f"{NOT_CHECKED}: the optimizer did not update the parameters in this step"
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:

@@ -1,11 +1,13 @@
 """Gradient accumulation: each batch in several microbatches, whose gradients are added up."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 
@@ -40,4 +42,12 @@ class GradientAccumulation(Method):
             run.report_no_effect(self, "each batch is a single microbatch")
         else:
             run.plan.microbatches = self.accumulation_steps
+            run.observe_effect(self, partial(_describe, run))
         return model
+
+
+def _describe(run: RunContext) -> str:
+    fraction = run.progress.microbatch_fraction  # of the last microbatch of the observed step
+    if fraction == 1.0:
+        raise NoEffectError("the step was computed in one piece")
+    return f"the last microbatch of the step had {fraction:.0%} of its samples"

@@ -1,13 +1,16 @@
 """Gradient centralization: subtracts the mean of each output unit's gradient."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.utils.observe_step import observe_gradients
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class GradientCentralization(Method):
             run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions")
             return grad_transform
 
+        run.observe_effect(self, partial(observe_gradients, run, partial(_inspect, parameters)))
+
         @torch.no_grad()
         def centralize_gradients() -> None:
             grad_transform()
@@ -43,3 +48,15 @@ class GradientCentralization(Method):
                     g.sub_(g.mean(dim=tuple(range(1, g.ndim)), keepdim=True))
 
         return centralize_gradients
+
+
+def _inspect(centralized: list[torch.nn.Parameter], parameters: list[torch.nn.Parameter]) -> str:
+    known = set(centralized)
+    gradients = [p.grad for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+    done = 0
+    for g in gradients:
+        means = g.mean(dim=tuple(range(1, g.ndim)))
+        done += bool((means.abs() <= 1e-3 * g.abs().amax() + 1e-30).all())
+    if not done:
+        raise NoEffectError(f"no row of the {len(gradients)} gradients had the mean zero when the optimizer used them")
+    return f"{done} of {len(parameters)} gradients were centralized"

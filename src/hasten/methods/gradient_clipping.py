@@ -1,14 +1,17 @@
 """Gradient clipping by the global norm."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed.dtensor_state import clip_norm
+from hasten.utils.observe_step import observe_gradients
 
 
 @dataclass(frozen=True)
@@ -41,4 +44,13 @@ class GradientClipping(Method):
             grad_transform()
             clip_norm(parameters, self.max_norm, run.global_grad_norm, run.duplicate_params)
 
+        run.observe_effect(self, partial(observe_gradients, run, self._inspect))
         return clip_gradients
+
+    def _inspect(self, parameters: list[torch.nn.Parameter]) -> str:
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if norm > 1.01 * self.max_norm:
+            raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}, above max_norm={self.max_norm:g}")
+        if norm > 0.99 * self.max_norm:
+            return f"{len(parameters)} gradients were clipped to norm {self.max_norm:g}"
+        return f"the norm of {len(parameters)} gradients was {norm:.3g}, below max_norm={self.max_norm:g}"

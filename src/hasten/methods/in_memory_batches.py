@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[r
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource, LoaderSpec
-from hasten.core.errors import RunError, format_error
+from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch
@@ -57,7 +57,8 @@ class InMemoryBatches(Method):
             if batches.training:
                 run.report_no_effect(self, obstacle)
             return batches
-        ring = cycle([BatchBuffer(pinned=run.device.type == "cuda") for _ in range(NUM_BUFFERS)])
+        buffers = [BatchBuffer(pinned=run.device.type == "cuda") for _ in range(NUM_BUFFERS)]
+        ring = cycle(buffers)
         # a sampler that cannot be resumed at any batch may draw as it goes: it is asked for one batch at a time
         fetched_bytes = FETCHED_BYTES if batches.seekable else 0
 
@@ -80,6 +81,13 @@ class InMemoryBatches(Method):
                 finally:  # also if the epoch is left in the middle
                     buffer.release()
 
+        def describe() -> str:
+            if not any(buffer.tensors for buffer in buffers):
+                raise NoEffectError("no batch was fetched from memory")
+            return f"the batches came from {len(spec.dataset)} samples in memory"
+
+        if batches.training:
+            run.observe_effect(self, describe)
         return replace(batches, epoch=epoch, spec=None)
 
     def _obstacle(self, spec: LoaderSpec | None) -> str:

@@ -1,11 +1,13 @@
 """Worker processes that read samples, so that the training process finds its batches ready."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.utils.observe_step import observe_workers
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class LoaderWorkers(Method):
         )
         if spec == batches.spec:
             return self._unchanged(batches, run, "the data are already read with these options")
+        self._observe(batches, run)
         return spec.build(spec)
 
     def _pipeline(self, batches: BatchSource, run: RunContext) -> BatchSource:
@@ -55,7 +58,12 @@ class LoaderWorkers(Method):
             return self._unchanged(batches, run, "the data cannot be read sample by sample")
         if workers == batches.workers:
             return self._unchanged(batches, run, "the batches are already computed by these workers")
+        self._observe(batches, run)
         return batches.with_workers(workers)
+
+    def _observe(self, batches: BatchSource, run: RunContext) -> None:
+        if batches.training:
+            run.observe_effect(self, partial(observe_workers, self.num_workers))
 
     def _unchanged(self, batches: BatchSource, run: RunContext, reason: str) -> BatchSource:
         if batches.training:

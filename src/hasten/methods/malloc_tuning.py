@@ -5,11 +5,14 @@ import platform
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
+from hasten.utils.op_recorder import NOT_CHECKED
 
 MIB = 1 << 20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
@@ -56,6 +59,7 @@ class MallocTuning(Method):
                     set_malloc_parameters(libc, DEFAULTS)
                     libc.malloc_trim(0)
 
+        run.observe_effect(self, partial(_describe, libc))
         return with_tuned_malloc
 
 
@@ -63,3 +67,34 @@ def set_malloc_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None
     """Calls glibc's ``mallopt(parameter, value)`` for each item."""
     for parameter, value in parameters.items():
         libc.mallopt(parameter, value)
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")] + [
+        (name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")
+    ]  # <malloc.h>
+
+
+def _describe(libc: ctypes.CDLL) -> str:
+    """Allocates 64 MiB, which glibc serves by ``mmap`` unless it was told otherwise.
+
+    Raises:
+        NoEffectError: It did, or the memory came from another allocator, such as a preloaded one.
+    """
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    if not hasattr(libc, "mallinfo2"):  # before glibc 2.33
+        return f"{NOT_CHECKED}: this glibc does not report where memory comes from"
+    libc.mallinfo2.restype = _MallInfo
+    before = libc.mallinfo2()
+    block = libc.malloc(64 * MIB)
+    after = libc.mallinfo2()
+    libc.free(block)
+    if after.hblkhd > before.hblkhd:
+        raise NoEffectError("glibc still gets large blocks by mmap: something has reset its parameters")
+    if after.uordblks - before.uordblks < 64 * MIB:
+        raise NoEffectError("memory comes from another allocator than glibc's, such as a preloaded jemalloc")
+    return "large blocks of memory come from the heap, which keeps them"

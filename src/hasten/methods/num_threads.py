@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
@@ -52,4 +53,10 @@ class NumThreads(Method):
                 finally:
                     torch.set_num_threads(before)
 
+        run.observe_effect(self, self._describe)
         return with_num_threads
+
+    def _describe(self) -> str:
+        if torch.get_num_threads() != self.count:
+            raise NoEffectError(f"torch computes with {torch.get_num_threads()} threads: something else has set them")
+        return f"torch computes with {self.count} thread{'s' * (self.count > 1)}"

@@ -1,11 +1,14 @@
 """Copies the next batch to the GPU while the current step runs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.core.types import Batch
 from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 
 
@@ -28,4 +31,17 @@ class PrefetchToDevice(Method):
             if batches.training:
                 run.report_no_effect(self, "the run is on the CPU: there is nothing to copy")
             return batches
-        return batches.map_iterator(lambda iterator: prefetch_to_cuda(iterator, run.device))
+        started: list[bool] = []
+
+        def prefetch(iterator: Iterator[Batch]) -> Iterator[Batch]:
+            started.append(True)
+            return prefetch_to_cuda(iterator, run.device)
+
+        def describe() -> str:
+            if not started:
+                raise NoEffectError("no epoch was read through the prefetcher")
+            return "batches are copied one ahead on a stream of their own"
+
+        if batches.training:
+            run.observe_effect(self, describe)
+        return batches.map_iterator(prefetch)

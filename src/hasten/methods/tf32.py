@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
@@ -49,6 +50,7 @@ class TF32(Method):
                 torch.set_float32_matmul_precision(precision)
                 torch.backends.cudnn.allow_tf32 = allow_tf32
 
+        run.observe_effect(self, _describe)
         return with_tf32
 
 
@@ -59,3 +61,9 @@ def _already_set() -> str | None:
     except RuntimeError:  # torch refuses to read the old switches once the new ones were set
         return "the precision of float32 products was set already, through torch.backends.fp32_precision"
     return "TF32 is enabled already" if enabled else None
+
+
+def _describe() -> str:
+    if torch.get_float32_matmul_precision() != "high" or not torch.backends.cudnn.allow_tf32:
+        raise NoEffectError("something has switched TF32 off during the run")
+    return "float32 matrix products and convolutions may use TF32"

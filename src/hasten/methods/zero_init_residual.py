@@ -3,6 +3,7 @@
 import copy
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 
 from hasten._torch_compat import BatchNorm
 from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 
@@ -50,6 +52,8 @@ class ZeroInitResidual(Method):
             run.report_no_effect(self, "the scales start with zeros already")
         for norm in untrained:
             torch.nn.init.zeros_(norm.weight)
+        if untrained:
+            run.observe_effect(self, partial(_describe, untrained, run))
         return model
 
 
@@ -74,3 +78,11 @@ def _last_norms(module: torch.nn.Module) -> list[BatchNorm]:
             if isinstance(norm, BatchNorm) and norm.affine:
                 norms.append(norm)
     return norms
+
+
+def _describe(norms: list[BatchNorm], run: RunContext) -> str:
+    trained = {id(parameter) for parameter in run.model.parameters()}
+    found = sum(id(norm.weight) in trained for norm in norms)
+    if not found and run.parallel is None:
+        raise NoEffectError("the normalizations that started with zeros are not part of the trained model")
+    return f"{len(norms)} normalizations started with a scale of zero"

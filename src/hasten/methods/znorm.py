@@ -1,13 +1,16 @@
 """ZNorm: z-scores gradients, so that each has mean zero and standard deviation one."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
+from hasten.utils.observe_step import observe_gradients
 
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -46,6 +49,8 @@ class ZNorm(Method):
             run.report_no_effect(self, "no parameter outside embeddings has two or more dimensions")
             return grad_transform
 
+        run.observe_effect(self, partial(observe_gradients, run, partial(_inspect, parameters)))
+
         @torch.no_grad()
         def z_score_gradients() -> None:
             grad_transform()
@@ -62,3 +67,12 @@ class ZNorm(Method):
         """Dimensions over which mean and std of ``g`` are taken: all, or all but the first if a row has 2 or more."""
         by_row = self.granularity == "row" and g.ndim > 1 and g[0].numel() > 1
         return tuple(range(1 if by_row else 0, g.ndim))
+
+
+def _inspect(normalized: list[torch.nn.Parameter], parameters: list[torch.nn.Parameter]) -> str:
+    known = set(normalized)
+    gradients = [p.grad.float() for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+    done = sum(bool(abs(g.mean()) < 0.01 and abs(g.std(correction=0) - 1) < 0.1) for g in gradients)
+    if not done:
+        raise NoEffectError(f"none of {len(gradients)} gradients was z-scored when the optimizer used them")
+    return f"{done} of {len(parameters)} gradients were z-scored"

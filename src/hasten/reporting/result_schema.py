@@ -188,6 +188,7 @@ class TuneResult(Result, total=False):
     curves: Mapping[str, Sequence[Curve]]
     step_profile: Mapping[str, Mapping[str, Amount]]
     contributions: Sequence[Contribution]
+    effects: Mapping[str, Text]
     offered: Sequence[Offered]
     trials: Sequence[Trial]
     remembered_trials: Amount
@@ -212,6 +213,7 @@ class CompareResult(Result, total=False):
     seconds_per_1000_samples: Mapping[str, Amount]
     evaluation_seconds: Mapping[str, Amount]
     start_seconds: Mapping[str, Amount]
+    effects: Mapping[str, Mapping[str, Text]]
     seconds: Amount
 
 
@@ -259,6 +261,7 @@ class TrainResult(Result, total=False):
     device: Text
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
+    effects: Mapping[str, Text]
     recipe: Text
     evaluations: Sequence[Evaluation]
 

@@ -66,6 +66,7 @@ def compare_answer(result: Json) -> RenderableType:
         rows.append(("processes", f"{result['processes']:.0f} in each arm"))
     blocks = formatting.count(result["blocks"], "block", "blocks")
     rows.append(("measured", f"{blocks}, arms interleaved{_noise(result['system_noise'])}"))
+    rows += _effects(result["effects"].get("a", {}) | result["effects"].get("b", {}))
     return Group(
         headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster"),
         *([Text(result["why"])] if result["why"] else []),
@@ -120,6 +121,7 @@ def train_answer(result: Json) -> RenderableType:
         where = "; stored in recipe.toml" if result["out"] else ""
         rows.append(("autotuned", f"{Recipe(result['tuned_settings'])}{where}"))
     rows += [("no effect", ": ".join(pair)) for pair in result["no_effect"]]
+    rows += _effects(result["effects"])
     if result["out"]:
         rows.append(("directory", result["out"]))
     return Group(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
@@ -219,7 +221,12 @@ def _evidence(result: Json) -> list[tuple[str, str]]:
     if over_strong["median"] is not None:
         strong = str(Recipe(result["strong_baseline_recipe"]) or "the task without methods")
         rows.append(("strong baseline", f"{formatting.with_interval(over_strong)} over {strong}"))
-    return [*rows, *_single_process(result), _search_cost(result)]
+    return [*rows, *_effects(result["effects"]), *_single_process(result), _search_cost(result)]
+
+
+def _effects(effects: Json) -> list[tuple[str, str]]:
+    """What shows that each method acted."""
+    return [("effect" if index == 0 else "", f"{name}: {seen}") for index, (name, seen) in enumerate(effects.items())]
 
 
 def _search_cost(result: Json) -> tuple[str, str]:

@@ -96,6 +96,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
         "contributions": state.contributions if winner and recipe == state.ablated else [],
+        "effects": _effects(winner),
         "step_profile": state.step_profiles,
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
@@ -109,6 +110,12 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         "seed": study.seed,
     }
     return result
+
+
+def _effects(winner: Confirmation | None) -> dict[str, str]:
+    """Method of the winner -> what shows that it acted, from one of its runs."""
+    runs = winner.tuned_runs.values() if winner else ()
+    return next((run["effects"] for run in runs if run.get("effects")), {})
 
 
 def _interval(ratio: Ratio | None) -> Any:

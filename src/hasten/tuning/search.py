@@ -16,6 +16,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.registry import make_methods, method_class
 from hasten.tuning.study import Study
 
@@ -27,7 +28,6 @@ NEARLY_AS_FAST = 0.95  # of the time to the target; then a clearly better end is
 SYSTEMS_LOSSES, TRAINING_LOSSES = 2, 3  # presets in a row that lost, after which a method is given up: they grow bolder
 AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
 MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
-NO_EFFECT = "has nothing to act on"
 
 
 @dataclass(frozen=True)

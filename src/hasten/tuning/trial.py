@@ -4,7 +4,6 @@ import math
 import time
 from dataclasses import asdict, dataclass
 
-from hasten.benchmarking.arm import require_effect
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -13,13 +12,12 @@ from hasten.core.method import Method
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
-from hasten.core.types import StepFn
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 
-RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped")
+RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
 
 
 class Trial:
@@ -35,12 +33,11 @@ class Trial:
         A run that has not reached the target of the metric after ``time_limit`` seconds is pruned: it can no longer
         win. Raises RunError if a method has no effect, or the metric is missing or not finite.
         """
-        recipe = self.recipe.with_method(f"{__name__}:RequireEffect")
+        recipe = self.recipe
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
-        where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S}
+        where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S, "require_effect": True}
         result = train(self.task.load(), recipe, watch=self.watch, **where)
-        require_effect(result["no_effect"])  # methods may report it during the run
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
@@ -65,17 +62,6 @@ class Trial:
                 ranks=ranks,
             )
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
-
-
-@dataclass(frozen=True)
-class RequireEffect(Method):
-    """Ends a run, as soon as it is built, if one of its methods has no effect."""
-
-    card = Card(summary="refuses methods without effect", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
-
-    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        require_effect(run.no_effect)
-        return optimizer_step
 
 
 @dataclass(frozen=True)

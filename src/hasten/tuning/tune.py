@@ -22,6 +22,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.environment import cores, source_hash
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.registry import drop_distributed
@@ -34,7 +35,7 @@ from hasten.tuning.candidates import MethodSelection, candidates_for, strong_bas
 from hasten.tuning.confirm import SEED_STEP, compare_with_strong_baseline, confirm
 from hasten.tuning.gate import MIN_SEEDS, resolve_margin
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
-from hasten.tuning.search import NO_EFFECT, Baseline, run_speedup, search_systems, search_training
+from hasten.tuning.search import Baseline, run_speedup, search_systems, search_training
 from hasten.tuning.study import PROFILE_SECONDS, Budget, OutOfBudgetError, Study
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.durations import parse_budget

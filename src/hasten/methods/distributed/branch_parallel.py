@@ -54,6 +54,7 @@ from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, 
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
+from hasten.utils.observe_step import observe_collectives
 
 EXPECTED = (
     "branches with trained weights that begin at one tensor, or at the inputs, and join again, "
@@ -124,6 +125,7 @@ class BranchParallel(Method):
             _report(model, blocks, assignment, rejected, size)
         divide(model, blocks, assignment)
         _keep_local_branches(model, blocks, assignment, run)
+        run.observe_effect(self, partial(observe_collectives, "broadcast_", "send", "recv_", "allgather_"))
         return model
 
     def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:

@@ -12,6 +12,7 @@ all ranks.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed import collectives
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class DiLoCo(Method):
         collectives.broadcast_module(model)
         collectives.allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = self.sync_every
+        run.observe_effect(self, partial(observe_seldom_communication, self.sync_every))
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:

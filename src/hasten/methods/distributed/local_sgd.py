@@ -13,6 +13,7 @@ processes use the mean of all ranks, including the optimizer state.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed import collectives
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class LocalSGD(Method):
         collectives.allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = math.lcm(self.period, self.group_period if self.group_size else 1)
         run.parallel.warmup_steps = self.warmup_steps
+        run.observe_effect(self, partial(observe_seldom_communication, run.parallel.sync_period))
         return model
 
     def _check_periods(self, run: RunContext) -> None:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import PeerFailure
+from hasten.core.errors import NoEffectError, PeerFailure
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory, StepFn
@@ -81,6 +81,13 @@ class ParameterServer(Method):
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         connection = run.checkpoint_state[self.name]
+
+        def describe() -> str:
+            if not connection.exchanges:
+                raise NoEffectError("this rank has exchanged no gradient with the server")
+            return f"{connection.exchanges} exchanges of gradients for weights with the server"
+
+        run.observe_effect(self, describe)
 
         def exchange_and_step() -> None:
             connection.exchange()
@@ -173,6 +180,7 @@ class Connection:
         self.server: Server | None = None
         self.group: dist.ProcessGroup | None = None
         self.threads: list[threading.Thread] = []
+        self.exchanges = 0
 
     def exchange(self) -> None:
         """Sends the gradients of this step and replaces the weights by the newest ones."""
@@ -190,6 +198,7 @@ class Connection:
             dist.send(message, 0, group=self.group)
             dist.recv(newest, 0, group=self.group)
         unflatten_into(newest, weights)
+        self.exchanges += 1
         for weight in weights:
             weight.grad = None
 

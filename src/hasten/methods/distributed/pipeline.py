@@ -25,6 +25,7 @@ that is resumed, in the memory of every host, and the exported model on rank 0.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
@@ -57,6 +58,7 @@ from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
+from hasten.utils.observe_step import observe_collectives
 
 SCHEDULES = {  # torch's class, and the number of stages per rank
     "gpipe": ("ScheduleGPipe", 1),
@@ -129,6 +131,7 @@ class Pipeline(Method):
         local_tensors = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
             collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
+        run.observe_effect(self, partial(observe_collectives, "send", "recv_"))
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
         return PipelinedModel(
             model, local, num_stages, mesh, SCHEDULES[self.schedule][0], microbatches, not has_batch_norm, run

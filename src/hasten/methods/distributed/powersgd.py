@@ -18,6 +18,7 @@ is left to overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed import collectives
 from hasten.distributed.collectives import GradientBucket
+from hasten.utils.observe_step import observe_collectives
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PowerSGD(Method):
         collectives.warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
         collectives.broadcast_module(model)
         run.parallel.warmup_steps = start
+        run.observe_effect(self, partial(observe_collectives, "allreduce_"))
         return model
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:

@@ -40,6 +40,7 @@ from hasten.distributed.collectives import broadcast_module, warn_local_batch_no
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
+from hasten.utils.observe_step import observe_collectives
 
 Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
 
@@ -117,6 +118,7 @@ class TensorParallel(Method):
         if run.ranks.is_main_process:
             _report(model, blocks, rejected)
         _shard(model, blocks, mesh)
+        run.observe_effect(self, partial(observe_collectives, "all_reduce", "all_gather", "reduce_scatter"))
         parallel.eval_needs_all_ranks = True
         return model
 

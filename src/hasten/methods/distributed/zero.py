@@ -40,6 +40,7 @@ from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.deferred_init import module_tensors
 from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
+from hasten.utils.observe_step import observe_collectives
 
 DIVERGED = (
     "the batches of the ranks pass different layers, but stages 2 and 3 of zero gather layers on all ranks together; "
@@ -79,6 +80,8 @@ class Zero(Method):
         assert run.parallel is not None
         self._check_options(run)
         collectives.warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        names = ("allreduce_",) if self.stage == 1 else ("_allgather_base_", "_reduce_scatter_base_")
+        run.observe_effect(self, partial(observe_collectives, *names))
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):

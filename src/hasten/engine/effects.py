@@ -1,0 +1,115 @@
+"""Checks once per run, after the warm-up, that every method acts.
+
+A method registers a check with ``run.observe_effect``. One training step is then trained under the checks of all
+methods; the other steps cost nothing. The step computes what it would compute without them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator, Iterator, Sequence
+from inspect import isgeneratorfunction
+from itertools import islice
+from typing import TypeVar
+
+from hasten.core.errors import NoEffectError, RunError, format_error
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import EffectCheck
+from hasten.utils.op_recorder import NOT_CHECKED
+
+WARMUP_STEPS = 2  # steps of this process before the one that is observed: compiling and first batches are over
+NO_EFFECT = "has no effect"  # in the message of the error; the tuner recognizes it
+T = TypeVar("T")
+
+
+class EffectObserver:
+    """Observes the effect of each method in one step.
+
+    Args:
+        run: A built run, whose ``effect_checks`` move to this object.
+        methods: The methods of the run.
+
+    Attributes:
+        evidence: Method -> what its check saw, in one line; "effect not checked" for a method without a check.
+        require_effect: Whether a method without effect ends the run.
+    """
+
+    def __init__(self, run: RunContext, methods: Sequence[Method]):
+        self.run, self.require_effect = run, False
+        inactive = {name for name, _ in run.no_effect}
+        self.evidence = {method.name: NOT_CHECKED for method in methods if method.name not in inactive}
+        self.checks = {name: check for name, check in run.effect_checks.items() if name in self.evidence}
+        run.effect_checks = {}  # its checks refer to the run
+        for name in self.checks:
+            self.evidence[name] = f"{NOT_CHECKED}: the run was too short"
+        steps = run.plan.steps
+        self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
+
+    def observed(self, steps: Iterator[T]) -> Iterator[T]:
+        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
+
+        Raises:
+            RunError: A method has no effect, and ``require_effect`` is set.
+        """
+        return self._observed(steps) if self.checks else steps
+
+    def check(self) -> None:
+        """Raises a RunError if a method is known to have no effect, and ``require_effect`` is set."""
+        if self.require_effect and self.run.no_effect:
+            raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
+
+    def _observed(self, steps: Iterator[T]) -> Iterator[T]:
+        while self.warmup_steps:
+            for item in steps:
+                yield item
+                break
+            else:
+                return
+            self.warmup_steps -= 1
+        for item in self._observe_next(steps):
+            self.check()
+            yield item
+        yield from steps
+
+    def _observe_next(self, steps: Iterator[T]) -> list[T]:
+        """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""
+        running: dict[str, Generator[None, None, str]] = {}
+        for name, check in self.checks.items():
+            running[name] = _as_generator(check)
+            self._advance(name, running)
+        try:
+            items = [*islice(steps, 1)]
+            if items:
+                for name in reversed([*running]):  # contexts that the checks opened close in reverse order
+                    self._advance(name, running)
+                self.checks = {}
+            return items
+        finally:
+            for generator in reversed([*running.values()]):
+                generator.close()
+
+    def _advance(self, name: str, running: dict[str, Generator[None, None, str]]) -> None:
+        """Runs a check to its yield, or to its end; a check that ended leaves ``running``."""
+        try:
+            next(running[name])
+            return
+        except StopIteration as end:
+            self.evidence[name] = str(end.value)
+        except NoEffectError as error:
+            self._report(name, str(error))
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self._report(name, f"its effect check failed at {frame.filename}:{frame.lineno}: {format_error(error)}")
+        del running[name]
+
+    def _report(self, name: str, reason: str) -> None:
+        self.evidence.pop(name, None)
+        self.run.no_effect.append((name, reason))
+
+
+def _as_generator(check: EffectCheck) -> Generator[None, None, str]:
+    if not bool(isgeneratorfunction(check)):  # bool: a type checker would forget what the generator returns
+        yield
+    result = check()
+    return result if isinstance(result, str) else (yield from result)

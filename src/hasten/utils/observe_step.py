@@ -1,0 +1,92 @@
+"""Parts of effect checks that several methods share; see ``RunContext.observe_effect``."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from hasten.core.errors import NoEffectError
+from hasten.core.run_context import RunContext
+from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
+
+
+def observe_precision(dtype: torch.dtype) -> Generator[None, None, str]:
+    """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it."""
+    with OpRecorder() as recorder:
+        yield
+    name = str(dtype).removeprefix("torch.")
+    if not recorder.flops():
+        return f"{NOT_CHECKED}: the step shows no matrix product or convolution, as in a CUDA graph"
+    share = recorder.flops(dtype) / recorder.flops()
+    if not share:
+        raise NoEffectError(f"no matrix product or convolution ran in {name}")
+    return f"{share:.0%} of the FLOPs of matrix products and convolutions ran in {name}"
+
+
+def observe_gradients(
+    run: RunContext, inspect: Callable[[list[torch.nn.Parameter]], str]
+) -> Generator[None, None, str]:
+    """Effect check of a method that changes gradients, as the optimizer sees them.
+
+    Args:
+        run: The run.
+        inspect: ``(parameters with a gradient) -> evidence``; raises NoEffectError. Called just before the update.
+    """
+    if not isinstance(run.optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        yield
+        return f"{NOT_CHECKED}: a {type(run.optimizer).__name__} is no torch optimizer"
+    seen: list[str | Exception] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        try:
+            sharded = any(type(parameter.grad) is not torch.Tensor for parameter in parameters)
+            seen.append(f"{NOT_CHECKED}: the gradients are sharded" if sharded else inspect(parameters))
+        except Exception as error:  # raised here, it would end the training
+            seen.append(error)
+
+    handle = run.optimizer.register_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not seen:
+        return f"{NOT_CHECKED}: the optimizer did not update the parameters in this step"
+    if isinstance(seen[-1], Exception):
+        raise seen[-1]
+    return seen[-1]
+
+
+def observe_workers(count: int) -> Generator[None, None, str]:
+    """Effect check of a method that starts worker processes: at least ``count`` of them are alive during the step."""
+    yield
+    alive = len(multiprocessing.active_children())
+    if alive < count:
+        raise NoEffectError(f"{alive} worker processes are alive, not {count}")
+    return f"{count} worker processes are alive" if count else "the batches are read without worker processes"
+
+
+def observe_collectives(*names: str) -> Generator[None, None, str]:
+    """Effect check of a method that communicates: the step calls one of some collectives.
+
+    Args:
+        names: Beginnings of the names of c10d operations, such as "allreduce_".
+    """
+    with OpRecorder() as recorder:
+        yield
+    calls = {name: recorder.count(name) for name in names}
+    if not any(calls.values()):
+        raise NoEffectError(f"the step called no {' or '.join(name.strip('_') for name in names)}")
+    return ", ".join(f"{count} x {name.strip('_')}" for name, count in calls.items() if count) + " in the observed step"
+
+
+def observe_seldom_communication(period: int) -> Generator[None, None, str]:
+    """Effect check of a method with which ranks communicate every ``period`` steps only."""
+    with OpRecorder() as recorder:
+        yield
+    calls = recorder.count("allreduce_")
+    exchanged = f"the observed step called {calls} x allreduce" if calls else "the observed step called no allreduce"
+    return f"{exchanged}; the ranks average their weights every {period} steps"
