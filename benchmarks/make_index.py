@@ -10,7 +10,8 @@ users see the records with ``hasten methods NAME``. The keys of a line:
     ratio                            {median, low, high} of the first speed-up that the record states, or null
     methods                          the methods that were measured, by their present names
     path                             the folder, relative to the repository
-    trials                           of a search: [{what, verdict, ratio, why}] of each trial
+    trials                           of a search: [{what, verdict, ratio, why}] of each trial; the verdict is
+                                     "withdrawn", without a ratio, for those listed in records/withdrawn.jsonl
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "records" / "index.jsonl"
+WITHDRAWN = ROOT / "records" / "withdrawn.jsonl"  # {workload, method, until: date, why} of trials that measured nothing
 METHOD_FILES = {path.stem for path in (ROOT / "src" / "hasten" / "methods").rglob("*.py")}
 
 FOLDER = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)(?P<letter>[a-z]?)_(?P<rest>.+)_(?P<machine>[^_]+)")
@@ -68,10 +70,12 @@ def _entry(folder: Path, known: dict[str, dict]) -> dict:
         {"what": trial["what"], **{key: trial.get(key) for key in ("verdict", "ratio", "why")}}
         for trial in search.get("trials", [])
     ]
+    workload = search.get("task", workload) or None
+    trials = [_withdrawn(trial, workload, name["date"]) for trial in trials]
     missed = result.get("reached") is False or result.get("verdict") in NO_IMPROVEMENT
     return {
         "claim": claim,
-        "workload": search.get("task", workload) or None,
+        "workload": workload,
         "machine": name["machine"],
         "commit": known.get(path, {}).get("commit") or _commit(path),
         "date": name["date"],
@@ -81,6 +85,15 @@ def _entry(folder: Path, known: dict[str, dict]) -> dict:
         "path": path,
         "trials": trials,
     }
+
+
+def _withdrawn(trial: dict, workload: str | None, date: str) -> dict:
+    """The trial; without its ratio if it measured a method that did not act."""
+    for entry in map(json.loads, WITHDRAWN.read_text(encoding="utf-8").splitlines()):
+        same = entry["workload"] == workload and entry["method"] in _members(trial["what"]) and date <= entry["until"]
+        if same and trial["ratio"]:
+            return {**trial, "verdict": "withdrawn", "ratio": None, "why": entry["why"]}
+    return trial
 
 
 def _subject(entry: dict) -> tuple:

@@ -16,14 +16,14 @@ WITHOUT_A_TASK = (has_a_complete_card, has_options_that_are_data)
 
 @cache
 def subject(name: str, with_effect: bool) -> Subject:
-    """The method on a task on which it has an effect, or on the small tasks of the suite."""
+    """Returns the method on a task on which it has an effect, or on the small tasks of the suite."""
     task = next(iter(tasks_with_effect(name)), None)
     given_task = task(batch_size=32) if with_effect and task not in (None, *SMALL_TASKS) else None
     return Subject(name, given_task, **SETTINGS.get(name, {}))
 
 
 def is_applicable(name: str, check) -> bool:
-    """Whether the check can be judged in one process on this machine; other cases are not generated."""
+    """Returns whether the check can be decided in one process on this machine; other cases are not generated."""
     if check in WITHOUT_A_TASK:
         return True
     if check is reports_no_effect:

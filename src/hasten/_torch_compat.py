@@ -4,12 +4,10 @@ The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because impor
 that only the launcher has to spend.
 
 No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
-text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
-test-matrix`` runs those tests on every supported version of torch. The versions at the message texts are those on which
-the text was seen.
+text of a torch message; ``tests/test_private_torch_use.py`` scans for both, and ``tests/test_torch_compat.py`` has one
+test per name below. ``make test-matrix`` runs those tests on every supported version of torch. The versions at the
+message texts are those on which the text was seen.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,47 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "LAZILY_IMPORTED_MODULES",
-    "MODULE_STATE_ATTRIBUTES",
-    "BatchNorm",
-    "Convolution",
-    "Dropout",
-    "TorchDispatchMode",
-    "autograd_error_kind",
-    "chained_schedulers",
-    "compile_in_place",
-    "compile_seconds",
-    "compiler_backend",
-    "contains_worker_traceback",
-    "cpu_attention_ops",
-    "ddp_bucket_sizes",
-    "default_process_group_timeout",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_sub",
-    "foreach_zero_",
-    "graph_break_of",
-    "has_forward_hooks",
-    "host_read_op",
-    "in_place_version",
-    "inside_backward",
-    "is_out_of_memory",
-    "is_view",
-    "is_view_op",
-    "patch_trunc_normal",
-    "peer_failure",
-    "sample_being_fetched",
-    "schema_arguments",
-    "storage_id",
-    "tree_flatten",
-    "tree_map_only",
-    "without_modes",
-    "worker_error_text",
-    "workers_started",
-]
+__all__ = ["BatchNorm", "Convolution", "Dropout", "TorchDispatchMode"]  # imported for other modules; defines the rest
 
 # ── modules and tensors ──────────────────────────────────────────────────────────────────────────
 
@@ -81,15 +39,14 @@ LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary of a module's own parameters, which may be written to.
-
-    ``setattr`` would refuse a tensor of another kind, and ``register_parameter`` moves the name to the end.
+    """The dictionary of a module's own parameters, which may be written to. ``setattr`` would refuse a tensor of
+    another kind, and ``register_parameter`` moves the name to the end.
     """
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dictionary of a module's own buffers."""
+    """Name -> buffer of a module, without those of submodules; the module's own dictionary, to be written to."""
     return module._buffers
 
 
@@ -169,13 +126,13 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Disables torch-function overrides and dispatch modes inside."""
+    """Context manager: disables torch-function overrides and dispatch modes."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Disables torch-function overrides (subclasses and modes) inside."""
+    """Context manager: disables torch-function overrides (subclasses and modes)."""
     return torch._C.DisableTorchFunction()
 
 
@@ -204,9 +161,8 @@ def contains_worker_traceback(error: BaseException) -> bool:
 
 
 def worker_error_text(error: BaseException) -> str:
-    """The worker's exception as Python prints it: ``KeyError: 'x'``.
-
-    The message ends with the frames of the traceback, each two lines (file, indented source), and then the exception.
+    """The worker's exception as Python prints it: ``KeyError: 'x'``. The message ends with the frames of the traceback,
+    each two lines (file, indented source), and then the exception.
     """
     *_, last_frame = str(error).rpartition('\n  File "')
     lines = last_frame.splitlines()[1:]

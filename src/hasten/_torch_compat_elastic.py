@@ -1,7 +1,5 @@
 """The private steps of torchrun's elastic agent, as methods that a subclass may extend. See ``_torch_compat.py``."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +9,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore.
-
-    torch documents the steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
+    """torchrun's agent, with the steps that a subclass may extend as methods without an underscore. torch documents the
+    steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
     """
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this node; {local rank: process number}."""
+        """Starts the ranks of this node; returns {local rank: process ID}."""
         return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the ranks of this node are."""
+        """Returns the state of this node's ranks: healthy, succeeded, failed or unhealthy."""
         return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -38,7 +35,7 @@ class ElasticAgent(LocalElasticAgent):
 
     @property
     def remaining_restarts(self) -> int:
-        """How often the ranks may be started again after a failure; torch takes one away for each restart."""
+        """Number of restarts left after failures; torch subtracts one for each restart."""
         return self._remaining_restarts
 
     @remaining_restarts.setter

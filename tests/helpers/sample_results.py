@@ -1,4 +1,4 @@
-"""Example results of the commands, invented from a few numbers. Tests change them; nothing here is a measurement."""
+"""Example results of the commands, generated from a few numbers. Tests change them; nothing here is a measurement."""
 
 from math import exp
 

@@ -1,4 +1,4 @@
-"""compile: the compiled model trains, the exported one is plain and shares its weights."""
+"""compile: the compiled model trains; the exported model is not compiled and shares its weights."""
 
 import copy
 
@@ -9,8 +9,81 @@ from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
 
+# Dynamo reads .grad of inputs in the middle of a model
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
+
+class OwnForward(torch.nn.Module):
+    """A perceptron whose forward breaks the graph once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(12, 24), torch.nn.Linear(24, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Subclass(torch.nn.Sequential):
+    """As users write it: a constructor and no forward."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4))
+
+
+class Recurrent(torch.nn.Module):
+    """torch.compile skips recurrent layers, and this model is nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(12, 4, batch_first=True)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.lstm(x.unsqueeze(1))[0][:, 0]
+
+
+def evidence(trained, task, recipe="compile:backend=eager"):
+    torch._dynamo.reset()
+    program = trained(task, recipe, 4).program
+    return program.effects.evidence.get("compile"), dict(program.run.no_effect).get("compile")
+
+
+@pytest.mark.parametrize("model", [None, Subclass], ids=["Sequential", "subclass"])
+def test_compile_whole_model_whatever_its_class(model, perceptron, trained):
+    seen, _ = evidence(trained, perceptron(**({"model": model} if model else {})))
+    assert seen.startswith("1 graph compiled in ") and seen.endswith("no graph break")
+
+
+def test_compile_graph_break_is_listed_with_file_and_line(perceptron, trained):
+    seen, _ = evidence(trained, perceptron(model=OwnForward))
+    line = OwnForward.forward.__code__.co_firstlineno + 2
+    assert seen.startswith("2 graphs compiled in ") and f"1 graph break (test_compile.py:{line}: " in seen
+
+
+def test_compile_without_a_graph_has_no_effect(perceptron, trained):
+    seen, reason = evidence(trained, perceptron(model=Recurrent))
+    assert seen is None and "compiled no graph of this model" in reason
+
+
+def test_compile_blocks_of_one_class_share_a_graph_and_keep_names(transformer, trained):
+    torch._dynamo.reset()
+    run = trained(transformer(), "compile:backend=eager,scope=blocks", 4)
+    assert run.program.effects.evidence["compile"].startswith("1 graph compiled in ")
+    exported = run.program.export()
+    assert all(module._compiled_call_impl is None for module in exported.modules())
+    assert exported.state_dict().keys() == transformer().model().state_dict().keys()
+    assert all(a is b for a, b in zip(exported.parameters(), run.run.model.parameters(), strict=True))
+
+
+def test_compile_blocks_of_a_model_without_blocks_has_no_effect(perceptron, trained):
+    _, reason = evidence(trained, perceptron(), "compile:backend=eager,scope=blocks")
+    assert "no sequence of blocks" in reason and "scope=model" in reason
+
+
+def test_trained_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     run = trained(transformer(), "compile:backend=eager", 3)
@@ -24,19 +97,19 @@ def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "the evaluation compiled something"
 
 
-def test_an_average_of_the_weights_can_be_copied_from_it(perceptron, trained):
+def test_compiled_model_can_be_copied_for_averaging(perceptron, trained):
     run = trained(perceptron(), "compile:backend=eager", 2).run
     copied = copy.deepcopy(run.model)
     assert copied._compiled_call_impl is None
 
 
-def test_an_unknown_mode_is_refused():
+def test_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
 
 
 @pytest.mark.slow
-def test_the_real_backend_gives_the_same_formula(transformer):
+def test_inductor_backend_gives_the_same_gradients(transformer):
     from hasten.benchmarking.exactness import check_exactness
     from hasten.core.card import Exactness
     from hasten.core.recipe import Recipe

@@ -1,7 +1,5 @@
 """One arm of a comparison, in a worker process or as one rank of a group: built once, then trained block by block."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import resource
@@ -22,6 +20,7 @@ from hasten.core.task import Task
 from hasten.distributed.process_group import init_process_group
 from hasten.engine import checkpoint
 from hasten.engine.cadence import LOG_EVERY_STEPS
+from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import format_position
 from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import evaluate, train_steps
@@ -37,14 +36,10 @@ EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, 
 
 
 class Arm:
-    """An endless run, in blocks. Times are in seconds.
+    """A run without end that is trained in blocks of steps. All times are in seconds.
 
-    Args:
-        task: what to train, as a TaskRef or its JSON.
-        methods: method -> options: the recipe.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        ranks: the process group; by default that of the environment, joined when the arm is built.
+    The task is a TaskRef or its JSON; ``methods`` (method -> options) is the recipe. Without ``ranks`` the arm joins
+    the process group of the environment when it is built.
     """
 
     def __init__(
@@ -92,11 +87,13 @@ class Arm:
         step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
         start = built + max(0.0, first - step * WARM_UP_STEPS)
         evaluation = None
-        if program.validation is not None and program.run.plan is not None:
+        if program.validation is not None:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)
-            self.evaluated_batches = self._batches_to_evaluate(evaluation)
+            self.evaluated_batches = None  # all
+            if self.validation_batches and evaluation > EVALUATION_SECONDS:
+                self.evaluated_batches = max(1, round(self.validation_batches * EVALUATION_SECONDS / evaluation))
         plan, parallel = program.plan, program.run.parallel
         return {
             "start": start,
@@ -120,7 +117,7 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, and the sums over all ranks of cpu and system (seconds), faults (minor page faults) and
+            seconds, samples, and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and
             switches (involuntary context switches).
 
         Raises:
@@ -163,17 +160,8 @@ class Arm:
         # the same on all ranks, because it decides what they do next
         return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
 
-    def _batches_to_evaluate(self, seconds: float) -> int | None:
-        if not self.validation_batches or seconds <= EVALUATION_SECONDS:
-            return None
-        return max(1, round(self.validation_batches * EVALUATION_SECONDS / seconds))
-
     def _read_losses(self) -> list[float]:
-        """Reads the losses since the last call.
-
-        Raises:
-            RunError: a loss is not finite.
-        """
+        """Reads the losses since the last call; RunError if one is not finite."""
         unread, self.unread = self.unread, []
         if not unread:
             return []
@@ -185,15 +173,12 @@ class Arm:
             where = format_position(self.program.run.progress.step - len(unread) + 1 + first, epoch, batch)
             if first < finite:
                 raise PeerFailure(f"the loss of another rank is not finite at {where}")
-            raise non_finite_loss_error(
-                losses[finite],
-                where,
-                partial(checkpoint.read_again, self.program.source, self.epoch_start, epoch, batch),
-            )
+            read_again = partial(checkpoint.read_again, self.program.source, self.epoch_start, epoch, batch)
+            raise non_finite_loss_error(losses[finite], where, read_again)
         return losses
 
     def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch. As in a run, losses are read between two epochs.
+        """The training batches of an epoch; reads the losses at its start, as a run does.
 
         Stores the random state for ``read_again`` if the source can only read an epoch from its start.
         """
@@ -204,12 +189,11 @@ class Arm:
         return self.source.epoch(epoch, start)
 
     def _synchronize(self) -> None:
-        if self.program.run.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.program.run.device)
         self._meet()
 
     def _meet(self) -> None:
-        """Waits for all ranks."""
+        """Waits for all ranks (a barrier)."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
 
@@ -219,22 +203,14 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
-    Args:
-        task: what to train.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        processes: ranks that train together.
-        timeout: seconds of silence after which a group of several processes counts as hanging.
-
-    Returns:
-        ``seconds``, and the ``plan`` that ``Arm.build`` returned.
+    Returns ``seconds``, and the ``plan`` of ``Arm.build``. After ``timeout`` seconds of silence a group of several
+    processes counts as hanging.
 
     Raises:
         RunError, ConfigurationError: the unchanged training does not run.
     """
-    with start_workers(
-        processes, "hasten.benchmarking.arm:Arm", timeout, task=task.to_json(), methods={}, device=device, seed=seed
-    ) as worker:
+    arguments = {"task": task.to_json(), "methods": {}, "device": device, "seed": seed}
+    with start_workers(processes, "hasten.benchmarking.arm:Arm", timeout, **arguments) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
@@ -268,6 +244,5 @@ def _endless(program: Program, epoch: Callable[[int, int], Iterator[Any]]) -> Pr
     if schedule is not None and program.plan.steps is not None:
         schedule = _RestartingSchedule(schedule, program.plan.steps)
     plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
-    return dataclasses.replace(
-        program, train=dataclasses.replace(program.train, epoch=epoch), plan=plan, schedule=schedule
-    )
+    train = dataclasses.replace(program.train, epoch=epoch)
+    return dataclasses.replace(program, train=train, plan=plan, schedule=schedule)

@@ -5,8 +5,6 @@ backward, update, reading the losses), including evaluations. While one arm runs
 suspended. The order is A B, B A, A B, ..., so that a drift of the machine affects both alike.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable
@@ -53,7 +51,7 @@ class ArmSamples:
     evaluations: list[float] = field(default_factory=list)
 
     def seconds_per_sample(self) -> list[float]:
-        """One value per block, without evaluations."""
+        """Seconds per training sample of each block, without evaluations."""
         return [block["seconds"] / block["samples"] for block in self.blocks]
 
     def cpu_seconds_per_sample(self) -> list[float]:
@@ -63,22 +61,12 @@ class ArmSamples:
         return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
 
     def evaluation_ratio(self) -> float:
-        """Seconds of evaluation per second of training steps."""
+        """Seconds of evaluation per second of training steps, for this arm in a whole run."""
         return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
 
     def seconds_per_1000_samples(self) -> float:
-        """The median over the blocks, plus evaluations."""
+        """Seconds per 1000 training samples: median over the blocks, plus the share of evaluations."""
         return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
-
-    def time_block(self, arm: Worker | WorkerGroup, steps: int, timeout: float) -> None:
-        """Times one more block, then suspends the arm."""
-        self.blocks.append(_time_block(arm, steps, timeout))
-        arm.suspend()
-
-    def time_evaluation(self, arm: Worker | WorkerGroup, timeout: float) -> None:
-        """Times one more evaluation, then suspends the arm."""
-        self.evaluations.append(arm.call("evaluate", timeout=timeout))
-        arm.suspend()
 
 
 @dataclass
@@ -109,6 +97,7 @@ class Comparison:
             "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
+            "effects": {name: arm.plan["effects"] for name, arm in arms.items()},
             "system_noise": self.noise,
             "seconds": self.seconds,
         }
@@ -137,7 +126,7 @@ def compare(
         processes: ranks of each arm.
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: of both runs.
+        seed: seed of both runs.
         watch: receives the progress.
 
     Returns:
@@ -185,20 +174,9 @@ def run_interleaved(
 ) -> Comparison:
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
-    Args:
-        task: what to train.
-        a: a recipe.
-        b: another recipe.
-        budget: maximum seconds for blocks.
-        device: "cpu" or "cuda".
-        processes: ranks of each arm.
-        seed: of both runs.
-        looks: numbers of pairs after which the comparison may stop if it is sure.
-        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. Building an arm of one
-            process has no limit, because it waits for no other process.
-        longest: maximum seconds for MIN_PAIRS blocks of a strategy that communicates seldom; SYNC_PERIOD_BUDGETS
-            budgets by default.
-        watch: receives the progress.
+    ``looks`` are the numbers of pairs after which the comparison may stop if it is sure. MIN_PAIRS blocks of a strategy
+    that communicates seldom may take ``longest`` seconds, by default SYNC_PERIOD_BUDGETS budgets. The timeout does not
+    limit the building of an arm of one process, which waits for no other process.
     """
     for recipe in (a, b):  # before processes are started
         check_conflicts(sort_methods(make_methods(recipe)))
@@ -221,10 +199,12 @@ def run_interleaved(
         while True:
             while _evaluation_is_due(samples, budget):
                 for turn in _order(len(samples[0].evaluations)):
-                    samples[turn].time_evaluation(arms[turn], timeout)
+                    samples[turn].evaluations.append(arms[turn].call("evaluate", timeout=timeout))
+                    arms[turn].suspend()
             for turn in _order(len(samples[0].blocks)):
                 expected = 2 * steps[turn] * samples[turn].plan["step"]
-                samples[turn].time_block(arms[turn], steps[turn], timeout + max(budget, expected))
+                samples[turn].blocks.append(_time_block(arms[turn], steps[turn], timeout + max(budget, expected)))
+                arms[turn].suspend()
             pairs = len(samples[0].blocks)
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
@@ -243,16 +223,12 @@ def run_interleaved(
 
 
 def _order(done: int) -> tuple[int, int]:
-    """Which arm goes first: a, b, b, a, a, b, ..."""
+    """(first arm, second arm), 0 for a, 1 for b, of the pair after ``done`` pairs: ab, ba, ab, ..."""
     return (0, 1) if done % 2 == 0 else (1, 0)
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late.
-
-    Raises:
-        RunError: the clocks differ every time: something in the arm changes the clock, or the count of samples.
-    """
+    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late."""
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
         began = time.monotonic()
@@ -271,15 +247,9 @@ def check_blocks_are_fair(
 ) -> None:
     """Checks that blocks represent a whole run: each must contain whole synchronization periods.
 
-    Args:
-        recipe: of the arm.
-        plan: of the arm, as ``Arm.build`` returns it.
-        steps: of a block.
-        longest: seconds that ``min_blocks`` blocks may take.
-        min_blocks: that are needed.
-
     Raises:
-        RunError: the blocks take longer, or the first steps of the recipe differ from the others.
+        RunError: ``min_blocks`` blocks of ``steps`` steps take longer than ``longest`` seconds, or the first steps of
+            the recipe differ from the others.
     """
     seconds = min_blocks * steps * plan["step"]
     if plan["warmup_steps"]:
@@ -310,19 +280,17 @@ def evaluation_seconds_per_sample(plan: dict[str, Any], evaluation: float | None
 
 
 def _ratio(a: ArmSamples, b: ArmSamples, error: float) -> Ratio:
-    """The ratio of whole runs, from the pairs of blocks and from the evaluations, of which there are fewer."""
+    """Ratio of the times of whole runs (a / b), from paired blocks and evaluations; ``error`` as in ``ratio_of``."""
     steps = ratio_of(a.seconds_per_sample(), b.seconds_per_sample(), error)
     if not a.evaluations:
         return steps
-    errors = [
-        max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) / math.sqrt(len(arm.evaluations))
-        for arm in (a, b)
-    ]
+    spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in (a, b)]
+    errors = [each / math.sqrt(len(a.evaluations)) for each in spreads]
     return with_evaluations(steps, (a.evaluation_ratio(), b.evaluation_ratio()), errors, len(a.blocks), error)
 
 
 def _evaluation_is_due(samples: list[ArmSamples], budget: float) -> bool:
-    """Evaluations come as often as in a run. The first two come before the blocks, within an eighth of the budget."""
+    """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
     if samples[0].plan["evaluation"] is None:
         return False
     evaluated = sum(sum(arm.evaluations) for arm in samples)

@@ -3,8 +3,6 @@
 With several ranks, all of them run both arms, and all stop as soon as one of them is out of time.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -27,6 +25,7 @@ from hasten.core.task import Task
 from hasten.core.types import BatchFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
@@ -41,20 +40,7 @@ EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.pla
 
 @dataclass
 class EquivalenceCase:
-    """The two recipes to compare, and how.
-
-    Attributes:
-        task: what to train.
-        base: the recipe whose result is correct by definition.
-        candidate: the recipe to check.
-        exactness: the class that the check is for.
-        device: "cpu" or "cuda".
-        seed: of both runs.
-        steps: maximum optimizer steps of each arm.
-        seconds: maximum for both arms together.
-        ranks: the process group.
-        added: methods that only ``candidate`` has, or with other options.
-    """
+    """The arguments of ``check_exactness``; ``added``: methods that only ``candidate`` has, or with other options."""
 
     task: Task
     base: Recipe
@@ -82,19 +68,19 @@ class EquivalenceCase:
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def is_over(self, deadline: float) -> bool:
-        """Whether the deadline has passed on any rank: all ranks have to stop together."""
+        """Whether ``deadline`` (``perf_counter()``) has passed on any rank. All ranks must call it."""
         return self.ranks.any(time.monotonic() >= deadline)
 
     def check_has_effect(self, program: Program) -> None:
-        """Raises RunError if an added method found nothing to act on."""
+        """Raises RunError if a method in ``added`` reported "no effect" in the built program."""
         for name, why in program.run.no_effect:
             if name in self.added:
-                raise RunError(f"{name} has nothing to act on: {why}")
+                raise RunError(f"{name} {NO_EFFECT}: {why}")
 
 
 @dataclass(frozen=True)
 class RunConditions(Method):
-    """Disables dropout and, if ``double``, runs the model in float64."""
+    """A method that disables dropout and, if ``double``, runs the model in float64."""
 
     card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
@@ -115,29 +101,19 @@ class RunConditions(Method):
 
 @dataclass(frozen=True)
 class EquivalenceRun:
-    """The result of one arm.
+    """The result of one arm."""
 
-    Attributes:
-        steps: optimizer steps done.
-        start: exported weights before the first step, on the CPU.
-        weights: exported weights after the last step, on the CPU.
-        plan: settings of the run's plan, by description.
-        validation: (rows, SHA-256) of each field of the validation data.
-        dropout: probabilities of the dropout layers, without RunConditions.
-        in_time: whether all steps were done before the deadline.
-    """
-
-    steps: int
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    plan: dict[str, object]
-    validation: list[tuple[int, str]] | None
-    dropout: list[float]
-    in_time: bool
+    steps: int  # optimizer steps done
+    start: dict[str, torch.Tensor]  # exported weights before the first step, on the CPU
+    weights: dict[str, torch.Tensor]  # exported weights after the last step, on the CPU
+    plan: dict[str, object]  # settings of the run's plan, by description
+    validation: list[tuple[int, str]] | None  # (rows, SHA-256) of each field of the validation data
+    dropout: list[float]  # probabilities of the dropout layers, without RunConditions
+    in_time: bool  # whether all steps were done before the deadline
 
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
-    """Runs base and candidate for the same number of steps: as many as the slower one can do in time."""
+    """Runs base and candidate for as many steps as the slower one can do in time: (base, candidate)."""
     a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
     b = _run(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
@@ -146,7 +122,7 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 
 
 def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
-    dropout = _dropout(case.program(recipe))
+    dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up
     done, in_time = 0, True
@@ -161,9 +137,8 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
                 break
         weights = _exported_weights(program)
     if done < min(steps, MIN_STEPS) and not in_time:
-        raise RunError(
-            f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}; give it more time"
-        )
+        problem = f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}"
+        raise RunError(f"{problem}; give it more time")
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
         case.check_has_effect(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
@@ -172,12 +147,12 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
 
 
 def _exported_weights(program: Program) -> dict[str, torch.Tensor]:
-    """All weights on rank 0, which decides; on other ranks only those that they hold."""
+    """Exported weights on the CPU: all of them on rank 0, on other ranks those that they hold. A collective."""
     return _to_cpu(gather_weights(program.export().state_dict(), program.run))
 
 
 def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the tensors that this rank holds: DDP overwrites gradients in the next step."""
+    """CPU copies, in ``dtype`` if given, of the tensors that this rank holds (not None)."""
     held = {name: value.detach() for name, value in state.items() if value is not None and not value.is_meta}
     return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in held.items()}
 
@@ -197,11 +172,6 @@ def _digest(program: Program) -> list[tuple[int, str]] | None:
     return [(rows[index], hashes[index].hexdigest()) for index in sorted(rows)]
 
 
-def _dropout(program: Program) -> list[float]:
-    modules = program.run.model.modules()
-    return [module.p for module in modules if isinstance(module, Dropout)]
-
-
 def _plan(plan: TrainPlan) -> dict[str, object]:
     return {
         "samples per step": plan.batch_size,
@@ -213,12 +183,12 @@ def _plan(plan: TrainPlan) -> dict[str, object]:
 
 
 def plan_differences(plan: dict[str, object], base: dict[str, object]) -> str:
-    """The entries that differ, as "NAME: VALUE instead of VALUE"."""
+    """The entries of ``plan`` that differ from ``base``, as "NAME: VALUE instead of VALUE"; empty if none."""
     return ", ".join(f"{name}: {plan[name]} instead of {base[name]}" for name in plan if plan[name] != base[name])
 
 
 def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why two runs do not train the same thing; None if they do."""
+    """Why the plans of two runs (steps, batch size, ...) differ, as text; None if they are equal."""
     if a.plan != b.plan:
         return f"the plan differs: {plan_differences(b.plan, a.plan)}"
     if a.weights.keys() != b.weights.keys():
@@ -243,12 +213,10 @@ def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
 def first_gradients(
     case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
 ) -> tuple[list[dict[str, torch.Tensor] | None], int]:
-    """Computes the gradients of the first ``batches`` batches, always at the initial weights.
+    """(gradients of the first ``batches`` batches, number of batches with gradients), always at the initial weights.
 
-    Returns:
-        A dict of float64 tensors by parameter name for each batch, or None for a batch whose gradients overflowed and
-        were not used (loss scaling); and the number of batches with gradients. Ends early when that is
-        GRADIENT_BATCHES.
+    Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
+    scaling). Ends early after GRADIENT_BATCHES batches with gradients.
     """
     program = case.program(recipe, conditions)
     model, used_batches = program.run.model, 0
@@ -263,7 +231,9 @@ def first_gradients(
             program.grad_transform()
             gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
-            gradients = {_parameter_name(name): gradient for name, gradient in gradients.items()}
+            # without the prefixes of DDP and torch.compile
+            names = {name: name.removeprefix("module.").replace("_orig_mod.", "") for name in gradients}
+            gradients = {names[name]: gradient for name, gradient in gradients.items()}
             full_gradients = _to_cpu(gather_weights(gradients, program.run), torch.float64)
             program.optimizer_step()
             changed = (not torch.equal(to_local(weight), to_local(start[name])) for name, weight in parameters.items())
@@ -279,8 +249,3 @@ def first_gradients(
     if not used_batches:
         raise RunError(f"no batch of the first {len(found)} gave finite gradients")
     return found, used_batches
-
-
-def _parameter_name(name: str) -> str:
-    """Without the prefixes of DDP and torch.compile."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")

@@ -14,8 +14,6 @@ method may change anything. Float64 runs compare the formula, so both arms disab
 rightly draw other random numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,18 +78,18 @@ def check_exactness(
     """Compares ``candidate`` with ``base`` as the exactness class requires.
 
     Args:
-        task: what to train.
+        task: the task to train.
         base: the recipe whose result is correct by definition.
         candidate: the recipe to check.
         exactness: the class that the candidate claims.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: of both runs.
+        seed: seed of both runs.
         steps: maximum optimizer steps of each arm.
         seconds: after about this time the arms are compared where they are.
         ranks: the process group of both arms. All ranks must call this; the result of rank 0 counts.
 
     Raises:
-        RunError: with several ranks: the check could not be run on this one. The others must not wait for it.
+        RunError: with several ranks only: the check failed to run on this rank, so the job must end.
     """
     case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
     try:
@@ -203,9 +201,7 @@ def _movement(run: EquivalenceRun) -> torch.Tensor:
 
 def _worst_gradient(clean: list[Gradients | None], noisy: list[Gradients | None]) -> tuple[str, float]:
     """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all used batches."""
-    pairs = [
-        (reference, gradients) for reference, gradients in zip(clean, noisy, strict=True) if reference and gradients
-    ]
+    pairs = [(reference, noise) for reference, noise in zip(clean, noisy, strict=True) if reference and noise]
     signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
     mean = torch.cat(list(signals.values())).square().mean().sqrt()
     ratios = {"no parameter": math.inf}

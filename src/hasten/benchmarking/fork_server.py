@@ -64,8 +64,8 @@ class Worker:
     Args:
         service: ``module:Class`` of the object. The class is called in the worker.
         environment: variables to set in the worker, besides those of this process.
-        timeout: default for ``call``.
-        **arguments: of the class.
+        timeout: default of ``call``, in seconds; None waits forever.
+        **arguments: arguments of the class.
 
     Raises:
         ConfigurationError, RunError: raised by the class, or the process could not be started.
@@ -96,11 +96,7 @@ class Worker:
     ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
-        Args:
-            method: name of the method.
-            timeout: seconds without a message after which the worker is killed; None waits for ever.
-            watch: receives the progress.
-            **arguments: of the method.
+        After ``timeout`` seconds without a message the worker is killed; None waits for ever.
 
         Raises:
             ConfigurationError, RunError: raised by the method.
@@ -132,7 +128,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _explain_death(self) -> Iterator[None]:
-        """Wraps uses of the connection only: a broken pipe inside ``watch`` does not mean that the process died."""
+        """Context manager around uses of the connection: a broken one becomes a RunError that says how it died."""
         try:
             yield
         except (EOFError, ConnectionError):
@@ -184,7 +180,7 @@ class ForkServer:
             stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
 
     def is_usable(self) -> bool:
-        """Whether it runs and belongs to this process, which may be a fork of the owner."""
+        """Whether the server runs and was started by this process, not by a parent that forked it."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
@@ -231,13 +227,13 @@ def _installed_modules() -> list[str]:
 
 
 def reset_shown_warnings() -> None:
-    """Lets workers of the next request repeat warnings that were shown."""
+    """Forgets which warnings of workers were shown, so that they are shown again."""
     _shown_warnings.clear()
 
 
 @contextlib.contextmanager
 def mark_warnings_shown() -> Iterator[None]:
-    """Shows HastenWarnings given inside as usual, and suppresses the same ones from workers."""
+    """Context manager: a HastenWarning given inside is shown, and not again if a worker sends the same one."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -251,11 +247,7 @@ def mark_warnings_shown() -> Iterator[None]:
 
 
 def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
-    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error.
-
-    Raises:
-        ConfigurationError, RunError: the message is an error.
-    """
+    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error."""
     if kind == "watch":
         watch(*content)
     elif kind == "warning":
@@ -277,7 +269,7 @@ def _without_numbers(text: str) -> str:
 
 
 def timeout_error(seconds: float | None) -> RunError:
-    """The error for a worker that was silent for so long."""
+    """The error for a worker that sent no message for ``seconds``."""
     return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
 
 
@@ -371,7 +363,7 @@ def _set_up_worker(request: dict[str, Any]) -> None:
 
 
 def _describe_error(error: BaseException) -> tuple[str, str]:
-    """(key of ``ERRORS``, text) of an exception."""
+    """(key of ``ERRORS``, message) under which a worker reports an exception to the parent."""
     if isinstance(error, SystemExit):
         return RunError.__name__, "the task's code ended the process (sys.exit)"
     if isinstance(error, (ConfigurationError, RunError)):

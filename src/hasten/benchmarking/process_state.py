@@ -1,7 +1,5 @@
 """Reads, compares and restores the global state of a process that a method could change."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,13 +17,13 @@ def process_state() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of the entries that differ."""
+    """Names of the entries of two results of ``process_state`` that differ."""
     return [name for name in before if not bitwise_equal(before[name], after[name])]
 
 
 @contextmanager
 def restored() -> Generator[None]:
-    """Restores the global state at the end of the block."""
+    """Context manager: restores the state in ``process_state`` (flags, threads, environment, ...) at its end."""
     before = process_state()
     try:
         yield

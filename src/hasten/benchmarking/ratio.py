@@ -1,7 +1,5 @@
 """Ratio of paired block times with a confidence interval, and a verdict that accounts for repeated looks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev, variance
@@ -33,7 +31,7 @@ class Ratio:
 
 
 def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) -> Ratio:
-    """The ratio of paired blocks: trimmed mean of log(a / b) with its t interval (Yuen 1974).
+    """The ratio a / b of paired block times: trimmed mean of the logarithms with a t interval (Yuen 1974).
 
     Args:
         a: seconds of the blocks of the first arm, for equal work.
@@ -53,17 +51,11 @@ def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) 
 
 
 def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[float], pairs: int, error: float) -> Ratio:
-    """The ratio of runs with evaluations.
+    """The ratio of runs with evaluations, from the ratio of the training steps (measured with ``pairs`` blocks).
 
-    Three independent errors add up (delta method), each weighted by its part of the run: that of the ratio of the
-    steps, and those of the evaluations of both arms.
-
-    Args:
-        steps: the ratio of the training steps.
-        shares: seconds of evaluation per second of training steps, of (a, b).
-        errors: standard errors of the logarithms of ``shares``, of (a, b).
-        pairs: number of paired blocks behind ``steps``.
-        error: as for ``ratio_of``.
+    ``shares`` are the seconds of evaluation per second of training steps of (a, b), ``errors`` the standard errors of
+    their logarithms. Three independent errors add up (delta method), each weighted by its part of the run: that of the
+    ratio of the steps, and those of the evaluations of both arms.
     """
     parts = [share / (1 + share) for share in shares]
     center = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
@@ -74,12 +66,12 @@ def with_evaluations(steps: Ratio, shares: tuple[float, float], errors: list[flo
 
 
 def _interval(center: float, half_width: float) -> Ratio:
-    """From the logarithm of a ratio."""
+    """The Ratio exp(center), with the interval exp(center - half_width) to exp(center + half_width)."""
     return Ratio(math.exp(center), math.exp(center - half_width), math.exp(center + half_width))
 
 
 def verdict_of(ratio: Ratio) -> str:
-    """FASTER or SLOWER, for the second arm; SAME: known to within 2 %; UNSURE: the interval is too wide."""
+    """FASTER or SLOWER: the second arm surely is; SAME: equal within 2 %; UNSURE: the interval is too wide."""
     if ratio.low > 1.01:
         return FASTER
     if ratio.high < 0.99:
@@ -90,5 +82,5 @@ def verdict_of(ratio: Ratio) -> str:
 
 
 def spread(seconds: list[float]) -> float:
-    """Standard deviation of the logarithms of the times: the noise as a fraction."""
+    """Standard deviation of the logarithms of the times: noise as a fraction (0.05: about 5 %)."""
     return stdev(map(math.log, seconds)) if len(seconds) > 1 else 0.0

@@ -1,7 +1,5 @@
 """Measures how much other processes disturbed a measurement."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -15,7 +13,7 @@ class SystemNoise:
         self.ticks = _cpu_ticks()
 
     def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | None]:
-        """The two arguments, the CPU time stolen by the hypervisor (percent), and the load average of one minute."""
+        """Both arguments, CPU time stolen by the hypervisor since the start (percent), and load average (1 minute)."""
         after = _cpu_ticks()
         total = sum(after) - sum(self.ticks)
         has_steal = total and len(after) > STEAL

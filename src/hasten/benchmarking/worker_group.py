@@ -28,9 +28,9 @@ ROOT_CAUSE_WAIT_S = 5.0  # for the failing rank to report, after ranks that only
 def start_workers(
     processes: int, service: str, timeout: float | None = None, /, **arguments: Any
 ) -> Worker | WorkerGroup:
-    """Creates an object in its own process, or one on each rank of a group.
+    """Starts one Worker (``processes`` 1) or a WorkerGroup with an object of class ``service`` on each rank.
 
-    ``timeout`` is the default of a group's calls; a single process waits for no other one, so its calls have none.
+    ``timeout`` (seconds) is the default of a group's calls; calls of a single process have no timeout.
     """
     return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
 
@@ -112,7 +112,7 @@ class WorkerGroup:
         return messages
 
     def _root_cause(self, results: dict[int, Any], errors: dict[int, Exception]) -> Exception:
-        """The root cause of the first errors, which may come from ranks that only noticed the end of another one."""
+        """The error to report: of a rank that failed by itself, rather than of one that lost its peer."""
         began = time.monotonic()
         while True:
             causes = [rank for rank, error in errors.items() if not isinstance(error, PeerFailure)]
@@ -141,7 +141,7 @@ class WorkerGroup:
 
 
 def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """The environment of a rank on this machine: what init_process_group needs of the variables that torchrun sets."""
+    """Environment variables of a rank on this machine, as torchrun sets them, for init_process_group."""
     variables = {
         "RANK": rank,
         "WORLD_SIZE": processes,

@@ -80,7 +80,7 @@ def margin(text: str) -> float:
 
 
 def directory(text: str) -> str:
-    """Accept the path of a directory, or a path that does not exist yet."""
+    """Check that ``text`` is the path of a directory, or of nothing yet; returns it."""
     if not text:
         raise ArgumentTypeError("must be a directory, not an empty text")
     if os.path.exists(text) and not os.path.isdir(text):
@@ -89,7 +89,7 @@ def directory(text: str) -> str:
 
 
 def name_list(text: str) -> list[str]:
-    """Parse ``a,b,c``."""
+    """Parse ``a,b,c`` to a list of names, at least one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ArgumentTypeError("must be names separated by commas")
@@ -110,7 +110,7 @@ def common_options() -> ArgumentParser:
 
 
 def add_max_restarts(parser: ArgumentParser) -> None:
-    """Add ``--max-restarts``."""
+    """Add ``--max-restarts``: how often a job is restarted after ranks were lost."""
     parser.add_argument(
         "--max-restarts",
         type=restart_count,
@@ -121,7 +121,7 @@ def add_max_restarts(parser: ArgumentParser) -> None:
 
 
 def add_timeout(parser: ArgumentParser) -> None:
-    """Add ``--timeout`` of a job whose ranks wait for each other."""
+    """Add ``--timeout``: seconds that a rank waits for another one in a collective."""
     parser.add_argument(
         "--timeout",
         type=timeout,
@@ -143,7 +143,7 @@ def add_trial_timeout(parser: ArgumentParser, default: str) -> None:
 
 
 def add_processes(parser: ArgumentParser, help_text: str, default: int = 1) -> None:
-    """Add ``--processes``."""
+    """Add ``--processes``, the number of ranks on this machine."""
     parser.add_argument(
         "--processes", type=process_count, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
     )
@@ -161,7 +161,7 @@ def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:
 
 
 def add_recipe_options(parser: ArgumentParser) -> None:
-    """Add ``--recipe`` and ``--with``."""
+    """Add ``--recipe`` and ``--with``, which name the methods to train with."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")
     parser.add_argument(
         "--with",
@@ -174,7 +174,7 @@ def add_recipe_options(parser: ArgumentParser) -> None:
 
 
 def recipe_from_options(options: Namespace) -> Recipe:
-    """Combine ``--recipe`` and ``--with``. An option of a method that both set has the value of ``--with``."""
+    """The recipe of ``--recipe`` and ``--with`` together; ``--with`` wins where both set an option."""
     from hasten.core.recipe import Recipe  # not at the top: --help needs no TOML
 
     extra = Recipe.parse(options.methods)
@@ -183,10 +183,8 @@ def recipe_from_options(options: Namespace) -> Recipe:
 
 
 def preflight_recipe(options: Namespace) -> Recipe:
-    """The recipe of a job, as far as the launcher can know it before the ranks start.
-
-    With ``--resume`` it is the recipe in the run directory, without methods from files: the launcher must not load
-    their code.
+    """The recipe of a job, as far as the launcher can know it before the ranks start. With ``--resume`` it is the
+    recipe in the run directory, without methods from files: the launcher must not load their code.
     """
     from hasten.core.recipe import Recipe
 
@@ -201,15 +199,8 @@ def preflight_recipe(options: Namespace) -> Recipe:
 
 
 def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
-    """Read a recipe from a TOML file, "baseline" or a list of methods.
-
-    Args:
-        text: the value of ``--recipe``, ``--a`` or ``--b``.
-        trusted: methods from the command line. A recipe file may refer to a method in a Python file only if it is among
-            these.
-
-    Raises:
-        ConfigurationError: ``text`` is no recipe, or its file refers to code that ``trusted`` does not contain.
+    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``. A
+    recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
     """
     from hasten.core.recipe import Recipe
 
@@ -227,9 +218,8 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
     for name, values in loaded.methods.items():
         known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
         if known is None and ":" in name:
-            raise ConfigurationError(
-                f"{text} refers to code outside hasten, {name}; if you trust it, add --with {name}"
-            )
+            what = f"{text} refers to code outside hasten, {name}"
+            raise ConfigurationError(f"{what}; if you trust it, add --with {name}")
         methods[known or name] = values
     return Recipe(methods)
 

@@ -5,10 +5,9 @@ On several nodes: hasten launch --nproc-per-node N --nnodes M --rdzv-endpoint HO
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli.argument_types import add_processes, add_timeout
+from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
@@ -17,22 +16,17 @@ HELP = "measure latency and bandwidth of each collective"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    argument_types.add_processes(parser, "number of processes on this machine", default=2)
-    argument_types.add_timeout(parser)
+    add_processes(parser, "number of processes on this machine", default=2)
+    add_timeout(parser)
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
-    """Measure in this rank of a job, or start the job first."""
+    """Measure if this process is a rank of a job; else start a job of ``--processes`` ranks that do."""
     if not in_job():
         from hasten.launch.launcher import launch
 
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     from hasten.launch.comm_benchmark import bench_comm
 
-    return CommandResult(bench_comm(options.device, watch=watch, timeout=options.timeout), _page)
-
-
-def _page(result: dict) -> Any:
-    from hasten.reporting.terminal_bench_comm import bench_comm_answer
-
-    return bench_comm_answer(result)
+    result = bench_comm(options.device, watch=watch, timeout=options.timeout)
+    return CommandResult(result, page("terminal_bench_comm", "bench_comm_answer"))

@@ -4,17 +4,16 @@ The exit code is 0 if recipe b is faster and 1 for every other verdict.
 """
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli.argument_types import add_measuring_budget, add_processes, add_trial_timeout, resolve_recipe
+from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 
 HELP = "measure two recipes against each other"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten compare`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as for --with')
     parser.add_argument(
@@ -28,9 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         help="allow the recipe files to refer to this method in a Python file; can be repeated",
     )
-    argument_types.add_processes(parser, "compare jobs of N processes on this machine")
-    argument_types.add_trial_timeout(parser, "2m")
-    argument_types.add_measuring_budget(parser)
+    add_processes(parser, "compare jobs of N processes on this machine")
+    add_trial_timeout(parser, "2m")
+    add_measuring_budget(parser)
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
@@ -39,7 +38,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     from hasten.core.recipe import Recipe
 
     extra = Recipe.parse(options.extra)
-    a, b = (argument_types.resolve_recipe(text, extra) for text in (options.a, options.b))
+    a, b = (resolve_recipe(text, extra) for text in (options.a, options.b))
     result = compare(
         options.task,
         a,
@@ -51,10 +50,4 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         seed=options.seed,
         watch=watch,
     )
-    return CommandResult(result, _page, code=0 if result["verdict"] == "faster" else 1)
-
-
-def _page(result: dict) -> Any:
-    from hasten.reporting.terminal import compare_answer
-
-    return compare_answer(result)
+    return CommandResult(result, page("terminal", "compare_answer"), code=0 if result["verdict"] == "faster" else 1)

@@ -1,13 +1,10 @@
 """Inspects stored data and converts it to a faster format."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli.argument_types import add_measuring_budget, common_options, directory, positive_int
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
 
@@ -24,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
             name,
             help=summary[0].lower() + summary[1:].rstrip("."),
             description=f"{summary} {' '.join(details.split())}",
-            parents=[argument_types.common_options()],
+            parents=[common_options()],
             allow_abbrev=False,
         )
         add(action)
@@ -41,7 +38,7 @@ def _add_inspect_arguments(parser: ArgumentParser) -> None:
         "--target", metavar="NAME", help="table column to predict; the other columns are then read as one matrix"
     )
     _add_max_bad_rows(parser, "skip up to N unreadable rows or files, and list them")
-    argument_types.add_measuring_budget(parser, 20)
+    add_measuring_budget(parser, 20)
 
 
 def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
@@ -55,7 +52,7 @@ def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
     result = inspect(
         options.path, target=options.target, max_bad_rows=options.max_bad_rows, budget=options.budget, watch=watch
     )
-    return CommandResult(result, _inspect_page, code=1 if result["trouble"] else 0)
+    return CommandResult(result, page("terminal_data", "inspect_answer"), code=1 if result["trouble"] else 0)
 
 
 def _add_convert_arguments(parser: ArgumentParser) -> None:
@@ -64,16 +61,12 @@ def _add_convert_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         required=True,
-        type=argument_types.directory,
+        type=directory,
         metavar="DIR",
         help="output directory; an interrupted conversion continues there",
     )
-    parser.add_argument(
-        "--resize", type=argument_types.positive_int, metavar="N", help="resize images to N by N pixels"
-    )
-    parser.add_argument(
-        "--shards", type=argument_types.positive_int, metavar="N", help="number of files (default: one per 256 MB)"
-    )
+    parser.add_argument("--resize", type=positive_int, metavar="N", help="resize images to N by N pixels")
+    parser.add_argument("--shards", type=positive_int, metavar="N", help="number of files (default: one per 256 MB)")
     parser.add_argument(
         "--target", metavar="NAME", help="with --to rows: store this column separately, the others as one matrix"
     )
@@ -99,23 +92,11 @@ def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
         for name, value in values.items():
             command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         raise RunError(f"interrupted; to continue: {shlex.join([*command, '--out', options.out])}") from None
-    return CommandResult(result, _convert_page)
+    return CommandResult(result, page("terminal_data", "convert_answer"))
 
 
 def _add_max_bad_rows(parser: ArgumentParser, help_text: str) -> None:
-    parser.add_argument("--max-bad-rows", type=argument_types.positive_int, metavar="N", help=help_text)
-
-
-def _inspect_page(result: dict) -> Any:
-    from hasten.reporting.terminal_data import inspect_answer
-
-    return inspect_answer(result)
-
-
-def _convert_page(result: dict) -> Any:
-    from hasten.reporting.terminal_data import convert_answer
-
-    return convert_answer(result)
+    parser.add_argument("--max-bad-rows", type=positive_int, metavar="N", help=help_text)
 
 
 ACTIONS = {"inspect": (_add_inspect_arguments, _inspect), "convert": (_add_convert_arguments, _convert)}

@@ -5,10 +5,9 @@ With several processes it also measures stragglers and the cost of communication
 
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli import argument_types as types
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
@@ -17,12 +16,12 @@ HELP = "measure where the time of a step goes, and the ceiling of each phase"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten diagnose`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe_options(parser)
-    argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
-    argument_types.add_timeout(parser)
-    argument_types.add_measuring_budget(parser)
+    types.add_recipe_options(parser)
+    types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
+    types.add_timeout(parser)
+    types.add_measuring_budget(parser)
     parser.add_argument(
         "--ops",
         action="store_true",
@@ -40,32 +39,22 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
 
-        preflight_check(options.task, options.processes, make_methods(argument_types.preflight_recipe(options)))
+        preflight_check(options.task, options.processes, make_methods(types.preflight_recipe(options)))
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     if in_job():
         from hasten.profiling.rank_profile import diagnose_ranks
 
-        diagnose = partial(diagnose_ranks, timeout=options.timeout)
+        diagnose, answer = partial(diagnose_ranks, timeout=options.timeout), page("terminal_ranks", "ranks_answer")
     else:
         from hasten.profiling.diagnose import diagnose
 
-        diagnose = partial(diagnose, ops=options.ops)
+        diagnose, answer = partial(diagnose, ops=options.ops), page("terminal", "diagnose_answer")
     result = diagnose(
         options.task,
-        recipe=argument_types.recipe_from_options(options),
+        recipe=types.recipe_from_options(options),
         budget=options.budget,
         device=options.device,
         seed=options.seed,
         watch=watch,
     )
-    return CommandResult(result, _page)
-
-
-def _page(result: dict) -> Any:
-    if result["kind"] == "diagnose_ranks":
-        from hasten.reporting.terminal_ranks import ranks_answer
-
-        return ranks_answer(result)
-    from hasten.reporting.terminal import diagnose_answer
-
-    return diagnose_answer(result)
+    return CommandResult(result, answer)

@@ -7,7 +7,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hasten.cli import argument_types
+from hasten.cli.argument_types import add_recipe_options, recipe_from_options
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
@@ -16,9 +16,9 @@ HELP = "write a run as one flat PyTorch script"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten eject`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe_options(parser)
+    add_recipe_options(parser)
     parser.add_argument("--out", metavar="FILE", help="file of the script (default: standard output)")
 
 
@@ -28,7 +28,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
 
     if options.out and os.path.exists(options.out):
         raise ConfigurationError(f"{options.out} already exists; choose another --out")
-    source = eject(options.task, argument_types.recipe_from_options(options), device=options.device)
+    source = eject(options.task, recipe_from_options(options), device=options.device)
     if not options.out:
         return CommandResult({"source": source}, lambda result: result["source"].rstrip("\n"))
     _write(Path(options.out), source)

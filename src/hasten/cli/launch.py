@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from hasten.cli import argument_types
+from hasten.cli.argument_types import add_max_restarts, add_timeout, node_range, preflight_recipe, process_count
 from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method
@@ -23,17 +23,13 @@ LAUNCH_OPTIONS = ("--processes", "--nproc-per-node", "--nnodes", "--max-restarts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command, named as in torchrun."""
+    """Add the options of ``hasten launch``, named as in torchrun, to its parser."""
     parser.add_argument(
-        "--nproc-per-node",
-        type=argument_types.process_count,
-        required=True,
-        metavar="N",
-        help="number of processes on each node",
+        "--nproc-per-node", type=process_count, required=True, metavar="N", help="number of processes on each node"
     )
     parser.add_argument(
         "--nnodes",
-        type=argument_types.node_range,
+        type=node_range,
         default=(1, 1),
         metavar="M|MIN:MAX",
         help="number of nodes; MIN:MAX keeps training while at least MIN nodes are alive and admits nodes up to MAX "
@@ -45,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where the nodes find each other; HOST is one of the nodes; required for several nodes",
     )
-    argument_types.add_max_restarts(parser)
-    argument_types.add_timeout(parser)
+    add_max_restarts(parser)
+    add_timeout(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS))
 
 
@@ -56,9 +52,8 @@ def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
     if not command or command[0] not in COMMANDS:
         raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {USAGE}")
     if options.nnodes[1] > 1 and options.rdzv_endpoint is None:
-        raise ConfigurationError(
-            f"{options.nnodes[1]} nodes need a rendezvous; add --rdzv-endpoint HOST:PORT, where HOST is one of them"
-        )
+        advice = "add --rdzv-endpoint HOST:PORT, where HOST is one of them"
+        raise ConfigurationError(f"{options.nnodes[1]} nodes need a rendezvous; {advice}")
     misplaced = [name for word in command if (name := word.partition("=")[0]) in LAUNCH_OPTIONS]
     if misplaced:
         raise ConfigurationError(f"put {misplaced[0]} before the command, as an option of launch: {USAGE}")
@@ -76,12 +71,7 @@ def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
 
 
 def _check_command(command: list[str], options: argparse.Namespace) -> None:
-    """Check the command for every number of nodes that the job may have, because a node may leave or join at any time.
-
-    Raises:
-        ConfigurationError: an unknown option or method, an option of a method that does not divide the number of
-            processes, fewer samples in a batch than processes, or an option that only a single process supports.
-    """
+    """Check the command for every number of nodes that the job may have: a node may leave or join at any time."""
     from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):
@@ -89,19 +79,16 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
     inner = options.parse(command)
     if inner is None or inner.verb == "bench-comm":
         return
-    methods = make_methods(argument_types.preflight_recipe(inner))
+    methods = make_methods(preflight_recipe(inner))
     if options.nproc_per_node * options.nnodes[1] == 1:
         return
     if inner.verb == "train" and inner.max_bad_rows:
-        raise ConfigurationError(
-            "--max-bad-rows supports a single process, because each rank would count its own bad rows; "
-            "remove the option or fix the data"
-        )
+        what = "--max-bad-rows supports a single process, because each rank would count its own bad rows"
+        raise ConfigurationError(f"{what}; remove the option or fix the data")
     device = inner.device or options.device or ""
     if ":" in device:
-        raise ConfigurationError(
-            f"several processes cannot share {device}; use --device cuda, which assigns one GPU to each process"
-        )
+        advice = "use --device cuda, which assigns one GPU to each process"
+        raise ConfigurationError(f"several processes cannot share {device}; {advice}")
     _check_divisible(methods, options.nproc_per_node, *options.nnodes)
     from hasten.launch.launcher import preflight_check
 
@@ -109,7 +96,7 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
-    """Check that each share, and the product of all degrees, divides every number of processes of ``--nnodes``."""
+    """Check that the methods' options (``degree``, ...) divide every number of processes that --nnodes allows."""
     if min_nodes == max_nodes:
         return  # the ranks check a fixed number themselves
     shares = {
@@ -123,10 +110,8 @@ def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: 
         for nodes in range(min_nodes, max_nodes + 1):
             world_size = nodes * nproc_per_node
             if world_size % value:
-                raise ConfigurationError(
-                    f"--nnodes {min_nodes}:{max_nodes} can result in {world_size} processes, which {text} does not "
-                    "divide; change one of them"
-                )
+                what = f"--nnodes {min_nodes}:{max_nodes} can result in {world_size} processes"
+                raise ConfigurationError(f"{what}, which {text} does not divide; change one of them")
 
 
 def _endpoint(text: str) -> str:

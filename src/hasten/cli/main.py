@@ -5,8 +5,6 @@ are one line on standard error. Modules that import torch or rich are imported b
 fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import io
@@ -22,7 +20,7 @@ from typing import Any, NoReturn
 from hasten import __version__
 from hasten.cli import argument_types, bench_comm, compare, data, diagnose, eject, launch, methods, report, train, tune
 from hasten.cli.output import CommandResult, show, stdout_reserved_for_answer, strict_json
-from hasten.cli.progress import print_stderr, progress_display
+from hasten.cli.progress import print_stderr, progress_display, redirect_to_devnull
 from hasten.core.errors import (
     CollectiveTimeout,
     ConfigurationError,
@@ -61,14 +59,8 @@ DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program's name. None reads ``sys.argv``; the process then belongs to this call,
-            which sets signal handlers and may end the process.
-
-    Returns:
-        The exit code.
+    """Run the command line and return the exit code. ``argv`` are the arguments without the program's name. None reads
+    ``sys.argv``; the process then belongs to this call, which sets signal handlers and may end the process.
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -122,7 +114,7 @@ def _run_command(argv: list[str]) -> CommandResult | None:
     try:
         options = parse_arguments(argv)
     except SystemExit:
-        return None
+        options = None
     if options is None:
         return None
     if options.quiet:
@@ -132,11 +124,7 @@ def _run_command(argv: list[str]) -> CommandResult | None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
-    """Parse the command line; None if there is no command and the help was printed instead.
-
-    Raises:
-        ConfigurationError: an unknown command or option, or a value that does not fit.
-    """
+    """Parse the command line; None if there is no command and the help was printed instead."""
     parser = build_parser()
     options, unknown = parser.parse_known_args(argv)
     options.argv = argv
@@ -151,7 +139,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, with a subparser for each command."""
+    """The argparse parser of the whole command line, with a subparser for each command."""
     common = argument_types.common_options()
     parser = _Parser(
         prog="hasten",
@@ -242,9 +230,8 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exit without Python's finalization.
-
-    There, threads of libraries can crash the process, and the launcher would count a rank that has finished as lost.
+    """Exit without Python's finalization. There, threads of libraries can crash the process, and the launcher would
+    count a rank that has finished as lost.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -252,7 +239,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _print_answer(answer: CommandResult, as_json: bool) -> None:
-    """Print the answer. A reader that closes the pipe early (``hasten methods | head``) is no error."""
+    """Print the answer as text or JSON. A reader that closes the pipe early (``| head``) is no error."""
     try:
         if as_json:
             print(strict_json(answer.result))
@@ -260,19 +247,18 @@ def _print_answer(answer: CommandResult, as_json: bool) -> None:
             show(answer)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich turns the first into the second
-        _redirect_to_devnull(1)
+        redirect_to_devnull(1)
     except OSError as error:
-        _redirect_to_devnull(1)  # otherwise Python tries to flush again at exit
-        raise RunError(
-            f"the command finished, but its answer cannot be written to standard output: {error.strerror}"
-        ) from None
+        redirect_to_devnull(1)  # otherwise Python tries to flush again at exit
+        what = "the command finished, but its answer cannot be written to standard output"
+        raise RunError(f"{what}: {error.strerror}") from None
 
 
 def _prepare_streams() -> None:
-    """Replace closed output streams, as a daemon may leave them, and characters that their encoding lacks."""
+    """Reopen closed output streams (daemons) on /dev/null; print a replacement for unencodable characters."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            _redirect_to_devnull(descriptor)
+            redirect_to_devnull(descriptor)
             setattr(sys, name, open(descriptor, "w"))  # noqa: SIM115  open as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -281,15 +267,9 @@ def _prepare_streams() -> None:
         del os.environ["COLUMNS"]
 
 
-def _redirect_to_devnull(descriptor: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
 def _interrupt_on_signals() -> list[int]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the run ends as with Ctrl-C; ``nohup`` keeps working.
-
-    Returns:
-        A list that the handler appends the received signals to.
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the run ends as with Ctrl-C; ``nohup`` keeps working. The
+    returned list receives the signals.
     """
     owner, received = os.getpid(), []
 

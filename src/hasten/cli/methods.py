@@ -12,7 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 import hasten
-from hasten.cli.output import CommandResult
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 
@@ -25,27 +25,16 @@ HELP = "list the methods, or show one method's card, options and records"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten methods`` to its parser."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method, installed or ./file.py:Class")
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """List all methods, or describe the one that is named."""
     if options.name is None:
-        return CommandResult({"methods": _catalogue(options.device)}, _catalogue_page)
-    return CommandResult(_description(options.name, options.device), _method_page)
-
-
-def _catalogue_page(result: dict) -> Any:
-    from hasten.reporting.terminal import methods_table
-
-    return methods_table(result["methods"])
-
-
-def _method_page(result: dict) -> Any:
-    from hasten.reporting.terminal import method_page
-
-    return method_page(result)
+        table = page("terminal", "methods_table")
+        return CommandResult({"methods": _catalogue(options.device)}, lambda result: table(result["methods"]))
+    return CommandResult(_description(options.name, options.device), page("terminal", "method_page"))
 
 
 def _catalogue(device: str | None) -> list[dict]:
@@ -66,7 +55,7 @@ def _catalogue(device: str | None) -> list[dict]:
 
 
 def _description(name: str, device: str | None) -> dict:
-    """Everything about one method as plain data."""
+    """Card, options, order, conflicts and records of one method, as plain data for ``method_page``."""
     from hasten.core.method import hooks_of
     from hasten.engine.registry import method_class
 

@@ -1,7 +1,5 @@
 """The result of a command, and how it reaches standard output: text for a person or one JSON object for a program."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,36 +7,35 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command.
+    """The result of a command."""
 
-    Attributes:
-        result: plain data that ``--json`` prints; None if ``deferred`` is set.
-        page: ``(result) -> text or rich renderable`` for a person; not called with ``--json``.
-        code: exit code: 0 done, 1 a result that is a "no".
-        deferred: starts the processes that print the answer themselves, and returns the exit code; None if there are
-            none.
-    """
-
-    result: Any
-    page: Callable[[Any], Any] = str
-    code: int = 0
+    result: Any  # plain data that ``--json`` prints; None if ``deferred`` is set
+    page: Callable[[Any], Any] = str  # ``(result) -> text or rich renderable`` for a person; not called with ``--json``
+    code: int = 0  # exit code: 0 done, 1 a result that is a "no"
+    # starts the processes that print the answer themselves, and returns the exit code; None if there are none
     deferred: Callable[[], int] | None = None
+
+
+def page(module: str, function: str) -> Callable[[Any], Any]:
+    """A function of ``hasten.reporting``, imported when the page is made: with ``--json`` rich is not needed."""
+    return lambda result: getattr(import_module(f"hasten.reporting.{module}"), function)(result)
 
 
 def show(answer: CommandResult) -> None:
     """Print an answer for a person. A plain text is printed unchanged, so that it can be redirected into a file."""
-    page = answer.page(answer.result)
-    if isinstance(page, str):
-        print(page)
+    content = answer.page(answer.result)
+    if isinstance(content, str):
+        print(content)
         return
     from rich.console import Console
 
-    Console(highlight=False).print(page, crop=False)  # a command stays on one line even in a narrow terminal
+    Console(highlight=False).print(content, crop=False)  # a command stays on one line even in a narrow terminal
 
 
 def strict_json(value: Any) -> str:
@@ -48,9 +45,8 @@ def strict_json(value: Any) -> str:
 
 @contextmanager
 def stdout_reserved_for_answer() -> Iterator[None]:
-    """Redirect file descriptor 1 to standard error while a command runs.
-
-    Output of the task's code, of C libraries and of child processes then cannot mix with the answer on standard output.
+    """Redirect file descriptor 1 to standard error while a command runs. Output of the task's code, of C libraries and
+    of child processes then cannot mix with the answer on standard output.
     """
     sys.stdout.flush()
     saved = os.dup(1)

@@ -35,11 +35,16 @@ def print_stderr(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 2)
-        os.close(devnull)
+        redirect_to_devnull(2)
     except OSError:
         pass
+
+
+def redirect_to_devnull(descriptor: int) -> None:
+    """Replace a file descriptor by one that discards what is written to it."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, descriptor)
+    os.close(devnull)
 
 
 def _bar() -> Iterator[ProgressCallback]:
@@ -84,7 +89,7 @@ def _lines() -> ProgressCallback:
 
 
 def _rate_limit(interval_s: float) -> Callable[[], bool]:
-    """``is_due()`` is true once per interval, for the first time INITIAL_DELAY_S after the first call."""
+    """A function that returns True once per ``interval_s``, first INITIAL_DELAY_S after its first call."""
     due = None
 
     def is_due() -> bool:

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from hasten.cli import argument_types
+from hasten.cli.argument_types import directory
 from hasten.cli.output import CommandResult
 from hasten.core.progress import ProgressCallback
 
@@ -10,12 +10,9 @@ HELP = "write the HTML report about a search or a run"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten report`` to its parser."""
     parser.add_argument(
-        "directory",
-        type=argument_types.directory,
-        metavar="DIR",
-        help="run directory of `hasten tune` or `hasten train` (--out)",
+        "directory", type=directory, metavar="DIR", help="run directory of `hasten tune` or `hasten train` (--out)"
     )
 
 

@@ -11,10 +11,9 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli import argument_types as types
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, RunInterrupted
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job, is_main_process, is_managed_rank, note_run, resume_directory
@@ -23,17 +22,14 @@ HELP = "train a task, with a recipe if one is given"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten train`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_recipe_options(parser)
-    argument_types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
-    argument_types.add_max_restarts(parser)
-    argument_types.add_timeout(parser)
+    types.add_recipe_options(parser)
+    types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
+    types.add_max_restarts(parser)
+    types.add_timeout(parser)
     parser.add_argument(
-        "--out",
-        type=argument_types.directory,
-        metavar="DIR",
-        help="run directory (default: a new one, runs/train-TASK)",
+        "--out", type=types.directory, metavar="DIR", help="run directory (default: a new one, runs/train-TASK)"
     )
     parser.add_argument(
         "--resume",
@@ -43,14 +39,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=argument_types.duration,
+        type=types.duration,
         default=30.0,
         metavar="TIME",
         help="interval between checkpoints (default: 30s); longer if saving would take more than 1 %% of the run",
     )
     parser.add_argument(
         "--max-bad-rows",
-        type=argument_types.positive_int,
+        type=types.positive_int,
         metavar="N",
         help="skip up to N unreadable rows of data that hasten.data reads; DIR/skipped.jsonl lists them",
     )
@@ -63,7 +59,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         from hasten.launch.launcher import launch, preflight_check
 
         # A wrong option is reported before the ranks start, which takes seconds.
-        preflight_check(options.task, options.processes, make_methods(argument_types.preflight_recipe(options)))
+        preflight_check(options.task, options.processes, make_methods(types.preflight_recipe(options)))
         restarts = options.max_restarts
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes, (1, 1), None, restarts))
     from hasten.engine.train import train
@@ -71,7 +67,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     _choose_directory(options)
     recipe = None  # that of a resumed run
     if options.recipe is not None or options.methods:
-        recipe = argument_types.recipe_from_options(options)
+        recipe = types.recipe_from_options(options)
     try:
         result = train(
             options.task,
@@ -89,17 +85,11 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     except KeyboardInterrupt:
         error_type = RunInterrupted if is_managed_rank() else RunError  # the launcher may have interrupted its rank
         raise error_type(_how_to_resume(options)) from None
-    return CommandResult(result, _page, code=1 if _target_missed(result) else 0)
-
-
-def _page(result: dict) -> Any:
-    from hasten.reporting.terminal import train_answer
-
-    return train_answer(result)
+    return CommandResult(result, page("terminal", "train_answer"), code=1 if _target_missed(result) else 0)
 
 
 def _choose_directory(options: Namespace) -> None:
-    """Set ``options.out``, and ``options.resume`` in a rank that the launcher has restarted."""
+    """Set ``options.out`` if it is not given; in a rank that was restarted, set ``options.resume``, too."""
     resumed = resume_directory()
     if resumed:
         options.out, options.resume = resumed, True
@@ -114,11 +104,8 @@ def _target_missed(result: dict) -> bool:
     if result["target"] is None or result["reached"]:
         return False
     best = "nothing was measured" if result["best_metric"] is None else f"the best was {result['best_metric']:.4g}"
-    warnings.warn(
-        f"the target {result['target']:g} was not reached and held, {best}; train longer or change the target",
-        HastenWarning,
-        stacklevel=2,
-    )
+    what = f"the target {result['target']:g} was not reached and held, {best}"
+    warnings.warn(f"{what}; train longer or change the target", HastenWarning, stacklevel=2)
     return True
 
 
@@ -133,7 +120,7 @@ def _new_directory(task: str) -> str:
 
 
 def _missing_directory(out: Path) -> str:
-    """A mistyped ``--out`` must not start a new training in place of the one to resume."""
+    """The error message for ``--resume`` of a directory that does not exist, which may be a typing error."""
     runs = [path.parent.name for path in out.parent.glob("*/environment.json")]
     similar = [str(out.parent / name) for name in get_close_matches(out.name, runs)]
     hint = f" (did you mean {', '.join(similar)}?)" if similar else ""

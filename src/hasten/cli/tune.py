@@ -1,10 +1,9 @@
 """Searches for methods that make a task faster at equal quality, and proves the result; or finds that nothing does."""
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
-from hasten.cli import argument_types
-from hasten.cli.output import CommandResult
+from hasten.cli import argument_types as types
+from hasten.cli.output import CommandResult, page
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
 
@@ -12,25 +11,23 @@ HELP = "search for a faster recipe of equal quality, with evidence"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options and arguments of ``hasten tune`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    argument_types.add_processes(
-        parser, "search for a recipe for N processes on this machine, distributed strategies included"
-    )
-    argument_types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
+    types.add_processes(parser, "search for a recipe for N processes on this machine, distributed strategies included")
+    types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
     parser.add_argument(
         "--budget",
-        type=argument_types.duration,
+        type=types.duration,
         metavar="TIME",
         help="time for the search, such as 10m (default: the time of a few runs of the task)",
     )
     parser.add_argument(
         "--margin",
-        type=argument_types.margin,
+        type=types.margin,
         metavar="M",
         help="how much worse the metric may become, in its own unit (default: 0.5 %% of the metric)",
     )
-    parser.add_argument("--methods", type=argument_types.name_list, metavar="M1,M2", help="try only these methods")
+    parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",
         dest="extra",
@@ -41,14 +38,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runs",
-        type=argument_types.positive_int,
+        type=types.positive_int,
         default=10,
         metavar="N",
         help="number of runs you expect to do; a trial that they cannot pay back is not made (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
-        type=argument_types.directory,
+        type=types.directory,
         metavar="DIR",
         help="run directory of the search (default: runs/tune-TASK); an interrupted search continues there",
     )
@@ -75,10 +72,4 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         )
     except KeyboardInterrupt:
         raise RunError("interrupted; the same command continues the search, and every finished trial is kept") from None
-    return CommandResult(result, _page, code=0 if result.get("verdict") == "faster" else 1)
-
-
-def _page(result: dict) -> Any:
-    from hasten.reporting.terminal import tune_answer
-
-    return tune_answer(result)
+    return CommandResult(result, page("terminal", "tune_answer"), code=0 if result.get("verdict") == "faster" else 1)

@@ -150,9 +150,8 @@ class Card:
             object.__setattr__(self, name, frozenset(words))
         for name, known in _KNOWN_WORDS.items():  # the engine and the tuner compute with these
             if unknown := sorted(set(getattr(self, name)) - known.keys()):
-                raise ConfigurationError(
-                    f"the card states {name}={unknown}, but the known words are {', '.join(known)}"
-                )
+                words = ", ".join(known)
+                raise ConfigurationError(f"the card states {name}={unknown}, but the known words are {words}")
         if self.ceiling and self.ceiling not in CEILINGS:
             known = ", ".join(CEILINGS)
             raise ConfigurationError(f"the card states ceiling={self.ceiling!r}, but the known words are {known}")

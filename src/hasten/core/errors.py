@@ -48,13 +48,13 @@ class ProgressWarning(HastenWarning):
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:
-    """``Type: message`` of an error from elsewhere, on one line of at most ``limit`` characters."""
+    """``Type: message`` of an exception that is not hasten's, on one line of at most ``limit`` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean a, b?)`` for a misspelled word; the list of known words if none is similar."""
+    """End of an error message: `` (did you mean a, b?)``, or the list of known words if none is like ``word``."""
     words = sorted(known)
     close = get_close_matches(word, words, n=3, cutoff=0.5)
     return f" (did you mean {', '.join(close)}?)" if close else f" (there is: {', '.join(words)})"

@@ -65,7 +65,7 @@ def option(default: Any, *, one_of: tuple[str, ...] = (), **bounds: float) -> An
 
 
 def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
-    """Whether a value is in the range of an option."""
+    """Whether an option's value is one of ``one_of``, or a finite number within ``bounds`` (as in ``option``)."""
     if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
         return value in one_of
     finite = isinstance(value, int) or math.isfinite(value)
@@ -73,11 +73,7 @@ def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> b
 
 
 def validate_options(method: Any) -> None:
-    """Checks the options of a method against their ranges.
-
-    Raises:
-        ValueError: An option lies outside its range.
-    """
+    """Raises ValueError if an option of a method lies outside its range."""
     for opt in fields(method):
         value, spec = getattr(method, opt.name), opt.metadata
         if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):
@@ -151,7 +147,7 @@ HOOKS = tuple(name for name in vars(Method) if not name.startswith("_") and call
 
 
 def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
-    """The hooks that a method overrides."""
+    """Names of the hooks (such as "forward") that a method overrides."""
     cls = method if isinstance(method, type) else type(method)
     return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))
 
@@ -159,8 +155,8 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
 def required_traits(method: Method) -> Set[str]:
     """The traits that a method relies on: those of its card, and ``monolithic_forward`` if its hooks imply it.
 
-    A method that changes the forward or backward pass relies on each rank computing both for its own samples. A method
-    that changes no bit, such as an observer, may miss computations of other ranks.
+    A method that changes the forward or backward pass relies on each rank computing both for its own samples. A
+    BIT_EXACT method, such as one that only observes, does not: it may miss what other ranks compute.
     """
     changes_pass = bool({"forward", "backward"}.intersection(hooks_of(method)))
     if changes_pass and method.card.exactness is not Exactness.BIT_EXACT:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-DEFAULT_TIMEOUT_S = (
-    1800.0  # s to wait for a rank that does not answer; it may be evaluating. A dead rank is noticed at once
-)
+DEFAULT_TIMEOUT_S = 1800.0  # to wait for a rank that does not answer: it may be evaluating; a dead one is seen at once
 
 
 def _gather_one(content: bytes) -> list[bytes]:
@@ -47,17 +45,17 @@ class ProcessGroupInfo:
         return self.rank == 0
 
     def any(self, condition: bool) -> bool:
-        """Whether the condition holds on any rank."""
+        """Whether the condition holds on at least one rank. All ranks must call it."""
         return self.all_reduce_max([condition])[0] > 0
 
     def data_parallel_view(self, model_parallel_size: int) -> ProcessGroupInfo:
-        """The group with rank and world size counted in model replicas, whose ranks read the same samples."""
+        """A copy whose ``rank`` and ``world_size`` count model replicas (of consecutive ranks) instead of processes."""
         if model_parallel_size == 1:
             return self
         return replace(self, rank=self.rank // model_parallel_size, world_size=self.world_size // model_parallel_size)
 
     def shard_bounds(self, samples: int) -> tuple[int, int]:
-        """(first, end) of this rank's samples in a global batch; in rank order, the shards equal the batch."""
+        """(first, end) index of this rank's samples in a global batch of ``samples``; ``end`` is excluded."""
         return samples * self.rank // self.world_size, samples * (self.rank + 1) // self.world_size
 
 

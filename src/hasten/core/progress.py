@@ -6,4 +6,4 @@ ProgressCallback = Callable[[str, float, float | None], None]
 
 
 def no_progress(what: str, done: float, seconds_left: float | None = None) -> None:
-    """Reports nothing."""
+    """A progress callback that ignores its arguments; the default where none is given."""

@@ -33,11 +33,11 @@ class Recipe:
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def with_method(self, name: str, **options: Any) -> Recipe:
-        """This recipe with one more method, or with these options for a method that it has."""
+        """A copy with one more method; ``options`` replace all options of a method that the recipe has already."""
         return Recipe({**self.methods, name: options})
 
     def drop(self, *names: str) -> Recipe:
-        """This recipe without some methods."""
+        """A copy of this recipe without the named methods."""
         return Recipe({name: options for name, options in self.methods.items() if name not in names})
 
     def __or__(self, other: Recipe) -> Recipe:
@@ -47,7 +47,7 @@ class Recipe:
         return bool(self.methods)
 
     def __str__(self) -> str:
-        """As typed after ``--with``; "baseline" for the empty recipe."""
+        """The recipe as typed after ``--with``; "baseline" if it is empty."""
         return " + ".join(sorted(_as_text(name, options) for name, options in self.methods.items())) or "baseline"
 
     def to_toml(self) -> str:
@@ -64,8 +64,8 @@ class Recipe:
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         methods: Any = content.get("methods", {})
         if unknown := sorted(content.keys() - {"methods"}):
-            problem = f"has an unknown table {unknown[0]!r}; a recipe holds [methods.NAME] tables only"
-            raise ConfigurationError(f"{where} {problem}")
+            rule = "a recipe holds [methods.NAME] tables only"
+            raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
         if not isinstance(methods, dict) or not all(
             type(options) is dict for options in content.get("methods", {}).values()
         ):
@@ -74,8 +74,8 @@ class Recipe:
         for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    problem = f"must be a number, a text or true/false, not a {type(value).__name__}"
-                    raise ConfigurationError(f"{where}: {name}.{key} {problem}")
+                    kinds = f"a number, a text or true/false, not a {type(value).__name__}"
+                    raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
         return recipe
 
     @staticmethod
@@ -98,7 +98,7 @@ class Recipe:
     def parse(texts: str | Iterable[str]) -> Recipe:
         """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``.
 
-        Beside ``./file.py:Class``, only a ``+`` between spaces joins.
+        In a text with a ``./file.py:Class``, only a ``+`` between spaces joins, since paths may contain it.
         """
         recipe = Recipe()
         for text in [texts] if isinstance(texts, str) else texts:
@@ -126,12 +126,12 @@ class Recipe:
         recipe = Recipe.load(value)
         if outside := [name for name in recipe.methods if ":" in name]:
             remedy = "if you trust it, pass Recipe.load of the file instead"
-            raise ConfigurationError(f"{value} names code from outside, {outside[0]}; {remedy}")
+            raise ConfigurationError(f"the recipe {value} names code outside hasten, {outside[0]}; {remedy}")
         return recipe
 
 
 def _parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of ``METHOD[:key=value,...]``."""
+    """Parses ``METHOD[:key=value,...]`` to (method, {key: bool, int, float or str})."""
     match = _METHOD.match(text)
     if not match:
         raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")

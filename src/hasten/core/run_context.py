@@ -66,7 +66,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metric after ``step`` optimizer steps and ``samples`` training samples."""
+    """One evaluation on the validation data, after ``step`` optimizer steps and ``samples`` training samples."""
 
     step: int
     samples: int
@@ -129,12 +129,12 @@ class ParallelContext:
 
     @property
     def tp_size(self) -> int:
-        """Ranks of one pipeline stage: they compute shards of the same layers and draw the same random numbers."""
+        """Ranks per pipeline stage: they compute shards of the same layers and draw the same random numbers."""
         return self.model_parallel_size // self.pp_size
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether ranks hold disjoint sets of parameters."""
+        """Whether the ranks of a model replica hold different parameters."""
         return self.num_parameter_owners > 1
 
     @property
@@ -143,7 +143,7 @@ class ParallelContext:
         return self.replicated_params if self.ranks.rank % self.model_parallel_size else frozenset()
 
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """The norm over all parameter owners, from that of this rank's parameters without ``duplicate_params``."""
+        """L2 norm over a whole replica, from that of this rank without ``duplicate_params``. All ranks must call it."""
         if not self.is_model_parallel:
             return local_norm
         copies = self.ranks.world_size / self.num_parameter_owners  # so many ranks contribute the same norm
@@ -193,15 +193,15 @@ class RunContext:
 
     @property
     def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
-        """As ``ParallelContext.duplicate_params``; empty in a single process."""
+        """Parameters of this rank that rank 0 of its replica holds, too; empty in a single process."""
         return frozenset() if self.parallel is None else self.parallel.duplicate_params
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on any rank. All ranks must call it at the same point."""
+        """Whether the condition holds on at least one rank. All ranks must call it at the same point."""
         return self.ranks.any(condition)
 
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """The gradient norm of the whole model, from that of this rank's parameters without ``duplicate_params``."""
+        """L2 norm of the whole model's gradients, from that of this rank without ``duplicate_params``. A collective."""
         return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)
 
     def observe_effect(self, method: Method, check: EffectCheck) -> None:
@@ -215,6 +215,6 @@ class RunContext:
         self.effect_checks[method.name] = check
 
     def report_no_effect(self, method: Method, reason: str) -> None:
-        """Records that a method found nothing to act on: a warning in ``train``, an error in ``tune``."""
+        """Records that a method found nothing to act on, and why: a warning in ``train``, an error in ``tune``."""
         if (method.name, reason) not in self.no_effect:
             self.no_effect.append((method.name, reason))

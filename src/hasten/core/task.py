@@ -64,25 +64,21 @@ class Task:
             raise ConfigurationError(f"Task(higher_is_better=) must be True, False or None, not {value!r:.80}")
 
     def named(self, name: str) -> Task:
-        """The same task with a name, unless it has one."""
+        """The task itself if it has a name, else a copy called ``name``."""
         return self if self.name != "task" else replace(self, name=name)
 
 
 def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
-    """The result of a task's optimizer function as (optimizer, schedule or None).
-
-    Raises:
-        ConfigurationError: It is a tuple of another length.
-    """
+    """The result of a task's optimizer function as (optimizer, schedule or None)."""
     result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
     if len(result) != 2:
-        expected = "Task(optimizer=) must return a torch optimizer, or (optimizer, schedule)"
-        raise ConfigurationError(f"{expected}; it returned a tuple of {len(result)} items")
+        given = f"it returned a tuple of {len(result)} items"
+        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); {given}")
     return result
 
 
 def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
-    """Whether a task's optimizer function has the form ``(model, steps)``."""
+    """Whether a task's optimizer function takes ``(model, steps)`` rather than ``(model)``."""
     try:
         parameters = inspect.signature(make_optimizer).parameters.values()
     except (TypeError, ValueError):
@@ -92,7 +88,7 @@ def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
 
 
 def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
-    """Multiplies every learning rate, and the base and peak rates from which a schedule computes them."""
+    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``."""
     from hasten._torch_compat import chained_schedulers  # imports torch, which describing a task does not need
 
     for group in optimizer.param_groups:

@@ -46,26 +46,22 @@ __all__ = [
     "webdataset",
 ]
 
-_MODULES = {  # public name: the module that defines it
-    "BadRow": "hasten.data.source",
-    "Pipeline": "hasten.data.pipeline",
-    "SampleRng": "hasten.data.rng",
-    "Source": "hasten.data.source",
-    "arrays": "hasten.data.formats.arrays",
-    "augmented_images": "hasten.data.formats.augmented_images",
-    "convert": "hasten.datatools.conversion",
-    "csv": "hasten.data.formats.tables",
-    "feather": "hasten.data.formats.tables",
-    "images": "hasten.data.formats.images",
-    "inspect": "hasten.datatools.inspection",
-    "normalize": "hasten.data.transforms",
-    "parquet": "hasten.data.formats.tables",
-    "random_crop": "hasten.data.transforms",
-    "random_horizontal_flip": "hasten.data.transforms",
-    "tfrecord": "hasten.data.formats.tfrecord",
-    "tokens": "hasten.data.formats.token_files",
-    "webdataset": "hasten.data.formats.webdataset",
+_PUBLIC = {  # module: its public names
+    "data.formats.arrays": "arrays",
+    "data.formats.augmented_images": "augmented_images",
+    "data.formats.images": "images",
+    "data.formats.tables": "csv feather parquet",
+    "data.formats.tfrecord": "tfrecord",
+    "data.formats.token_files": "tokens",
+    "data.formats.webdataset": "webdataset",
+    "data.pipeline": "Pipeline",
+    "data.rng": "SampleRng",
+    "data.source": "BadRow Source",
+    "data.transforms": "normalize random_crop random_horizontal_flip",
+    "datatools.conversion": "convert",
+    "datatools.inspection": "inspect",
 }
+_MODULES = {name: f"hasten.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # otherwise every misspelled name would have the type Any

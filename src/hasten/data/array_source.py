@@ -1,7 +1,5 @@
 """Rows in memory or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import warnings
@@ -23,7 +21,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 class Arrays(Source):
-    """Columns that can be indexed, in memory or memory-mapped."""
+    """A data source over columns in memory or memory-mapped ``.npy`` files."""
 
     def __init__(self, columns: Any) -> None:
         if isinstance(columns, (dict, tuple)) and not columns:
@@ -60,11 +58,11 @@ class Arrays(Source):
         self.signatures, self.columns, self.length = signatures, columns, length
 
     def _signatures(self) -> list[list | None]:
-        """Returns the file signature of each column; None for a column in memory."""
+        """Returns path, size and times of the file of each column; None for a column in memory."""
         return [file_signature(item) if isinstance(item, str) else None for item in column_leaves(self.args)]
 
     def _content(self, column: Any) -> list:
-        """Returns dtype, shape and hash. The hash is computed again only after torch has written to the column."""
+        """Returns dtype, shape and hash of a column in memory; hashed again only after torch has written to it."""
         form = [str(column.dtype), list(column.shape)]
         if column.is_inference():
             return [*form, _digest(column)]  # inference tensors have no version counter
@@ -81,14 +79,14 @@ def _local_path(path: str | Path) -> str:
 
 
 def gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of a column at ``index``, in reused memory."""
+    """Returns the rows of a column at ``index``, copied into memory of the buffer pool."""
     rows = acquire((len(index), *column.shape[1:]), column.dtype)
     torch.index_select(signed(column), 0, index, out=signed(rows))
     return rows
 
 
 def signed(column: torch.Tensor) -> torch.Tensor:
-    """Returns the same memory with a dtype that torch can index, which it cannot with wide unsigned integers."""
+    """Returns uint16, uint32 and uint64 as signed views of the same memory, since torch cannot index unsigned."""
     return column.view(SIGNED[column.dtype]) if column.dtype in SIGNED else column
 
 
@@ -98,19 +96,17 @@ def _to_tensor(column: Any) -> torch.Tensor:
     if isinstance(column, numpy.ndarray):
         column = from_numpy_array(column)
     if not isinstance(column, torch.Tensor) or not column.ndim:
-        what = "arrays() expects tensors, NumPy arrays or .npy files whose first dimension is the sample"
-        raise ConfigurationError(f"{what}, not {type(column).__name__}")
+        kinds = "tensors, NumPy arrays or .npy files whose first dimension is the sample"
+        raise ConfigurationError(f"arrays() expects {kinds}, not {type(column).__name__}")
     if column.device.type != "cpu":
-        why = "arrays() reads from CPU memory"
-        raise ConfigurationError(f"{why}; pass .cpu() tensors, and move the batches with .to(device)")
+        advice = "pass .cpu() tensors, and move the batches with .to(device)"
+        raise ConfigurationError(f"arrays() reads from CPU memory; {advice}")
     return column.detach().contiguous()
 
 
 def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor to read from, without a copy if possible.
-
-    Raises:
-        ConfigurationError: torch has no such dtype.
+    """Returns the array as a tensor to read from, without a copy if possible; ConfigurationError if torch lacks the
+    dtype.
     """
     if array.dtype.hasobject:
         raise ConfigurationError("an array of Python objects cannot be read without executing code; store numbers")
@@ -122,11 +118,7 @@ def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
 
 
 def open_array(path: Path) -> numpy.ndarray:
-    """Returns a ``.npy`` file, memory-mapped.
-
-    Raises:
-        ConfigurationError: It cannot be read, or does not hold numbers.
-    """
+    """Returns a ``.npy`` file, memory-mapped; ConfigurationError if it cannot be read or does not hold numbers."""
     try:
         return numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

@@ -1,7 +1,5 @@
 """Rows that cannot be read: the first one ends the run, or up to a limit they are skipped and listed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,25 +10,15 @@ from hasten.data.source import BadRow, Source
 
 
 class BadRowPolicy:
-    """Counts the bad rows of a pipeline, each row once, however often it is read.
-
-    Attributes:
-        max_rows: How many rows may be skipped; 0 makes the first bad row an error.
-        found: Index of a skipped row -> its error.
-    """
+    """Counts the bad rows of a pipeline, each row once, however often it is read."""
 
     def __init__(self, max_rows: int = 0) -> None:
-        self.max_rows = max_rows
-        self.found: dict[int, BadRow] = {}
+        self.max_rows = max_rows  # how many rows may be skipped; 0 makes the first bad row an error
+        self.found: dict[int, BadRow] = {}  # index of a skipped row -> its error
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
-        """Reads those of the rows that can be read.
-
-        Returns:
-            (columns of the good rows, None if there are none; indices of the good rows; errors of the bad rows).
-
-        Raises:
-            RunError: More than ``max_rows`` of these rows are bad.
+        """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).
+        RunError if more than ``max_rows`` of these rows are bad.
         """
         bad: list[BadRow] = []
         if self.found:  # do not read known bad rows: each error would make the good rows be read once more
@@ -48,11 +36,7 @@ class BadRowPolicy:
         return None, rows, bad
 
     def record(self, fault: BadRow) -> None:
-        """Counts a skipped row.
-
-        Raises:
-            RunError: More than ``max_rows`` rows have been skipped.
-        """
+        """Counts a skipped row; RunError if more than ``max_rows`` have been skipped."""
         self.found[fault.row] = fault
         if len(self.found) > self.max_rows:
             raise self.failure(fault)
@@ -66,10 +50,9 @@ class BadRowPolicy:
         self.found = {row["row"]: BadRow(**row) for row in rows}
 
     def failure(self, fault: BadRow) -> RunError:
-        """Returns the error for a bad row that exceeds ``max_rows``."""
+        """Returns the error for the bad row with which the limit ``max_rows`` is exceeded."""
         if not self.max_rows:
             how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
             return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
-        return RunError(
-            f"{fault}; it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
-        )
+        limit = f"it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
+        return RunError(f"{fault}; {limit}")

@@ -4,8 +4,6 @@ A ``BatchBuilder`` holds everything that a batch depends on as plain values, so 
 builds the same batch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,10 +29,8 @@ Path = tuple[Any, ...]  # keys and indices that lead to a part of a sample
 
 @dataclass(frozen=True)
 class Map:
-    """A function that is applied to every sample, or to every batch.
-
-    Attributes:
-        stage: Index among the maps that take ``rng``, so that each draws its own numbers; None without ``rng``.
+    """A function that is applied to every sample or batch; ``stage`` counts the maps that take ``rng``, None for
+    others.
     """
 
     function: Callable
@@ -43,28 +39,21 @@ class Map:
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``.
-
-    Attributes:
-        rows: Index of a batch -> row indices of the global batch.
-        size: Rows of a global batch, over all shards.
-        num_shards: Number of equal parts into which each global batch is split.
-        shard_index: The part that is built here.
-        seeded: Whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads,
-            which share them.
-    """
+    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``."""
 
     source: Source
-    rows: Callable[[int], numpy.ndarray]
-    size: int
+    rows: Callable[[int], numpy.ndarray]  # index of a batch -> row indices of the global batch
+    size: int  # rows of a global batch, over all shards
     seed: int
     epoch: int
     sample_maps: tuple[Map, ...]
     batch_maps: tuple[Map, ...]
     collate: Callable[[list], Any] | None
-    num_shards: int
-    shard_index: int
+    num_shards: int  # number of equal parts into which each global batch is split
+    shard_index: int  # the part that is built here
     faults: BadRowPolicy
+    # whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads, which share
+    # them
     seeded: bool
 
     def __call__(self, index: int) -> tuple[Any, list[BadRow]]:
@@ -84,14 +73,14 @@ class BatchBuilder:
             return batch, bad
 
     def draws(self, index: int) -> bool:
-        """Whether building this batch draws from the global generators; their states are restored afterwards."""
+        """Builds batch ``index`` and returns whether that drew from the global generators, which it restores."""
         with preserve_rng_state():
             before = get_rng_state()
             self(index)
             return not bitwise_equal(get_rng_state(), before)
 
     def _shard(self, index: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Returns the row indices of this shard of a batch, and their positions in the epoch."""
+        """Returns (row indices in the source, positions in the epoch) of this shard of batch ``index``."""
         rows = self.rows(index)
         first, last = (len(rows) * shard // self.num_shards for shard in (self.shard_index, self.shard_index + 1))
         return rows[first:last], numpy.arange(index * self.size + first, index * self.size + last)
@@ -117,7 +106,7 @@ class BatchBuilder:
 
     @cached_property
     def _passthrough(self) -> frozenset[Path]:
-        """``passthrough_paths``, computed inside a batch, whose random numbers must not change by it."""
+        """Paths in a sample at which maps return rows of list columns unchanged; found without drawing numbers."""
         with preserve_rng_state() if self.seeded else nullcontext(), self._seeded_generators(0):
             return passthrough_paths(self.source, self._map_samples)
 
@@ -132,13 +121,13 @@ class BatchBuilder:
 
     @cached_property
     def _may_draw(self) -> bool:
-        """Whether a function of the user may draw from the global generators, which are seeded here."""
+        """Whether a user's function may draw from the global generators, so that they must be seeded for a batch."""
         functions = (stage.function for stage in (*self.sample_maps, *self.batch_maps))
         return self.seeded and not all(map(is_builtin, (self.source, self.collate, *functions)))
 
 
 class CollateError(ValueError):
-    """Samples cannot be stacked; the message names the part that differs."""
+    """Samples cannot be stacked into a batch; the message names the part of the samples that differs."""
 
 
 def passthrough_paths(source: Source, maps: Callable[[list, numpy.ndarray], list]) -> frozenset[Path]:
@@ -174,16 +163,9 @@ def collate_nested(
     """Stacks samples into columns with the nesting of a sample: tensors and numbers as one tensor, text as a list.
 
     A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
-    again, whatever it holds. Numbers are always one tensor.
-
-    Args:
-        samples: Samples, or the part of each sample at ``path``.
-        lists: The list columns before the maps.
-        passthrough: The paths at which maps return rows of ``lists`` unchanged, for all samples.
-        path: Where in the samples these parts are.
-
-    Raises:
-        CollateError: Shapes or names differ, a value fits into no tensor, or maps return only some rows unchanged.
+    again, whatever it holds. ``lists`` are the list columns before the maps, ``passthrough`` the paths at which the
+    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones. CollateError if shapes
+    or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)) or _are_unchanged(samples, lists, path in passthrough, path):
@@ -191,7 +173,7 @@ def collate_nested(
     try:
         if isinstance(first, Mapping):
             if any(sample.keys() != first.keys() for sample in samples if isinstance(sample, Mapping)):
-                raise ValueError("their names differ")
+                raise ValueError("the names in the samples differ")
             parts = {name: [sample[name] for sample in samples] for name in first}
             return {name: collate_nested(part, lists, passthrough, (*path, name)) for name, part in parts.items()}
         if isinstance(first, (tuple, list)):
@@ -208,17 +190,15 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are rows of one of ``lists``.
-
-    Raises:
-        CollateError: Some are, or all are although that is not ``expected``.
+    """Whether all samples are rows of one of ``lists``; CollateError if only some are, or if all are and it is not
+    ``expected``.
     """
     if isinstance(samples[0], Number) and not expected:
         return False
     unchanged = max((sum(map(is_, samples, column)) for column in lists), default=0)
     if unchanged != (len(samples) if expected else 0):
-        what = f"the map returns {_format_path(path)} unchanged for some rows and a new value for others"
-        raise CollateError(f"{what}; copy the unchanged ones, as with .clone()")
+        others = "a new value for others; copy the unchanged ones, as with .clone()"
+        raise CollateError(f"the map returns {_format_path(path)} unchanged for some rows and {others}")
     return expected
 
 
@@ -227,12 +207,12 @@ def _format_path(path: Path) -> str:
 
 
 def lists_of(columns: Any) -> list[list]:
-    """Returns the columns that are lists instead of tensors."""
+    """Returns those of nested columns that are lists (rows that fit into no tensor), not tensors."""
     return [column for column in column_leaves(columns) if isinstance(column, list)]
 
 
 def _form(value: Any) -> str:
-    """Returns ``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
+    """Describes a value for errors: ``float32 (3, 4)``, ``tuple of 2``, ``NoneType``."""
     if isinstance(value, (torch.Tensor, numpy.ndarray)):
         return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
     if isinstance(value, Mapping):
@@ -241,10 +221,8 @@ def _form(value: Any) -> str:
 
 
 def wants_rng(function: Callable) -> bool:
-    """Whether a function has a parameter named ``rng``.
-
-    Raises:
-        ConfigurationError: It requires two other arguments, as with tf.data's ``lambda image, label: ...``.
+    """Whether a function has a parameter named ``rng``. ConfigurationError if it requires two other arguments, as with
+    tf.data's ``lambda image, label: ...``.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -253,10 +231,9 @@ def wants_rng(function: Callable) -> bool:
     others = [p for name, p in parameters.items() if name != "rng" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in others if p.default is p.empty]
     if len(required) > 1:
-        what = (
-            f"map() calls its function with one argument, a sample or a batch; this one requires {', '.join(required)}"
-        )
-        raise ConfigurationError(f"{what}; unpack a tuple inside, and name the parameter for random numbers rng")
+        what = "map() calls its function with one argument, a sample or a batch"
+        hint = "unpack a tuple inside, and name the parameter for random numbers rng"
+        raise ConfigurationError(f"{what}; this one requires {', '.join(required)}; {hint}")
     return "rng" in parameters
 
 

@@ -5,8 +5,6 @@ A block returns to the pool only when no tensor, view or autograd graph refers t
 in use is never overwritten.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref
@@ -40,17 +38,15 @@ def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def alloc_huge(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``count`` uninitialized values, in huge pages if the system has them: NumPy requests those.
-
-    Random reads of rows from huge pages are 10 % faster. The memory does not return to the pool.
+    """Returns ``count`` uninitialized values, in huge pages if the system has them: NumPy requests those. Random reads
+    of rows from huge pages are 10 % faster. The memory does not return to the pool.
     """
     return torch.from_numpy(numpy.empty(count * dtype.itemsize, numpy.uint8)).view(dtype)
 
 
 def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized tensor in memory that this thread reuses for every call with the same name.
-
-    For temporary results that the caller does not return or store. It takes a tenth of the time of ``acquire``.
+    """Returns an uninitialized tensor in memory that this thread reuses for every call with the same name. For
+    temporary results that the caller does not return or store. It takes a tenth of the time of ``acquire``.
     """
     buffers, needed = _scratch.__dict__, math.prod(shape) * dtype.itemsize
     if name not in buffers or len(buffers[name]) < needed:
@@ -59,10 +55,8 @@ def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tor
 
 
 def _release(size: int, block: numpy.ndarray) -> None:
-    """Returns a block to the pool.
-
-    Garbage collection calls this in any thread, even inside another call of it. So every statement is safe alone, and
-    at worst a block is lost.
+    """Returns a block to the pool. Garbage collection calls this in any thread, even inside another call of it. So
+    every statement is safe alone, and at worst a block is lost.
     """
     blocks = _free.pop(size, None) or deque(maxlen=MAX_BLOCKS_PER_SIZE)
     blocks.append(block)
@@ -76,7 +70,7 @@ def _free_bytes() -> int:
 
 
 def _evict() -> None:
-    """Frees one block of the least recently returned size."""
+    """Frees one pooled block, of the size to which no block was returned for the longest time."""
     for size in list(_free)[:1]:
         try:
             _free[size].popleft()
@@ -85,6 +79,6 @@ def _evict() -> None:
 
 
 def _rounded(size: int) -> int:
-    """Rounds up to an eighth of a power of two, so that a shorter last batch fits into the block of a full one."""
+    """Rounds bytes up to 1/8 of a power of two, so that a shorter last batch fits into the block of a full one."""
     step = 1 << max(12, size.bit_length() - 3)
     return -(-size // step) * step

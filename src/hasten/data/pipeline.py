@@ -33,9 +33,10 @@ from hasten.data.sampler import DeterministicBatchSampler
 from hasten.data.source import Source
 from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
-from hasten.data.workers.to_device import copy_to_device
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.loading.autotuner import DEFAULT_PREFETCH, LoaderAutotuner, default_memory_budget
+from hasten.loading.cuda_prefetcher import prefetch_to_cuda
+from hasten.utils.batch import map_tensors
 
 MAX_WORKERS, MAX_PREFETCH = 256, 1024  # more gain nothing and exhaust processes and open files
 DEFAULT_TIMEOUT_S = 600.0  # for one batch
@@ -118,8 +119,8 @@ class Pipeline:
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
-            what = type(collate).__name__
-            raise ConfigurationError(f"batch(collate=) must be a function (list of samples) -> batch, not a {what}")
+            kind = type(collate).__name__
+            raise ConfigurationError(f"batch(collate=) must be a function (list of samples) -> batch, not a {kind}")
         return self._restarted(batch_size=size, drop_last=drop_last, collate_fn=collate)
 
     def cache(
@@ -248,14 +249,14 @@ class Pipeline:
         return len(self._batch_sampler())
 
     def state_dict(self) -> dict[str, int]:
-        """Returns {"seed", "epoch", "position"}; ``position`` counts rows, for any batch size and number of shards."""
+        """Returns {"seed", "epoch", "position"}; ``position``: rows of the epoch returned so far, over all shards."""
         return {"seed": self.seed, "epoch": self.position.epoch, "position": self.position.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Makes the next iteration continue at the position of a ``state_dict``.
 
         Raises:
-            ConfigurationError: It is no such dict, its seed differs, no batch begins there, or the pipeline has no
+            ConfigurationError: ``state`` is no such dict, its seed differs, no batch begins there, or there is no
                 batch size.
         """
         keys = ("seed", "epoch", "position")
@@ -266,12 +267,12 @@ class Pipeline:
             raise ConfigurationError(f"a state has seed, epoch and position; this one has {found:.200}")
         seed, epoch, position = (check_int(f"{key} of the state", state[key]) for key in keys)
         if seed != self.seed:
-            why = f"this state belongs to seed {seed}, and the pipeline has seed {self.seed}"
-            raise ConfigurationError(f"{why}; use .shuffle(seed={seed})")
+            own = f"seed {self.seed}; use .shuffle(seed={seed})"
+            raise ConfigurationError(f"this state belongs to seed {seed}, and the pipeline has {own}")
         at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
-            why = f"this state begins at row {position} of an epoch"
-            raise ConfigurationError(f"{why}, and the data have only {len(self.source)} rows")
+            problem = f"and the data have only {len(self.source)} rows"
+            raise ConfigurationError(f"this state begins at row {position} of an epoch, {problem}")
         self._batch_sampler().index_at(position)
         self._seek(epoch, position)
 
@@ -319,25 +320,15 @@ class Pipeline:
             if cached is not None:
                 source, maps = cached, ()
         sampler, in_threads = self._batch_sampler(), runners.in_threads(runner)
-        build = BatchBuilder(
-            source,
-            sampler.batches(epoch),
-            sampler.batch_size,
-            self.seed,
-            epoch,
-            maps,
-            self.batch_maps,
-            self.collate_fn,
-            self.num_shards,
-            self.shard_index,
-            self.faults,
-            seeded=not in_threads,
-        )
+        order = sampler.batches(epoch), sampler.batch_size, self.seed, epoch
+        functions = maps, self.batch_maps, self.collate_fn
+        shard = self.num_shards, self.shard_index
+        build = BatchBuilder(source, *order, *functions, *shard, self.faults, seeded=not in_threads)
         batches = runner(build, range(start, len(sampler)))
         if in_threads and start < len(sampler) and self._user_code() and not self.position.draws_nothing:
             batches = self._checked_for_draws(build, start, batches)
         recorded = self._recorded(batches)
-        return recorded if self.device is None else copy_to_device(recorded, self.device)
+        return recorded if self.device is None else _copy_to_device(recorded, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> BatchSource:
         """Returns the batches for the engine. Validation data are never shuffled and keep their own batch size.
@@ -359,10 +350,8 @@ class Pipeline:
             config = workers if isinstance(workers, WorkerConfig) else workers.workers
             in_threads = runners.in_threads(self.runner)
             if config.threads and self._user_code() and not in_threads:
-                why = (
-                    "functions of this pipeline may draw from the global generators, which threads share with training"
-                )
-                raise ConfigurationError(f"{why}; use processes")
+                why = "functions of this pipeline may draw from the global generators"
+                raise ConfigurationError(f"{why}, which threads share with training; use processes")
             timeout = getattr(self.runner, "timeout", DEFAULT_TIMEOUT_S)
             if isinstance(workers, WorkerConfig):
                 runner = runners.runner_of(workers, timeout)
@@ -380,22 +369,22 @@ class Pipeline:
         )
 
     def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
-        """Yields the batches of threads, after one batch has shown that it does not draw from the global generators.
+        """Yields the batches, which threads compute, after checking on one that no user function draws random numbers.
 
         Raises:
-            ConfigurationError: It does, so every run would have other batches.
+            ConfigurationError: One draws from the global generators, which threads share: every run would differ.
         """
         thread = runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))
         if any(thread(build.draws, range(index, index + 1))):
             names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
-            why = "draws from the global generators of torch, NumPy or Python, which threads share with training"
-            remedy = "draw from a parameter named rng, or use .prefetch(processes=1)"
-            raise ConfigurationError(f"{names} {why}, so every run would have other batches; {remedy}")
+            effect = "which threads share with training, so every run would have other batches"
+            remedy = f"{effect}; draw from a parameter named rng, or use .prefetch(processes=1)"
+            raise ConfigurationError(f"{names} draws from the global generators of torch, NumPy or Python, {remedy}")
         self.position.draws_nothing = True
         yield from batches
 
     def _recorded(self, batches: Iterator) -> Iterator:
-        """Yields the batches, and counts the rows that were skipped for them."""
+        """Yields the batches, and records the bad rows that were skipped for each in ``faults``."""
         for batch, bad in batches:
             for fault in bad:
                 self.faults.record(fault)
@@ -403,12 +392,12 @@ class Pipeline:
             del batch
 
     def _restarted(self, **changes: Any) -> Pipeline:
-        """Returns a pipeline of other batches, at the start."""
+        """Returns a copy with changed fields, whose position is the start of epoch 0."""
         reset = getattr(self.runner, "reset", None)
         return replace(self, position=Position(), **({"runner": reset() if reset else self.runner} | changes))
 
     def _user_code(self) -> list:
-        """The functions and sources of the user, which may draw from the global generators or not be thread-safe."""
+        """The user's own functions and sources, which may draw from global generators or not be thread-safe."""
         things: list = [self.collate_fn, *(stage.function for stage in (*self.sample_maps, *self.batch_maps))]
         source: Any = self.source
         while source is not None:  # a cache wraps the source and the maps that it stores
@@ -417,7 +406,7 @@ class Pipeline:
         return [thing for thing in things if not is_builtin(thing)]
 
     def _check_known_bad_rows(self) -> None:
-        """Raises RunError before the epoch if more rows are known to be bad than may be skipped."""
+        """Raises RunError if the source knows of more bad rows, before reading, than ``skip_bad_rows`` allows."""
         known = self.source.known_bad_rows()
         if len(known) > self.faults.max_rows:
             for fault in known:
@@ -429,19 +418,24 @@ class Pipeline:
     def _batch_sampler(self) -> DeterministicBatchSampler:
         if self.batch_size is None:
             raise ConfigurationError("the pipeline has no batch size; end it with .batch(size)")
-        sampler = DeterministicBatchSampler(
-            len(self.source),
-            self.batch_size,
-            self.seed if self.shuffled else None,
-            self.drop_last,
-            self.window,
-            None if self.window is None else self.source.chunk_offsets(),
-        )
+        seed = self.seed if self.shuffled else None
+        offsets = None if self.window is None else self.source.chunk_offsets()
+        rows = len(self.source)
+        sampler = DeterministicBatchSampler(rows, self.batch_size, seed, self.drop_last, self.window, offsets)
         smallest = self.batch_size if self.drop_last else sampler.rows - (len(sampler) - 1) * self.batch_size
         if len(sampler) and smallest < self.num_shards:
-            why = f"a batch of {smallest} rows cannot be divided into {self.num_shards} shards"
-            raise ConfigurationError(f"{why}; use a larger batch size, or .batch(size, drop_last=True)")
+            parts = f"{self.num_shards} shards; use a larger batch size, or .batch(size, drop_last=True)"
+            raise ConfigurationError(f"a batch of {smallest} rows cannot be divided into {parts}")
         return sampler
+
+
+def _copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
+    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used."""
+    if device.type != "cuda":
+        return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
+    if not torch.cuda.is_available():
+        raise ConfigurationError(f"there is no device {device} on this machine; use .to('cpu')")
+    return prefetch_to_cuda(batches, device)
 
 
 def _report_settings(autotuner: LoaderAutotuner) -> None:

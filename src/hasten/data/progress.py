@@ -1,8 +1,7 @@
 """Progress of long reads, as warnings."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Callable
 from time import perf_counter
 
 from hasten.core.errors import ProgressWarning
@@ -11,13 +10,23 @@ from hasten.core.progress import ProgressCallback
 PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 
 
-def with_rate(what: str, rows: float, seconds: float) -> str:
-    """Returns a progress message with the rate in rows per second."""
-    return f"{what}, {rows / max(seconds, 1e-9):,.0f} rows/s"
+def rate_reporter(
+    what: str, total: int, unit: str = "rows/s", size: float = 1, watch: ProgressCallback | None = None
+) -> Callable[[int], None]:
+    """Returns ``report(done)``, which reports the rate, in ``unit`` of ``size``, and the time left of ``total``."""
+    callback, start = watch or progress_warner(), perf_counter()
+
+    def report(done: int) -> None:
+        if done:
+            elapsed = max(perf_counter() - start, 1e-9)
+            rate = f"{what}, {done / elapsed / size:,.0f} {unit}"
+            callback(rate, done / total, elapsed * (total - done) / done)
+
+    return report
 
 
 def progress_warner() -> ProgressCallback:
-    """Returns a progress callback that warns every 30 s, first after 3 s."""
+    """Returns a progress callback that reports by a ProgressWarning every 30 s, first after 3 s."""
     last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:

@@ -39,7 +39,7 @@ class SampleRng:
         self._positions, self._key, self._drawn = positions, _derive_seed(*key), 0
 
     def __iter__(self) -> Iterator[SampleRng]:
-        """Yields a generator for each position: the same numbers, in tensors without the first dimension."""
+        """Yields a SampleRng per position: it draws the same numbers, in tensors without the first dimension."""
         for position in self._positions:
             rng = object.__new__(SampleRng)
             rng._positions, rng._key, rng._drawn = position, self._key, self._drawn
@@ -69,8 +69,7 @@ class SampleRng:
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seeds the global generators of torch, NumPy and Python with ``seed`` for the block, and restores them after it.
 
-    NumPy's generator is replaced instead of saved, because saving takes longer than some batches. The second number of
-    a pair of normal numbers that NumPy holds back is lost.
+    NumPy's generator is replaced instead of saved, because saving takes longer than some batches.
     """
     python_state, numpy_generator = random.getstate(), NUMPY_RANDOM.get_bit_generator()
     NUMPY_RANDOM.set_bit_generator(TEMPORARY_BIT_GENERATOR)
@@ -86,7 +85,7 @@ _derive_seed = lru_cache(maxsize=64)(derive_seed)
 
 
 def _from_blocks(positions: numpy.ndarray, *key: Any) -> numpy.ndarray:
-    """Returns the same as ``_compute``, from cached blocks unless the positions fill half a block or more."""
+    """``_compute`` for few positions: computes and caches the whole blocks of positions that contain them."""
     size = BLOCK // max(1, key[2])
     if 2 * len(positions) > size:
         return _compute(positions, *key)
@@ -105,15 +104,8 @@ def _block(begin: int, size: int, *key: Any) -> numpy.ndarray:
 def _compute(
     positions: numpy.ndarray, key: int, drawn: int, count: int, convert: Callable, *limits: int
 ) -> numpy.ndarray:
-    """Returns ``count`` numbers for each position after ``drawn`` others, shape (positions, count).
-
-    Args:
-        positions: int64, shape (positions,).
-        key: Seed of the generator.
-        drawn: Count of numbers that each position has drawn before.
-        count: Numbers to return for each position.
-        convert: ``(64 random bits, *limits) -> number``.
-        limits: Passed to ``convert``.
+    """Returns ``convert(64 random bits, *limits)``, ``count`` for each position after ``drawn`` others. ``positions``
+    is int64, shape (positions,); the result has the shape (positions, count).
     """
     bases = _mix(positions.astype(numpy.uint64) * GOLDEN + numpy.uint64(key))
     steps = numpy.arange(drawn + 1, drawn + 1 + count, dtype=numpy.uint64)

@@ -6,8 +6,6 @@ and rows are mixed among ``window`` successive chunks of that permutation. Eithe
 those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,19 +21,14 @@ MAX_PERMUTED_ROWS = 1 << 29  # 2 GB of row indices
 
 @dataclass(frozen=True)
 class DeterministicBatchSampler:
-    """The order of ``rows`` rows in batches of ``batch_size``.
-
-    Attributes:
-        seed: Seed of the shuffle; None keeps the order of the rows.
-        window: Number of chunks that are mixed at a time; None mixes all rows.
-        chunk_offsets: First row of every chunk, and the end: int64, shape (chunks + 1,). Required with a window.
-    """
+    """The order of ``rows`` rows in batches of ``batch_size``."""
 
     rows: int
     batch_size: int
-    seed: int | None = None
+    seed: int | None = None  # seed of the shuffle; None keeps the order of the rows
     drop_last: bool = False
-    window: int | None = None
+    window: int | None = None  # number of chunks that are mixed at a time; None mixes all rows
+    # first row of every chunk, and the end: int64, shape (chunks + 1,). Required with a window.
     chunk_offsets: numpy.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -43,24 +36,20 @@ class DeterministicBatchSampler:
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
 
     def batches(self, epoch: int) -> Callable[[int], numpy.ndarray]:
-        """Returns a function from the index of a batch in this epoch to its row indices, int64.
-
-        Raises:
-            ConfigurationError: There are too many rows to permute all of them.
+        """Returns a function from the index of a batch in this epoch to its row indices, int64. ConfigurationError if
+        there are too many rows to permute all of them.
         """
         rows = self._rows(epoch)
         return lambda index: rows(index * self.batch_size, min((index + 1) * self.batch_size, self.rows))
 
     def index_at(self, position: int) -> int:
         """Returns the index of the batch that begins after ``position`` rows of an epoch; ``len`` after all rows.
-
-        Raises:
-            ConfigurationError: No batch begins there.
+        ConfigurationError if no batch begins there.
         """
         index, rest = divmod(min(position, self.rows), self.batch_size)
         if position < 0 or (rest and position < self.rows):
-            why = f"no batch of {self.batch_size} rows begins at row {position} of an epoch"
-            raise ConfigurationError(f"{why}; continue with the batch size with which this position was saved")
+            hint = "continue with the batch size with which this position was saved"
+            raise ConfigurationError(f"no batch of {self.batch_size} rows begins at row {position} of an epoch; {hint}")
         return index + bool(rest)
 
     def _rows(self, epoch: int) -> Callable[[int, int], numpy.ndarray]:
@@ -72,14 +61,14 @@ class DeterministicBatchSampler:
             assert self.chunk_offsets is not None
             return _shuffle_in_windows(seed, self.chunk_offsets, self.window)
         if self.rows > MAX_PERMUTED_ROWS:
-            why = f"{self.rows} rows are too many to be shuffled all at once, at most {MAX_PERMUTED_ROWS}"
-            raise ConfigurationError(f"{why}; mix some chunks at a time: .shuffle(window=64)")
+            limit = f"at most {MAX_PERMUTED_ROWS}; mix some chunks at a time: .shuffle(window=64)"
+            raise ConfigurationError(f"{self.rows} rows are too many to be shuffled all at once, {limit}")
         permutation = _permutation(seed, self.rows)
         return lambda first, last: permutation[first:last].astype(numpy.int64)
 
 
 def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Callable[[int, int], numpy.ndarray]:
-    """Same as ``_rows`` with a window; only the windows in use are in memory."""
+    """``(first, last) -> row indices`` with chunks mixed ``window`` at a time; holds only the windows in use."""
     chunks = _permutation(seed, len(offsets) - 1)
     ends = numpy.cumsum(numpy.diff(offsets)[chunks])[window - 1 :: window]  # of all full windows
     begins = numpy.concatenate([[0], ends[: -(-len(chunks) // window) - 1]])

@@ -28,7 +28,7 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Returns the number of rows."""
+        """Returns the number of rows, bad ones included."""
 
     @abstractmethod
     def read(self, rows: numpy.ndarray) -> Any:
@@ -56,7 +56,7 @@ class Source(ABC):
         return numpy.array([0, len(self)])
 
     def known_bad_rows(self) -> list[BadRow]:
-        """Returns the rows that are known to be unreadable before they are read."""
+        """Returns rows that are known to be unreadable without reading them, such as those of a missing file."""
         return []
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
@@ -96,7 +96,7 @@ def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
 
 
 def unbatch(columns: Any) -> list:
-    """Returns the samples of a batch of columns."""
+    """Splits columns (nested tensors and lists) into a list with one sample per row."""
     if isinstance(columns, Mapping):
         return [dict(zip(columns, values, strict=True)) for values in zip(*map(unbatch, columns.values()), strict=True)]
     if isinstance(columns, tuple):
@@ -105,12 +105,12 @@ def unbatch(columns: Any) -> list:
 
 
 def length_of(columns: Any) -> int:
-    """Returns the number of rows of the columns."""
+    """Returns the number of rows of nested columns."""
     return len(column_leaves(columns)[0])
 
 
 def column_leaves(columns: Any) -> list[torch.Tensor | list]:
-    """Returns every column, in order."""
+    """Returns the tensors and lists in nested columns (tuples, dicts), in order."""
     return tree_leaves(columns, _is_column)
 
 
@@ -125,5 +125,5 @@ def map_columns(function: Callable[[Any], Any], columns: Any) -> Any:
 
 
 def _is_column(node: Any) -> bool:
-    """A list is a column (of rows that no tensor can hold), not a container of columns."""
+    """Whether a node of nested columns is a column; a list is one: it holds rows that fit into no tensor."""
     return not isinstance(node, (tuple, Mapping))

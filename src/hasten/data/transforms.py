@@ -8,8 +8,6 @@ A crop does not pad images. Images lie one after the other in memory, so a crop 
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -55,16 +53,13 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
 
 
 def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, standard deviations), one or one for each channel.
-
-    Raises:
-        ConfigurationError: Their numbers differ, or a standard deviation is not above 0.
+    """Returns (means, standard deviations), one or one for each channel; ConfigurationError unless they are as many,
+    above 0.
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
-        raise ConfigurationError(
-            f"normalize() requires as many values of mean as of std, not {len(means)} and {len(stds)}"
-        )
+        numbers = f"{len(means)} and {len(stds)}"
+        raise ConfigurationError(f"normalize() requires as many values of mean as of std, not {numbers}")
     if min(stds) <= 0:
         raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
     return means, stds
@@ -97,8 +92,8 @@ def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...])
 def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
     """Returns normalized images: converts to float32, then scales and shifts in place."""
     if len(means) not in (1, images.shape[1]):
-        why = f"normalize() has {len(means)} means, and the images have {images.shape[1]} channels"
-        raise ConfigurationError(f"{why}: shape {list(images.shape)}")
+        shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
+        raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
     floats = acquire(images.shape, torch.float32).copy_(images)
     parts = floats.unbind(1) if len(means) > 1 else [floats]
     for part, (scale, shift) in zip(parts, terms(means, stds, images.dtype), strict=True):
@@ -107,13 +102,13 @@ def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ..
 
 
 def terms(means: tuple[float, ...], stds: tuple[float, ...], dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Returns (scale, shift) for every mean, for values of ``dtype``."""
+    """Returns (scale, shift) per mean, so that value * scale + shift normalizes; integers are also divided by 255."""
     unit = 1.0 if dtype.is_floating_point else 255.0
     return [(1 / (unit * std), -mean / std) for mean, std in zip(means, stds, strict=True)]
 
 
 def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Returns every image read from ``shifts`` values later in memory."""
+    """Returns images of which each is read ``shifts`` values later in memory than it begins."""
     moved, size = acquire(images.shape, images.dtype), images[0].numel()
     last = (len(images) - 1) * size
     begins = torch.arange(0, last + 1, size) + shifts
@@ -126,12 +121,12 @@ def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
 
 
 def num_choices(padding: int) -> int:
-    """Returns the number of windows in a padded image, flipped or not."""
+    """Returns how many crops a padded image has, each counted twice: flipped and not."""
     return 2 * (2 * padding + 1) ** 2
 
 
 def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (top, left, flipped) for indices of windows; (padding, padding) is the unmoved image."""
+    """Returns (top, left, flipped) of crops by index, in pixels; (padding, padding) is the unmoved image."""
     corner, sides = choices >> 1, 2 * padding + 1
     return corner // sides, corner % sides, (choices & 1).bool()
 
@@ -139,16 +134,15 @@ def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, t
 def inside_masks(
     top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int
 ) -> torch.Tensor:
-    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros.
-
-    Shape (rows, integers per plane).
+    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros. Shape
+    (rows, integers per plane).
     """
     rows, columns = _axis_masks(padding, height, width, itemsize)
     return rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
 
 
 def seam_masks(left: torch.Tensor, padding: int) -> torch.Tensor:
-    """Returns which bytes of a seam belong to the image for uint8 windows at ``left``: bits all ones or zeros.
+    """Returns masks: bytes of a seam inside the image are 255, others 0, for uint8 crops at ``left``.
 
     A seam is the last bytes of a row of pixels and the first of the next, as one integer: int64, shape (rows,).
     ``padding`` must be at most half a seam.
@@ -167,9 +161,8 @@ def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally.
-
-    In the widest integers that divide a plane, shape (2 * padding + 1, integers per plane).
+    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally. In the widest
+    integers that divide a plane, shape (2 * padding + 1, integers per plane).
     """
 
     def inside(length: int) -> torch.Tensor:
@@ -184,7 +177,7 @@ def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[t
 
 
 def _flip(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Flips the chosen images left to right, in place."""
+    """Flips the images where ``chosen`` (bool, shape (rows,)) is True left to right, in place."""
     rows, flat = chosen.nonzero()[:, 0], images.view(len(images), -1)
     selected = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
     flipped = selected.view(-1, *images.shape[1:]).flip(-1).view(selected.shape)
@@ -198,8 +191,8 @@ def _images(batch: Any) -> torch.Tensor:
     if isinstance(images, list):
         raise ConfigurationError("the images differ in size; resize them with resize=, or in a map before batch()")
     if not isinstance(images, torch.Tensor):
-        what = f"a batch must be images, or a tuple whose first part is images, not a {type(images).__name__}"
-        raise ConfigurationError(f"{what}; pass a target=")
+        given = f"{type(images).__name__}; pass a target="
+        raise ConfigurationError(f"a batch must be images, or a tuple whose first part is images, not a {given}")
     if images.ndim < 3:
         raise ConfigurationError(f"images must have the shape (rows, ..., height, width), not {list(images.shape)}")
     return images

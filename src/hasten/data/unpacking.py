@@ -14,8 +14,6 @@ passes 426 µs. The documented ways in one pass or in blocks that stay in the ca
 uint8 takes 5,700 µs, blocks of 128 images 488 µs.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import lru_cache
 
@@ -32,7 +30,6 @@ MAX_RETAINED_BYTES = 30_000_000  # glibc maps every block of more than 32 MiB an
 
 def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int) -> torch.Tensor:
     """Returns the scale and the shift of every plane of an image, as one integer each: int64, shape (planes,).
-
     ``planes`` is a multiple of the number of means.
     """
     pairs = torch.tensor(terms(means, stds, torch.uint8), dtype=torch.float32).view(torch.int64).view(-1, 1)
@@ -40,13 +37,8 @@ def plane_footers(means: tuple[float, ...], stds: tuple[float, ...], planes: int
 
 
 def unpack_planes(planes: torch.Tensor) -> torch.Tensor:
-    """Returns ``value * scale + shift`` of planes with their footers.
-
-    Args:
-        planes: uint8, shape (n, values + FOOTER_BYTES).
-
-    Returns:
-        float32, shape (n, values).
+    """Returns ``value * scale + shift``, float32, shape (n, values), of planes, uint8, shape (n, values +
+    FOOTER_BYTES).
     """
     return torch.ops.quantized.embedding_bag_byte_unpack(planes)
 
@@ -59,7 +51,7 @@ def can_unpack(means: tuple[float, ...], stds: tuple[float, ...]) -> bool:
 
 
 def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -> bool:
-    """Compares both ways for planes of ``values`` values, among which every uint8 value occurs."""
+    """Whether ``unpack_planes`` equals ``scaled`` on planes of ``values`` values that contain every uint8 value."""
     images = torch.arange(values).to(torch.uint8).repeat(1, len(means), 1, 1)
     footers = plane_footers(means, stds, len(means)).view(torch.uint8).view(-1, FOOTER_BYTES)
     try:
@@ -70,7 +62,7 @@ def _same_bits(means: tuple[float, ...], stds: tuple[float, ...], values: int) -
 
 
 def retain_freed_memory() -> None:
-    """Makes glibc keep the memory of freed batches in the process, for the batches after them.
+    """Makes glibc keep freed memory in the process, so that later batches cause no page faults.
 
     glibc raises its threshold for mapped blocks to the size of the largest block that was freed. The second block is
     below that threshold and is written to, so that the first batches already find memory that needs no page faults.

@@ -1,8 +1,8 @@
-"""Checks of numbers that users pass, before anything runs."""
-
-from __future__ import annotations
+"""Checks of numbers, names and shapes that users pass, before anything runs."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any
 
@@ -12,10 +12,8 @@ LARGEST = 1 << 62  # of what is counted in 64 bits
 
 
 def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: int = LARGEST) -> None:
-    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if it is ``optional``.
-
-    Raises:
-        ConfigurationError: It is not; the message begins with ``name``, the name of the argument.
+    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``. Errors begin with
+    ``name``.
     """
     if optional and value is None:
         return
@@ -26,22 +24,14 @@ def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that ``value`` is a finite number above 0, or None.
-
-    Raises:
-        ConfigurationError: It is not; the message begins with ``name``, the name of the argument.
-    """
+    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, that of the argument."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; NumPy integers and integer tensors with one element are accepted.
-
-    Raises:
-        ConfigurationError: It is no integer, a bool, or larger than 2**62.
-    """
+    """Returns ``value`` as a Python integer; accepts NumPy integers and tensors with one element, but no bools."""
     try:
         integer = index(value)
     except (TypeError, RuntimeError, ValueError):
@@ -49,3 +39,37 @@ def check_int(name: str, value: Any) -> int:
     if integer is None or isinstance(value, bool) or not -LARGEST <= integer <= LARGEST:
         raise ConfigurationError(f"{name} must be an integer, not {value!r:.80}")
     return integer
+
+
+def check_name(argument: str, value: Any) -> str | None:
+    """Returns ``value``, which must be a string or None; errors begin with ``argument``."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
+    return value
+
+
+def check_names(argument: str, value: Iterable[str]) -> list[str]:
+    """Returns several names, in order. Refused are a single string, an unordered set, a dict (whose values would be
+    lost), nothing, and a name given twice.
+    """
+    if isinstance(value, str):
+        raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, set, frozenset, Mapping)):
+        raise ConfigurationError(f"{argument} must be a list of names, not {value!r:.80}")
+    listed = list(value)
+    if not listed:
+        raise ConfigurationError(f"{argument} is empty; omit it, or give at least one name")
+    if odd := [item for item in listed if not isinstance(item, str)]:
+        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is none")
+    if repeated := [item for item, count in Counter(listed).items() if count > 1]:
+        raise ConfigurationError(f"{argument} contains {repeated[0]!r} twice")
+    return listed
+
+
+def check_shape(argument: str, value: Any) -> tuple[int, ...]:
+    """Returns a shape, whose sizes must be at least 0, as a tuple."""
+    if not isinstance(value, (tuple, list)) or not all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
+    ):
+        raise ConfigurationError(f"{argument} must be a shape, as in (28, 28), not {value!r:.80}")
+    return tuple(value)

@@ -3,8 +3,6 @@
 The estimate is for these data on this machine; ``convert`` measures again when all rows are stored.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -23,7 +21,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.cache.cache_disk import file_lock, remove_partial
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.source import BadRow
 from hasten.datatools.file_sampling import sample_files
 from hasten.datatools.format_detection import FORMATS
@@ -89,12 +87,8 @@ def better_storages(
 
 
 def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
-    """Estimates the speedup of reading rows when stored as ``to`` from some of them; None if that fails.
-
-    Args:
-        reader: Reads the rows as they are.
-        to: Target format.
-        seconds: For each side of the comparison, about.
+    """Estimates the speedup of storing the rows as ``to``, in ``seconds`` a side, from some of them; None if that
+    fails.
     """
     try:
         with temporary_folder() as folder:
@@ -107,16 +101,8 @@ def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
 
 
 def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) -> dict:
-    """Measures the gain of storing rows as ``to`` in these files.
-
-    Args:
-        reader: Reads the original rows.
-        to: Target format.
-        files: The stored rows.
-        seconds: For each side of the comparison, about.
-
-    Returns:
-        As ``gain_of``; all None if no batches can be built from the rows.
+    """Measures the gain of having stored the rows of ``reader`` as ``to`` in ``files``, for ``seconds`` a side. The
+    result is that of ``gain_of``, with None for every value if no batches can be built from the rows.
     """
     resize = reader.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)
@@ -130,15 +116,11 @@ def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) 
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
-    """Returns the gain that paired measurements support.
+    """Returns the gain that paired measurements of rows/s support.
 
-    Args:
-        before: Rows/s, measured in turns with ``after``.
-        after: Rows/s.
-
-    Returns:
-        "before" and "after": medians. "ratio", "low", "high": median, minimum and maximum of after / before over the
-        pairs. "verdict": "faster" or "slower" if all pairs agree and Student's t rejects chance, else "no difference".
+    "before" and "after" are medians; "ratio", "low" and "high" the median, minimum and maximum of after / before over
+    the pairs. "verdict" is "faster" or "slower" if all pairs agree and Student's t rejects chance, else "no
+    difference".
     """
     ratios = [new / old for old, new in zip(before, after, strict=True)]
     low, high = min(ratios), max(ratios)
@@ -155,12 +137,12 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> dict:
 
 
 def limit_by_disk(rate: float, row_bytes: float, disk: float | None) -> float:
-    """Returns the rows/s of a core that reaches ``rate`` rows/s, limited by a disk that reaches ``disk`` bytes/s."""
+    """Returns the lower of ``rate`` (rows/s of a core) and what ``disk`` bytes/s allow; None: no limit."""
     return rate if disk is None else min(rate, disk / max(row_bytes, 1e-9))
 
 
 def side_of(resize: int | tuple[int, int] | None) -> int | None:
-    """Returns the value for ``--resize``; None for images that keep their size."""
+    """Returns the side in pixels for ``--resize``, from a side or (height, width); None: no resizing."""
     return resize if isinstance(resize, int) else None
 
 
@@ -171,12 +153,12 @@ def _unpaired_gain(before: Sequence[float], after: Sequence[float]) -> dict:
 
 
 def _sample(reader: RowReader, rate: float, seconds: float) -> RowReader:
-    """As many rows from the beginning as are read in ``seconds``."""
+    """A reader of the first rows only: as many as can be read in ``seconds`` at ``rate`` rows/s."""
     return replace(reader, max_rows=max(MIN_ROWS, min(int(rate * seconds), MAX_CHUNKS * reader.chunk)))
 
 
 def _interleaved_rates(readers: list[RowReader], seconds: float) -> list[list[float]]:
-    """Rows/s of each reader in turns. The first turn, which also loads libraries, is dropped."""
+    """Rows/s of all readers, measured in turns: one list per turn. The first turn, a warm-up, is dropped."""
     turns, deadline = [], time.perf_counter() + OVERTIME * seconds
     while len(turns) <= MIN_TURNS or (len(turns) <= MAX_TURNS and time.perf_counter() < deadline):
         turns.append([stage_rates(reader, seconds / MAX_TURNS)["batches"] for reader in readers])
@@ -184,25 +166,25 @@ def _interleaved_rates(readers: list[RowReader], seconds: float) -> list[list[fl
 
 
 def _on_some_files(reader: RowReader, folder: Path) -> RowReader:
-    """The same rows, or some of the files of a format without an index. Bad rows are counted separately."""
+    """The reader, limited to some files if the format has no index; with its own count of bad rows."""
     files, _ = sample_files(reader.kind, reader.files, folder)
     where = reader.where if files == reader.files else files
     return replace(reader, where=where, files=files, faults=BadRowPolicy(reader.faults.max_rows))
 
 
 def _with_fill(reader: RowReader) -> RowReader:
-    """The same rows with missing numbers filled: which are missing does not change the speed."""
+    """The reader with missing numbers of a table filled with 0, which does not change the speed."""
     return replace(reader, fill=0 if reader.kind.is_table else None)
 
 
 def _has_missing_values(sample: RowReader) -> bool:
-    """Whether values are missing, which a matrix cannot express."""
+    """Whether a table has missing values, which the formats "rows" and "tfrecord" cannot express."""
     tables = sample.tables(0, sample.rows) if sample.kind.is_table else ()
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
 def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
-    """(bytes of a row, measurements of rows/s) of the sample, stored as ``to``."""
+    """Stores the sample in ``folder`` as format ``to``: (bytes per row, measurements of rows/s when read back)."""
     with translate_write_errors(folder, DISK_ADVICE):
         folder.mkdir()
         plan = ShardPlan(sample, folder, 1)

@@ -4,8 +4,6 @@ Each buffer of a column (values, lengths of its strings, positions of missing va
 chunks; the content hash is a hash of those.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +11,9 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.data.formats.table_columns import plain
-
 
 class ContentHash:
-    """An incremental hash of rows.
-
-    Attributes:
-        rows: Number of rows hashed so far.
-    """
+    """An incremental hash of rows; ``rows`` is the number hashed so far."""
 
     def __init__(self):
         self.rows = 0
@@ -29,7 +21,7 @@ class ContentHash:
         self._counts: dict[str, int] = {}  # values of each column, and of each child of a nested one
 
     def add(self, columns: Mapping, rows: int) -> None:
-        """Adds rows of the columns of a batch: tensors, and lists of str, bytes or tensors."""
+        """Adds ``rows`` rows to the hash: {name: tensor, or list of str, bytes or tensors}."""
         for name, column in columns.items():
             if isinstance(column, torch.Tensor):
                 self._update(name, "shape", repr((column.dtype, *column.shape[1:])).encode(), once=True)
@@ -41,22 +33,24 @@ class ContentHash:
         self.rows += rows
 
     def add_table(self, table: Any) -> None:
-        """Adds rows of an Arrow table."""
+        """Adds the rows of an Arrow table to the hash."""
         for name in table.column_names:
             self._add_arrow(name, table.column(name).combine_chunks())
         self.rows += len(table)
 
     def hexdigest(self) -> str:
-        """Returns 32 hexadecimal digits."""
+        """Returns the hash of all rows so far: 32 hexadecimal digits."""
         parts = {str(key): part.hexdigest() for key, part in self._hashes.items()}
         parts |= {str((name, "count")): str(values) for name, values in self._counts.items()}
         return hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=16).hexdigest()
 
     def _add_arrow(self, name: str, array: Any) -> None:
-        """Adds an array of any type; lists and structs by their children."""
+        """Adds an Arrow array of any type to the hash of column ``name``; lists and structs by their children."""
         import pyarrow as pa
         import pyarrow.compute as compute
         import pyarrow.types as types
+
+        from hasten.data.formats.table_types import plain
 
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         array = array.cast(plain(array.type))
@@ -106,7 +100,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _string_bytes(array: Any) -> memoryview:
-    """The bytes of all strings, one after the other."""
+    """The concatenated bytes of all strings of an Arrow array."""
     _, offsets, letters = array.buffers()
     if letters is None or not len(array):
         return memoryview(b"")

@@ -4,8 +4,6 @@ The output folder contains the data and ``conversion.json``: the settings, the n
 complete part, and the skipped rows. A killed conversion resumes with the first part that is not listed there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -132,19 +130,16 @@ def convert(
 
 def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
     if not reader.rows:
-        several = len(reader.files) > 1
-        raise ConfigurationError(
-            f"the {len(reader.files)} files hold no rows" if several else f"{reader.files[0]} holds no rows"
-        )
+        files = reader.files
+        raise ConfigurationError(f"the {len(files)} files hold no rows" if files[1:] else f"{files[0]} holds no rows")
     if shards is not None and shards > reader.rows:
-        raise ConfigurationError(
-            f"cannot write {reader.rows} rows to {shards} files; use --shards {reader.rows} or fewer"
-        )
+        problem = f"cannot write {reader.rows} rows to {shards} files"
+        raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the missing parts; returns their number of rows."""
+    """Writes the parts that are not in the manifest yet; returns the number of rows written."""
     try:
         with translate_write_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
@@ -180,8 +175,8 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: Progres
         if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
             write_atomically(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
-        message = "the original changed while it was converted"
-        raise RunError(f"{message}; choose another --out, and start again when no process writes to the original")
+        advice = "choose another --out, and start again when no process writes to the original"
+        raise RunError(f"the original changed while it was converted; {advice}")
     is_plain_table = plan.reader.kind.is_table and plan.reader.target is None
     classes = None if is_plain_table else class_names(plan.reader.source, plan.reader.files)
     manifest |= writer.finish() | {"classes": classes, "finished": True}
@@ -193,12 +188,12 @@ def _write_part(part: int, writer: Writer, plan: ShardPlan, manifest: dict, repo
     expected = writer.write(part, report)
     skipped = plan.reader.faults.listed()
     if not expected.rows:
-        message = f"no row of part {part} can be read, the first is {skipped[0]['where']}"
-        raise RunError(f"{message}; repair it, or use fewer --shards")
+        advice = "repair it, or use fewer --shards"
+        raise RunError(f"no row of part {part} can be read, the first is {skipped[0]['where']}; {advice}")
     actual = writer.read_back(part)
     if (expected.rows, expected.hexdigest()) != (actual.rows, actual.hexdigest()):
-        message = f"part {part} of {plan.folder} differs from what was written"
-        raise RunError(f"{message}; check the disk, and start the same command again")
+        remedy = "check the disk, and start the same command again"
+        raise RunError(f"part {part} of {plan.folder} differs from what was written; {remedy}")
     plan.done.append((actual.rows, actual.hexdigest()))
     manifest["skipped_rows"] = skipped
     save_manifest(plan.folder, manifest)
@@ -215,9 +210,8 @@ def _check_outside(out: Path, path: Path) -> None:
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        raise ConfigurationError(
-            f"{out} is inside {path}, where it would be read as a part of the original; choose another --out"
-        )
+        problem = f"{out} is inside {path}, where it would be read as a part of the original"
+        raise ConfigurationError(f"{problem}; choose another --out")
 
 
 def _check_request(
@@ -245,7 +239,7 @@ def _check_request(
 
 
 def _opening_code(to: str, manifest: dict, folder: Path, resize: int | None) -> str:
-    """The Python call that opens the output."""
+    """The Python expression that opens the output, such as ``parquet("out/*.parquet")``, for the user."""
     if to == "webdataset" and resize:
         return f'webdataset("{folder}", resize={resize})'
     if to == "webdataset":

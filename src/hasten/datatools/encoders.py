@@ -1,7 +1,5 @@
 """Encodes images as JPEG files, and the columns of a batch as Arrow tables."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -31,10 +29,8 @@ def jpeg(image: torch.Tensor) -> bytes:
 
 
 def arrow_table(columns: dict) -> Any:
-    """Converts the columns of a batch, {name: tensor or list}, to an Arrow table.
-
-    Raises:
-        ConfigurationError: A column has values or a dtype that no file format here can store.
+    """Converts {name: tensor or list} to an Arrow table; ConfigurationError for values or a dtype that no format
+    stores.
     """
     import pyarrow as pa
 
@@ -61,6 +57,5 @@ def _to_numpy(name: str, column: torch.Tensor) -> numpy.ndarray:
     try:
         return column.numpy()
     except TypeError:
-        raise ConfigurationError(
-            f"column {name!r} holds {column.dtype}, which no file format here supports; store float32 or float16"
-        ) from None
+        problem = f"column {name!r} holds {column.dtype}, which no file format here supports"
+        raise ConfigurationError(f"{problem}; store float32 or float16") from None

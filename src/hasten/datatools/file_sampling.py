@@ -1,7 +1,5 @@
 """Selects some of the files of a format without an index, where opening all files would take long."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from pathlib import Path
@@ -16,15 +14,8 @@ MAX_QUOTED_BYTES = 1_000_000  # of a quoted string that contains line breaks
 
 
 def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[list[str], int | None]:
-    """Selects the files to measure: all, unless opening them takes long.
-
-    Args:
-        kind: Format of the files.
-        files: Their paths.
-        folder: Where a file with the first lines of a large CSV file may be written.
-
-    Returns:
-        (paths, number of bytes of the original files in them; None for all).
+    """Selects the files to measure: all, unless opening them takes long. Returns (paths, number of bytes of the
+    original files in them; None for all). The first lines of a large CSV file may be written to a file in ``folder``.
     """
     if kind.has_index:
         return files, None
@@ -41,11 +32,7 @@ def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[l
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(path of a file with the first lines, number of bytes that they take in the original).
-
-    Raises:
-        ConfigurationError: The file cannot be decompressed.
-    """
+    """(path of a file with the first lines, number of bytes that they take in the original)."""
     with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
         try:
             lines = content.read(SAMPLED_CSV_BYTES)
@@ -58,7 +45,7 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
 
 
 def _complete_lines(lines: bytes) -> bytes:
-    """The complete lines, up to the last line break outside quotes; beyond MAX_QUOTED_BYTES, quotes are plain text."""
+    """Cuts CSV text behind its last line break outside quotes (quotes count for MAX_QUOTED_BYTES at most)."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < MAX_QUOTED_BYTES:

@@ -1,7 +1,5 @@
 """Detects the storage format of the files at a path by their names, and opens the pipeline that reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -30,24 +28,16 @@ WINDOW = 1024  # default number of tokens of a sample
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """A storage format of samples.
+    """A storage format of samples."""
 
-    Attributes:
-        name: Identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``.
-        title: Name in messages.
-        suffixes: Endings of the file names.
-        is_table: Whether it has named columns and is read in runs of rows (row groups, record batches).
-        has_index: Whether a file states where its rows are; otherwise opening it reads much of it, and a few files are
-            measured instead of all.
-        decodes: Whether rows must be decoded before they are in a batch.
-    """
-
-    name: str
-    title: str
-    suffixes: tuple[str, ...]
-    is_table: bool = False
+    name: str  # identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``
+    title: str  # name in messages
+    suffixes: tuple[str, ...]  # endings of the file names
+    is_table: bool = False  # whether it has named columns and is read in runs of rows (row groups, record batches)
+    # whether a file states where its rows are; otherwise opening it reads much of it, and a few files are measured
+    # instead of all
     has_index: bool = True
-    decodes: bool = True
+    decodes: bool = True  # whether rows must be decoded before they are in a batch
 
 
 FORMATS = {
@@ -69,16 +59,14 @@ UNKNOWN = StorageFormat("unknown", "unknown", ())
 
 
 def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
-    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files.
-
-    Raises:
-        ConfigurationError: There is no file, or none whose name has a known suffix.
-    """
+    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files."""
     return formats_at(path)[0]
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
-    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last."""
+    """Returns (format, files) of every format at a path, the one with the most files first; ``UNKNOWN`` is last.
+    ConfigurationError if there is no file, or none whose name has a known suffix.
+    """
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
         name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")
@@ -98,25 +86,22 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
     """Returns (files that can be opened, ``{"row": None, "where", "why"}`` of each other file).
 
     Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
-
-    Raises:
-        ConfigurationError: More than ``max_bad`` files cannot be opened, or none can.
+    ConfigurationError if more than ``max_bad`` files cannot be opened, or none can.
     """
     if not max_bad or (kind.has_index and not kind.is_table) or _open_error(kind, files) is None:
         return files, []
     errors = {file: _open_error(kind, [file]) for file in files}
     bad = [{"row": None, "where": file, "why": error} for file, error in errors.items() if error is not None]
     if len(bad) > max_bad:
-        raise ConfigurationError(
-            f"{bad[max_bad]['why']}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped"
-        )
+        problem = f"{bad[max_bad]['why']}"
+        raise ConfigurationError(f"{problem}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped")
     if len(bad) == len(files):
         raise ConfigurationError(f"{bad[0]['why']}; no file can be opened")
     return [file for file, error in errors.items() if error is None], bad
 
 
 def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, int]:
-    """Returns {title: number of files} of each format."""
+    """Returns {title of the format: number of files} of what ``formats_at`` returned."""
     return {kind.title: len(files) for kind, files in formats}
 
 
@@ -136,15 +121,9 @@ def open_pipeline(
 ) -> Pipeline:
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
-    Args:
-        kind: Their format.
-        where: A folder, a file, a pattern or a list of files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: Of images, as in ``images``.
-
-    Raises:
-        ConfigurationError: The files cannot be opened, or ``target`` is given for a format without columns.
+    ``where`` is a folder, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``, for a
+    table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns for a
+    target.
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")
@@ -180,7 +159,7 @@ def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None
 
 
 def _open_images(where: Any, resize: Any) -> Pipeline:
-    """Images with their folders as labels, if every image is in one."""
+    """Opens images, with the names of their folders as labels if every image is in a folder."""
     try:
         return images(where, resize)
     except ConfigurationError as error:
@@ -201,7 +180,7 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
 
 
 def _open_arrays(where: Any) -> Pipeline:
-    """The columns as ``convert`` arranged them, or a dict by file name."""
+    """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name."""
     files = resolve_paths(where, FORMATS["rows"].suffixes)
     manifest, by_name = _load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):

@@ -4,8 +4,6 @@ Everything is measured on these data: some of them are read from the disk, decod
 formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +17,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.table_source import MEMORY_FRACTION
+from hasten.data.formats.table_files import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
@@ -119,9 +117,8 @@ def inspect(
             rates |= dict.fromkeys(("decode", "copy", "batches"))
             result["trouble"] = str(error).replace(sample[0], files[0])
         result["speed"] = {name: values and median(values) for name, values in rates.items()}
-        result["ranges"] = {
-            name: [min(values), max(values)] for name, values in rates.items() if values and len(values) > 1
-        }
+        repeated = {name: values for name, values in rates.items() if values and len(values) > 1}
+        result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
         if rates["batches"]:
             _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
     return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}
@@ -130,7 +127,7 @@ def inspect(
 def _add_advice(
     result: dict, reader: RowReader, rates: list[float], left: float, budget: float, watch: ProgressCallback
 ) -> None:
-    """Adds the slowest stage, and the formats that would be faster; ``left``: seconds of the budget."""
+    """Adds "limit" (slowest stage) and "storages" (faster formats) to ``result``; ``left``: seconds to spend."""
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
     is_local = speed["network"] is None
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
@@ -144,7 +141,7 @@ def _add_advice(
 
 
 def _slowest_stage(speed: dict[str, float], row_bytes: float, bandwidths: dict[str, float | None]) -> str:
-    """The slowest stage; ``bandwidths``: bytes/s of the disk or network, None if it is not read in every epoch."""
+    """Name of the slowest stage; ``bandwidths``: bytes/s of disk and network, None if not read every epoch."""
     seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
     seconds |= {name: row_bytes / bandwidth for name, bandwidth in bandwidths.items() if bandwidth}
     return max(seconds, key=lambda name: seconds[name])
@@ -156,7 +153,7 @@ def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
 
 
 def _with_common_size(reader: RowReader) -> RowReader:
-    """Images of one size, as batches require: their own if it is common to all and small, else a square."""
+    """The reader with images of one size, as batches require: their own if all share it, else a square."""
     if reader.kind.name not in ("images", "webdataset") or not reader.rows:
         return reader
     rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
@@ -168,7 +165,7 @@ def _with_common_size(reader: RowReader) -> RowReader:
 
 
 def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
-    """The images of some rows; empty if there are none, or if a row cannot be read, which is reported later."""
+    """The images in some rows; empty if there are none, or if a row cannot be read (measuring reports that)."""
     try:
         columns = reader.read(reader.source, rows)
     except BadRow:
@@ -180,7 +177,7 @@ def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
 
 
 def _type_name(column: Any) -> str:
-    """``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
+    """Describes a column's type: ``float32``, ``uint8 (3, 32, 32)``, ``text``, ``lists of int64``."""
     if isinstance(column, torch.Tensor):
         dtype = str(column.dtype).removeprefix("torch.")
         return f"{dtype} {tuple(column.shape[1:])}" if column.ndim > 1 else dtype

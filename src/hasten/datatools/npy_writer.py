@@ -5,8 +5,6 @@ written, not mapped (``numpy.lib.format.open_memmap``), because a full disk woul
 with SIGBUS.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -83,7 +81,7 @@ class NpyWriter:
 
     @contextmanager
     def _open(self, part: int, mode: str) -> Iterator[dict[str, BinaryIO]]:
-        """The open files of all columns, each positioned where the part begins."""
+        """Opens the files of all columns: {name: file}, each positioned where ``part`` begins."""
         before = self.plan.rows_before(part)
         with ExitStack() as open_files:
             files = {}
@@ -94,7 +92,7 @@ class NpyWriter:
             yield files
 
     def _write_header(self, file: BinaryIO, name: str, rows: int) -> None:
-        """Writes the header of a file. Its length does not depend on the number of rows, so it can be overwritten."""
+        """Writes the ``.npy`` header for ``rows`` rows. Its length is fixed, so that it can be overwritten."""
         like = self.like[name]
         descr = numpy.lib.format.dtype_to_descr(like.numpy().dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (rows, *like.shape[1:])}
@@ -105,11 +103,11 @@ class NpyWriter:
         advice = "resize images with --resize" if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES else ""
         if not isinstance(column, torch.Tensor) or column.dtype == torch.bfloat16:
             kind = "bfloat16" if isinstance(column, torch.Tensor) else "text, bytes or rows of unequal shapes"
-            message = f"column {name!r} holds {kind}, and a matrix requires numbers of one shape"
-            raise ConfigurationError(f"{message}; {advice or 'store the table as feather'}")
+            rule = f"a matrix requires numbers of one shape; {advice or 'store the table as feather'}"
+            raise ConfigurationError(f"column {name!r} holds {kind}, and {rule}")
         if column.dtype != like.dtype or column.shape[1:] != like.shape[1:]:
-            message = f"column {name!r} is {_describe(like)} in the first row and {_describe(column)} later"
-            raise ConfigurationError(f"{message}; {advice or 'a matrix requires rows of one shape and dtype'}")
+            later = f"{_describe(column)} later; {advice or 'a matrix requires rows of one shape and dtype'}"
+            raise ConfigurationError(f"column {name!r} is {_describe(like)} in the first row and {later}")
 
 
 def _describe(column: torch.Tensor) -> str:

@@ -3,8 +3,6 @@
 The lock is ``flock`` on the folder itself; a lock file, as the package filelock uses, would stay among the files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -21,11 +19,8 @@ from hasten.engine.error_messages import writable
 
 @contextmanager
 def lock_output(folder: Path, settings: dict) -> Iterator[dict]:
-    """Locks the output folder and yields its manifest.
-
-    Raises:
-        ConfigurationError: The folder cannot be written to, contains other files or another conversion, or another
-            process writes to it.
+    """Locks the output folder and yields its manifest. ConfigurationError if the folder cannot be written to, contains
+    other files or another conversion, or another process writes to it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +63,7 @@ def _check_same_settings(folder: Path, old: dict, new: dict) -> None:
 
 
 def _load_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, or None if it is missing or damaged."""
+    """The content of conversion.json in ``folder``; None if it is missing or damaged."""
     types = {"settings": dict, "parts done": list, "skipped_rows": list}
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -78,12 +73,12 @@ def _load_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def save_manifest(folder: Path, manifest: dict) -> None:
-    """Writes the manifest of a conversion."""
+    """Writes conversion.json into the output folder."""
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file completely or not at all."""
+    """Writes a temporary file and renames it to ``path``, so that the file is complete or absent."""
     temporary = path.with_name(f"{path.name}{PART}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -96,6 +91,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove_output(folder: Path) -> None:
-    """Removes the files of a conversion that cannot be resumed."""
+    """Removes the files that a conversion wrote to ``folder``, because it cannot be resumed."""
     for path in (*folder.glob(f"*{PART}"), folder / MANIFEST, folder / SKIPPED):
         path.unlink(missing_ok=True)

@@ -4,8 +4,6 @@
 ``samples`` the files of a tar archive: a key, and bytes for each file ending.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,7 +17,6 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
-from hasten.data.formats.table_layout import Layout
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
@@ -34,42 +31,30 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows of files of one format.
+    """Rows of files of one format."""
 
-    Attributes:
-        kind: Their format.
-        where: The folder, or the files.
-        files: The files.
-        target: Of a table, as in ``parquet``.
-        fill: Of a table, as in ``parquet``.
-        resize: The side of images in pixels, or (height, width); None keeps their size.
-        max_rows: Read only this many rows from the beginning; None for all.
-        faults: How many unreadable rows may be skipped, and which were.
-    """
-
-    kind: StorageFormat
-    where: str | list[str]
-    files: list[str]
-    target: str | None = None
-    fill: float | None = None
+    kind: StorageFormat  # their format
+    where: str | list[str]  # the folder, or the files
+    files: list[str]  # the files
+    target: str | None = None  # of a table, as in ``parquet``
+    fill: float | None = None  # of a table, as in ``parquet``
+    # the side of images in pixels, or (height, width); None keeps their size
     resize: int | tuple[int, int] | None = None
-    max_rows: int | None = None
+    max_rows: int | None = None  # read only this many rows from the beginning; None for all
+    # how many unreadable rows may be skipped, and which were
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
 
     def fingerprint(self) -> dict:
-        """What the rows depend on, JSON-serializable."""
+        """What identifies the rows: signatures of the files, and the options; JSON-serializable."""
         return {"files": self.signatures(), "target": self.target, "fill": self.fill, "resize": self.resize}
 
     def signatures(self) -> list[list]:
-        """The signature of each file; of a missing file that may be skipped, the reason."""
+        """[path, size, version] of each file; [path, 0, reason] for a missing file that may be skipped."""
         return [signature_or_reason(file, self.faults) for file in self.files]
 
     def open(self) -> Any:
-        """Returns a new source, which has read nothing yet.
-
-        Raises:
-            ConfigurationError: A file cannot be opened or is damaged; ``select_openable`` has removed the files that
-                may be skipped.
+        """Returns a new source, which has read nothing yet. ConfigurationError if a file cannot be opened or is
+        damaged; ``select_openable`` has removed those that may be skipped.
         """
         source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
         for reason in getattr(source, "lost", {}).values():
@@ -78,7 +63,7 @@ class RowReader:
 
     @cached_property
     def source(self) -> Any:
-        """The source; its class, and so its attributes, depend on the format."""
+        """The opened source of the rows, cached; its class depends on the format."""
         return self.open()
 
     @cached_property
@@ -91,11 +76,7 @@ class RowReader:
 
     @cached_property
     def first(self) -> Any:
-        """The columns of the first readable rows, as the source returns them.
-
-        Raises:
-            RunError: No row can be read.
-        """
+        """The columns of the first readable rows, as the source returns them; RunError if no row can be read."""
         for begin in range(0, self.rows, PROBED_ROWS):
             columns = self.read(self.source, numpy.arange(begin, min(begin + PROBED_ROWS, self.rows)))
             if columns is not None:
@@ -104,12 +85,12 @@ class RowReader:
 
     @cached_property
     def like(self) -> dict:
-        """The columns of the first readable rows, by name."""
+        """{name: column} of the first readable rows, which show types and shapes."""
         return self._named(self.first)
 
     @cached_property
     def chunk(self) -> int:
-        """Number of rows read at a time."""
+        """Number of rows read at a time, from the size of the first ones."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
     def probe(self, first: int, last: int) -> dict:
@@ -125,11 +106,8 @@ class RowReader:
                 yield columns
 
     def read(self, source: Source, rows: numpy.ndarray) -> Any:
-        """Returns the columns of some rows, without the skipped ones; None if none can be read.
-
-        Raises:
-            BadRow: A row cannot be read, and none may be skipped.
-            RunError: More rows cannot be read than may be skipped.
+        """Returns the columns of some rows, without the skipped ones; None if none can be read. BadRow if a row cannot
+        be read and none may be skipped, RunError if more cannot be read than may be skipped.
         """
         if not self.faults.max_rows:
             return source.read(rows)
@@ -139,7 +117,7 @@ class RowReader:
         return columns
 
     def _skip(self, bad_row: BadRow) -> None:
-        """Records a row that is skipped; raises it if none may be skipped."""
+        """Counts a skipped row; raises ``bad_row`` if none may be skipped, RunError if too many were."""
         if not self.faults.max_rows:
             raise bad_row
         self.faults.record(bad_row)
@@ -171,7 +149,7 @@ class RowReader:
                 run_begin += num_rows
 
     def _readable_run(self, file: str, index: int, first: int, rows: range) -> Any:
-        """Some rows of a run that begins at row ``first``; None if it cannot be read and may be skipped."""
+        """``rows`` as an Arrow table, from run ``index`` that begins at row ``first``; None if skipped as bad."""
         try:
             return self._run(file, index, first).slice(rows.start - first, len(rows))
         except BadRow as bad_row:
@@ -181,11 +159,11 @@ class RowReader:
 
     @cached_property
     def _run(self) -> Callable:
-        """``_decode``, which caches the last run: a part may end in the middle of one."""
+        """``_decode`` with a cache of one run, since two parts may share a run (row group, record batch)."""
         return lru_cache(maxsize=1)(self._decode)
 
     def _decode(self, file: str, index: int, first: int) -> Any:
-        """Decodes a run, which begins at row ``first``, to an Arrow table."""
+        """Decodes run ``index`` of a file to an Arrow table; ``first`` is the index of its first row."""
         import pyarrow as pa
 
         bad = self._manifests[file].bad
@@ -214,7 +192,9 @@ class RowReader:
         return {file: self._form.manifest(file) for file in self.files}
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> Any:
+        from hasten.data.formats.table_layout import Layout  # requires pyarrow
+
         schemas = {file: manifest.schema for file, manifest in self._manifests.items()}
         return Layout.of(schemas, None, None, guessed=self.kind.name == "csv")
 
@@ -225,20 +205,19 @@ class RowReader:
         read = self._read_images if self.kind.name == "images" else self._read_shards
         for begin in range(first, last, self._sample_chunk):
             rows = numpy.arange(begin, min(begin + self._sample_chunk, last))
-            samples = (
-                files and self._encode(row, *files) for row, files in zip(rows.tolist(), read(rows), strict=True)
-            )
+            found = zip(rows.tolist(), read(rows), strict=True)
+            samples = (files and self._encode(row, *files) for row, files in found)
             yield [sample for sample in samples if sample is not None]
 
     @cached_property
     def _sample_chunk(self) -> int:
-        """Number of samples read at a time; of images that are not resized, only the files' bytes are in memory."""
+        """Number of samples read at a time; larger if images are copied as files instead of being decoded."""
         if self.resize is not None:
             return self.chunk
         return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.signatures())))
 
     def _read_images(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
-        """(key, location, {ending: bytes}) of each row; None of a row that cannot be read and may be skipped."""
+        """Yields (key, location, {file ending: bytes}) of each row; None for a row that is skipped as bad."""
         for row in rows.tolist():
             path = self.source.files.path(row)
             try:
@@ -259,14 +238,11 @@ class RowReader:
             begins, ends = numpy.array([*ranges.values()]).T
             contents = read_ranges(self.source.signatures, numpy.full(len(ranges), shard), begins, ends)
             key = self.source.keys[row]
-            yield (
-                key,
-                f"{self.source.signatures[shard][0]}, {key}",
-                dict(zip(ranges, map(bytes, contents), strict=True)),
-            )
+            where = f"{self.source.signatures[shard][0]}, {key}"
+            yield key, where, dict(zip(ranges, map(bytes, contents), strict=True))
 
     def _encode(self, row: int, key: str, where: str, files: dict[str, bytes]) -> tuple[str, dict[str, bytes]] | None:
-        """A sample with its images resized or unchanged; None if one cannot be read and the sample may be skipped."""
+        """(key, {file ending: bytes}) with images resized if requested; None if the sample is skipped as bad."""
         encoded = {}
         for ending, content in files.items():
             stem, _, last = ending.rpartition(".")
@@ -286,11 +262,7 @@ class RowReader:
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Checks that an image that is stored unchanged can be decoded.
-
-    Raises:
-        BadRow: It cannot.
-    """
+    """Raises BadRow if an image that is stored unchanged cannot be decoded."""
     try:
         decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:
@@ -298,7 +270,7 @@ def _check_decodable(row: int, where: str, content: bytes) -> None:
 
 
 def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
-    """Returns the signature of a file; of a missing file that may be skipped, ``[path, 0, reason]``."""
+    """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
     try:
         return file_signature(file)
     except ConfigurationError as error:
@@ -316,7 +288,7 @@ def _stack_images(column: Any) -> Any:
 
 
 def _num_bytes(value: Any) -> int:
-    """The bytes of a column or of a value in it, about."""
+    """Approximate bytes in memory of a column, or of a value in it."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, (bytes, str)):

@@ -4,8 +4,6 @@ Each part is written under a temporary name (``.part``) and read back. Parts get
 a file with a final name is complete, and no reader mistakes a part of the data for all of it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,18 +21,12 @@ ReportRows = Callable[[int], None]  # called with the number of rows written sin
 
 @dataclass
 class ShardPlan:
-    """Rows that are written into a folder in several parts.
+    """Rows that are written into a folder in several parts."""
 
-    Attributes:
-        reader: Reads the rows.
-        folder: Where they are written.
-        parts: Number of parts.
-        done: (number of rows, content hash) of each part that is written; skipped rows are not counted.
-    """
-
-    reader: RowReader
-    folder: Path
-    parts: int
+    reader: RowReader  # reads the rows
+    folder: Path  # where they are written
+    parts: int  # number of parts
+    # (number of rows, content hash) of each part that is written; skipped rows are not counted
     done: list[tuple[int, str]] = field(default_factory=list)
 
     def range(self, part: int) -> tuple[int, int]:
@@ -55,7 +47,7 @@ class Writer(Protocol):
         ...
 
     def read_back(self, part: int) -> ContentHash:
-        """Reads the part that was written last; returns its hash."""
+        """Reads back ``part``, which was written last; returns the hash of its content."""
         ...
 
     def finish(self) -> dict:
@@ -71,7 +63,7 @@ def fsync(file: IO) -> None:
 
 @contextmanager
 def translate_write_errors(folder: Path, advice: str) -> Iterator[None]:
-    """Translates errors of the file system while writing to ``folder`` into one line with ``advice``."""
+    """Context manager: an OSError becomes a RunError of one line that names ``folder`` and ends in ``advice``."""
     try:
         yield
     except OSError:

@@ -4,8 +4,6 @@ Decoding and copying are measured in processor time of all threads together, whi
 else the machine runs. Each is measured several times for a shorter time, which shows how far the measurements differ.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -55,21 +53,11 @@ def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[fl
 
 
 def stage_rates(reader: RowReader, seconds: float, fraction: float = 1.0) -> dict[str, Any]:
-    """Measures rows/s on one core.
+    """Measures rows/s on one core in about ``seconds``; ``fraction`` of a full measurement suffices.
 
-    Args:
-        reader: Reads the rows.
-        seconds: To spend, about.
-        fraction: Of a full measurement that suffices.
-
-    Returns:
-        "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches" (both);
-        None for a stage that the format does not have.
-
-    Raises:
-        BadRow: A row cannot be read, and none may be skipped.
-        ConfigurationError: A file cannot be read.
-        RunError: More rows cannot be read than may be skipped.
+    Returns "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches"
+    (both); None for a stage that the format does not have. BadRow if a row cannot be read and none may be skipped,
+    RunError if more cannot be read than may be skipped.
     """
     with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
         return _stage_rates(reader, seconds, fraction)
@@ -100,7 +88,7 @@ def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str
 def _read_runs(
     read: Callable, offsets: numpy.ndarray, rows: int, seconds: float, opening: float
 ) -> tuple[float, numpy.ndarray]:
-    """(rows/s, the rows of the run that is still in memory): decodes each run once; ``opening`` in seconds."""
+    """Decodes each run once: (rows per CPU second, rows of the run still in memory); adds ``opening`` CPU seconds."""
     start, done, cpu_seconds, run = time.perf_counter(), 0, opening, numpy.arange(0)
     for first, last in pairwise(offsets.tolist()):
         before = time.process_time()
@@ -117,7 +105,7 @@ def _read_runs(
 def _read_shuffled(
     read: Callable, rows: numpy.ndarray, max_size: int, seconds: float, fraction: float
 ) -> tuple[float, Any]:
-    """(rows/s, the columns of the largest batch): reads batches that grow until one takes long enough to be timed."""
+    """Reads shuffled batches, larger until one can be timed: (rows per CPU second, columns of the largest)."""
     order = numpy.random.default_rng(0).permutation(rows)
     size, position, done, cpu_seconds, largest = MIN_BATCH, 0, 0, 0.0, None
     min_rows, start = fraction * EPOCHS * len(order), time.perf_counter()
@@ -141,7 +129,7 @@ def _read_shuffled(
 
 
 def _bytes_per_second(files: list[str], seconds: float) -> list[float]:
-    """Measurements of successive parts, because a part that is read again is cached; one if there are few bytes."""
+    """Bytes/s of reading successive parts of the files, each once; a single value if there are few bytes."""
     done, times = [0], [time.perf_counter()]
     for block in _read_blocks(files, bytearray(BLOCK)):
         done.append(done[-1] + block)
@@ -155,7 +143,7 @@ def _bytes_per_second(files: list[str], seconds: float) -> list[float]:
 
 
 def _read_blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
-    """Yields the number of bytes of each block. A file that cannot be opened is reported when its rows are read."""
+    """Reads all files into ``buffer`` and yields the bytes of each block; skips files that cannot be opened."""
     for file in files:
         with suppress(ConfigurationError), open_file(file) as content:
             while count := content.readinto(buffer):  # pyright: ignore[reportAttributeAccessIssue]  # both classes have it

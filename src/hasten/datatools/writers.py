@@ -1,7 +1,5 @@
 """Writers of the storage formats: how a part of the rows is written, and read back to verify it."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile
@@ -27,19 +25,13 @@ from hasten.datatools.shard_plan import PART, ReportRows, ShardPlan, Writer, fsy
 
 @dataclass
 class FilePerPart:
-    """Writer of one file for each part; formats differ in two functions.
+    """Writer of one file for each part; formats differ in two functions."""
 
-    Attributes:
-        plan: What is written, and where.
-        suffix: Ending of the file names.
-        write_file: ``(path, reader, first row, end row, report) -> content hash``.
-        read_file: ``(path) -> content hash``.
-    """
-
-    plan: ShardPlan
-    suffix: str
+    plan: ShardPlan  # what is written, and where
+    suffix: str  # ending of the file names
+    # ``(path, reader, first row, end row, report) -> content hash``
     write_file: Callable[[Path, RowReader, int, int, ReportRows], ContentHash]
-    read_file: Callable[[Path], ContentHash]
+    read_file: Callable[[Path], ContentHash]  # ``(path) -> content hash``
 
     def write(self, part: int, report: ReportRows) -> ContentHash:
         path = self._path(part, PART)
@@ -68,14 +60,14 @@ class FilePerPart:
 
 
 def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Feather file without compression, so that readers can map it into memory."""
+    """Writes rows ``first`` to ``last`` as Feather, uncompressed so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
 def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a Parquet file without compression and with dictionaries for text only, which is fastest to read."""
+    """Writes rows ``first`` to ``last`` as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
     from pyarrow.parquet import ParquetWriter
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:
@@ -113,9 +105,8 @@ def _cast_for_parquet(table: Any) -> Any:
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            raise ConfigurationError(
-                f"column {name!r} is of type {kind}, which Parquet does not support; store the table as feather"
-            )
+            problem = f"column {name!r} is of type {kind}, which Parquet does not support"
+            raise ConfigurationError(f"{problem}; store the table as feather")
     schema = pa.schema([(name, cast(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 
@@ -137,7 +128,7 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
 
 
 def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a TFRecord file of ``tf.train.Example`` messages."""
+    """Writes rows ``first`` to ``last`` as a TFRecord file of ``tf.train.Example`` messages; returns their hash."""
     digest = ContentHash()
     with open(path, "wb") as file:
         for columns in reader.columns(first, last):
@@ -150,7 +141,7 @@ def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report:
 
 
 def read_tfrecord(path: Path) -> ContentHash:
-    """Returns the content hash of the messages in a TFRecord file."""
+    """Reads a TFRecord file back; returns the hash of its messages."""
     digest, records = ContentHash(), Records([str(path)])
     for begin in range(0, len(records), MAX_SKIPPED):
         rows = numpy.arange(begin, min(begin + MAX_SKIPPED, len(records)))
@@ -164,7 +155,7 @@ def read_tfrecord(path: Path) -> ContentHash:
 
 
 def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes a tar file in WebDataset's layout."""
+    """Writes rows ``first`` to ``last`` as a tar file in WebDataset's layout; returns the hash of its content."""
     digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:

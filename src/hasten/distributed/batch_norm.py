@@ -18,7 +18,7 @@ from hasten.core.run_context import TrainProgress
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Whether the current batch is sharded; shared by all layers of a model and by their copies."""
+    """Tells batch norm layers whether the current batch is sharded; one object for all layers and their copies."""
 
     progress: TrainProgress
     world_size: int
@@ -28,7 +28,7 @@ class SyncGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """False for a batch of fewer samples than ranks: all ranks read it completely."""
+        """False for a batch of fewer samples than ranks: each rank reads all of it and uses its own statistics."""
         return self.progress.global_batch_size >= self.world_size
 
 
@@ -57,9 +57,8 @@ class DistributedBatchNorm(BatchNorm):
 
     def _check_input_dim(self, inputs: torch.Tensor) -> None:
         if inputs.dim() < 2:
-            raise ValueError(
-                f"batch normalization expects at least 2 dimensions (samples, channels), got {inputs.dim()}"
-            )
+            expected = "batch normalization expects at least 2 dimensions (samples, channels)"
+            raise ValueError(f"{expected}, got {inputs.dim()}")
 
 
 def convert_sync_batchnorm(norm: BatchNorm, group: SyncGroup) -> None:
@@ -69,7 +68,7 @@ def convert_sync_batchnorm(norm: BatchNorm, group: SyncGroup) -> None:
 
 
 class _Normalize(torch.autograd.Function):
-    """(outputs, mean, variance and count of the global batch), of inputs of shape (samples, channels, ...)."""
+    """(outputs, mean, variance, count of the global batch) of inputs of shape (samples, channels, ...)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: Any, bias: Any, eps: float) -> tuple[torch.Tensor, ...]:

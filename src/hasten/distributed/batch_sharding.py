@@ -5,8 +5,6 @@ over samples has the same gradient as over the global batch, however unequal the
 different data are found before the step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
@@ -52,24 +50,20 @@ class GlobalBatchInfo:
 
 
 class IndexShard(list[int]):
-    """A rank's indices of a global batch. The first is sample ``first`` of that batch."""
+    """List of dataset indices: a rank's shard of a global batch, which starts at position ``first`` in it."""
 
     first = 0
 
 
 @dataclass
 class ShardLog:
-    """What this rank knows of the global batches that its shards belong to.
+    """What this rank knows of the global batches that its shards belong to."""
 
-    Attributes:
-        plans: Epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index.
-        batches: (epoch, batch index) -> a global batch that this rank read completely.
-        batch_sampler: The sampler that computed ``plans``.
-    """
-
+    # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    # (epoch, batch index) -> a global batch that this rank read completely
     batches: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
-    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None
+    batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
@@ -114,10 +108,8 @@ def with_loss_weights(
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
     step, and methods that communicate only every few steps (``replicas_differ``) save less: a warning.
-
-    Raises:
-        ConfigurationError: There are more ranks than samples in a batch.
-        RunError: During an epoch, if the ranks read different data.
+    ConfigurationError if there are more ranks than samples in a batch; RunError, during an epoch, if the ranks read
+    different data.
     """
     if ranks.is_single_process:
         return batches
@@ -153,13 +145,12 @@ def with_loss_weights(
 def check_batch_divisible(processes: int, samples: int) -> None:
     """Raises ``ConfigurationError`` if there are more ranks than samples in a batch."""
     if processes > samples:
-        raise ConfigurationError(
-            f"{processes} processes cannot share a batch of {samples} samples; take fewer, or larger batches"
-        )
+        problem = f"{processes} processes cannot share a batch of {samples} samples"
+        raise ConfigurationError(f"{problem}; take fewer, or larger batches")
 
 
 def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_parallel_size: int) -> BatchSource:
-    """The same batches; compares the first of each epoch between the ranks of a model replica (``RunError``)."""
+    """The same batches. ``RunError`` if ranks of one replica read different samples; checked once an epoch."""
     if model_parallel_size == 1:
         return batches
     first_rank = ranks.rank // model_parallel_size * model_parallel_size
@@ -172,8 +163,8 @@ def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_pa
         expected, *others = gathered[first_rank : first_rank + model_parallel_size]
         for rank, sums in enumerate(others, first_rank + 1):
             if not _sums_agree(sums, expected):
-                difference = f"rank {rank} was given other samples than rank {first_rank}"
-                raise RunError(f"{difference}, but both compute parts of one model replica: {SEEDED}")
+                problem = f"but both compute parts of one model replica: {SEEDED}"
+                raise RunError(f"rank {rank} was given other samples than rank {first_rank}, {problem}")
         if batch is not None:
             yield batch
             del batch
@@ -183,14 +174,14 @@ def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_pa
 
 
 def _with_separate_rng(iterator: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, drawn from a random stream of their own, seeded from torch's default generator."""
+    """The same batches, computed with a random state of their own that is seeded from torch's generator."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(derive_seed(int(torch.empty((), dtype=torch.int64).random_())))
     return _draw_from(state, iterator)
 
 
 def _draw_from(data_state: torch.Tensor, iterator: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; while one is computed, torch's generator has the state that the last one left."""
+    """The same batches. Each is computed with ``data_state``, which advances; else torch's state is unaffected."""
     batch = True
     while batch is not None:
         model_state = torch.get_rng_state()
@@ -206,7 +197,7 @@ def _draw_from(data_state: torch.Tensor, iterator: Iterator[Batch]) -> Iterator[
 
 
 def _then_none(first: list[Batch], iterator: Iterator[Batch]) -> Iterator[Batch]:
-    """The batch in ``first``, those of the iterator, and None at the end; holds no batch that it has handed out."""
+    """Yields the batch in the list ``first``, those of the iterator, then None; keeps no reference to them."""
     batch = first.pop()
     yield batch
     while batch is not None:
@@ -216,7 +207,7 @@ def _then_none(first: list[Batch], iterator: Iterator[Batch]) -> Iterator[Batch]
 
 
 def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[int] | None:
-    """The sizes of the global batches of an epoch; None if a rank does not know them."""
+    """Samples of each global batch of an epoch, if all ranks planned the same order; None if one has no plan."""
     sizes, fingerprint = log.plans.get(epoch, ([], -1))
     largest, negated_smallest = ranks.all_reduce_max([fingerprint, -fingerprint])
     if negated_smallest >= 1:
@@ -227,7 +218,7 @@ def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[in
 
 
 def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatchInfo | None:
-    """A global batch as it was read or, if not, as it was planned."""
+    """Size and fingerprint of a batch: as read completely, else as planned; None if neither is known."""
     if (info := log.batches.pop((epoch, index), None)) is not None:
         return info
     sizes, fingerprint = log.plans.get(epoch, ([], 0))
@@ -235,7 +226,7 @@ def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatchInfo | No
 
 
 def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks: ProcessGroupInfo) -> int:
-    """Samples of a global batch by plan; checks that this rank has ``local`` of them."""
+    """Samples of the global batch ``index``; ``RunError`` unless ``local`` is the size of this rank's shard."""
     samples = sizes[index] if index < len(sizes) else 0
     if local != (expected := _shard_size(samples, ranks)):
         raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
@@ -243,7 +234,7 @@ def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks:
 
 
 def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
-    """(samples of the global batch, samples summed over the ranks), which differ if every rank reads all of it."""
+    """(samples of the batch, sum of all ranks' ``local``): they differ if each rank read the whole batch."""
     if known is not None and local != _shard_size(known.samples, ranks):
         known = None  # a method has changed the samples
     fingerprint = 0 if known is None else known.fingerprint
@@ -264,7 +255,7 @@ def _shard_size(samples: int, ranks: ProcessGroupInfo) -> int:
 def _shard_sampler(
     batch_sampler: Callable[[int], Iterable[list[int]]], ranks: ProcessGroupInfo, log: ShardLog
 ) -> Callable[[int], Iterator[list[int]]]:
-    """``(epoch) -> this rank's indices of each batch``."""
+    """``(epoch) -> lists of indices``: this rank's shard of each list that ``batch_sampler`` returns."""
 
     def shards(epoch: int) -> Iterator[list[int]]:
         batches = list(batch_sampler(epoch))
@@ -290,7 +281,7 @@ def _shard(batch: Batch, ranks: ProcessGroupInfo) -> Batch:
 
 
 def _has_samples_outside_tensors(batch: Batch, samples: int) -> bool:
-    """Whether a batch has an array, or a list of texts, lists or numbers, with one item per sample."""
+    """Whether a batch holds data per sample outside tensors (NumPy array, list), which cannot be sharded here."""
     if isinstance(batch, numpy.ndarray):
         return batch.ndim > 0
     if isinstance(batch, Mapping):
@@ -321,7 +312,7 @@ def _fingerprint(batch: Batch) -> int:
 
 
 def _sums(batch: Batch) -> list[list[float]]:
-    """(sum, sum of absolute values) of each tensor: distinguishes samples, but not rounding on another machine."""
+    """(sum, sum of absolute values) of each tensor: equal up to rounding if the samples are the same."""
     tensors = [tensor.detach().double() for tensor in batch_tensors(batch) if not tensor.is_complex()]
     return [[tensor.sum().item(), tensor.abs().sum().item()] for tensor in tensors]
 

@@ -1,7 +1,5 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -24,7 +22,7 @@ BUCKET_ELEMENTS = 2_000_000  # elements sent in one message
 
 
 def broadcast_module(model: torch.nn.Module, device: torch.device | None = None) -> None:
-    """Gives every rank the weights and buffers of rank 0: a task may have drawn them from an unseeded generator."""
+    """Copies parameters and buffers of rank 0 to all ranks: the task may have drawn them without a seed."""
     broadcast_tensors([*model.parameters(), *model.buffers()], device=device)
 
 
@@ -32,7 +30,7 @@ def broadcast_module(model: torch.nn.Module, device: torch.device | None = None)
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Gives all ranks of the group the tensors of its rank 0, in place, one by one by way of ``device`` if given."""
+    """Copies the tensors of the group's rank 0 to all its ranks, in place; through ``device`` if it is given."""
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         sent = tensor.detach().to(device or tensor.device).contiguous()
         dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo does not support all dtypes
@@ -53,7 +51,7 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | 
 
 @torch.no_grad()
 def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], object]) -> None:
-    """Communicates many tensors in few messages: ``send`` changes a 1-d tensor of their values in place."""
+    """Calls a collective on few large tensors: ``send(flat)`` changes a 1-d concatenation in place."""
     for bucket in buckets(tensors):
         values = torch.cat([tensor.reshape(-1) for tensor in bucket])
         send(values)
@@ -62,7 +60,7 @@ def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], ob
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of one dtype and device, at most BUCKET_ELEMENTS together (or one larger tensor)."""
+    """Groups consecutive tensors of one dtype and device, of at most BUCKET_ELEMENTS (or one larger tensor)."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -79,10 +77,8 @@ def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 class GradientBucket:
     """The gradients of some parameters, to be exchanged. A parameter without a gradient on this rank contributes zeros.
 
-    Attributes:
-        tensors: One gradient per parameter, to be changed in place.
-        shares: 1-d, one element per parameter: 1 if this rank has its gradient. Averaged with the gradients, it becomes
-            the fraction of ranks that have it.
+    ``tensors`` has one gradient per parameter, to be changed in place. ``shares`` is 1-d, one element per parameter: 1
+    if this rank has its gradient. Averaged with the gradients, it becomes the fraction of ranks that have it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -91,7 +87,7 @@ class GradientBucket:
         self.shares = to_local(params[0]).new_tensor([param.grad is not None for param in params])
 
     def write_back(self) -> None:
-        """Sets the exchanged gradients; a parameter without a gradient on any rank keeps none."""
+        """Sets ``.grad`` of parameters that have none on this rank, unless no rank had one."""
         for index, (param, gradient) in enumerate(zip(self.params, self.tensors, strict=True)):
             if param.grad is None and self.shares[index] > 0:
                 param.grad = gradient
@@ -134,7 +130,7 @@ def find_divergent_tensors(
 
 
 def allow_divergent_replicas(run: RunContext, name: str) -> None:
-    """Lets the replicas differ between ranks: a checkpoint stores their mean, and for each rank its own replica."""
+    """Declares that replicas differ between ranks: checkpoints store their mean and every rank's own replica."""
     assert run.parallel is not None
     run.parallel.rank_state[name] = LocalReplicaState(run)
     run.parallel.merge_rank_states = lambda state: average_state(state, run)
@@ -150,7 +146,7 @@ class LocalReplicaState:
         return {"model": self.run.unwrapped_model.state_dict(), "optimizer": self.run.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replaces the mean, which was loaded before and determines the devices of the optimizer's state."""
+        """Restores this rank's replica; the mean in the checkpoint must have been loaded into the model before."""
         self.run.unwrapped_model.load_state_dict(state["model"])
         optimizer = self.run.optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -167,9 +163,8 @@ def _to_device_of(reference: Any, value: Any) -> Any:
 
 
 def average_state(state: Any, run: RunContext) -> Any:
-    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks.
-
-    Tensors that not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
+    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks. Tensors that
+    not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
     """
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     local = dict(_named_tensors(state))
@@ -181,7 +176,7 @@ def average_state(state: Any, run: RunContext) -> Any:
 
 
 def _named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a nested state, by the keys that lead to them."""
+    """(name, tensor) for all tensors of a nested state; the name joins the keys that lead to the tensor."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, (Mapping, list, tuple)):
@@ -198,28 +193,28 @@ def average_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_real_or_complex(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has a mean of its own dtype."""
+    """Whether the tensor is floating-point or complex, so that it can be averaged in its dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def check_no_sparse_gradients(model: torch.nn.Module, method: str) -> None:
-    """Raises ``ConfigurationError`` for a model with sparse gradients."""
+    """Raises ``ConfigurationError`` if a layer has ``sparse=True`` (embeddings), so its gradients are sparse."""
     if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
         remedy = f"make it with sparse=False, or leave {method} out"
         raise ConfigurationError(f"{method} averages dense gradients, and those of {sparse[0]} are sparse; {remedy}")
 
 
 def check_sync_period(run: RunContext, option: str, period: int) -> None:
-    """Raises ``ConfigurationError`` if the ranks would not communicate between the first and the last step."""
+    """Raises ``ConfigurationError`` if ``period``, in steps, exceeds the run: ranks would never communicate."""
     if run.plan.steps is not None and period > run.plan.steps:
-        problem = f"is longer than the run of {run.plan.steps} steps, in which the processes would never communicate"
-        raise ConfigurationError(f"{option}={period} {problem}; take a shorter one")
+        effect = "in which the processes would never communicate; take a shorter one"
+        raise ConfigurationError(f"{option}={period} is longer than the run of {run.plan.steps} steps, {effect}")
 
 
 def warn_local_batch_norm(
     model: torch.nn.Module, remedy: str = "", part: str = "each process's part of a batch"
 ) -> None:
-    """Warns if batch normalization would see fewer samples than in a single process."""
+    """Warns if batch normalization would compute its statistics on ``part`` of the batch, not all of it."""
     if has_local_batch_norm(model):
         difference = f"batch normalization sees {part} only: not the same formula as in a single process"
         warnings.warn(difference + remedy, HastenWarning, stacklevel=3)

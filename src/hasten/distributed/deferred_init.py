@@ -52,9 +52,7 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
     """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
-
-    Raises:
-        ConfigurationError: Building the model depends on values, or an operation cannot be recorded.
+    ConfigurationError if building the model depends on values, or an operation cannot be recorded.
     """
     recorder = InitRecorder()
     try:
@@ -63,8 +61,8 @@ def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
     except (ConfigurationError, RunError):
         raise
     except Exception as error:
-        problem = f"the model cannot be initialized in parts: {format_error(error, 160)}"
-        raise ConfigurationError(f"{problem}; {REMEDY}, or fix the model where that does not help") from error
+        reason = f"{format_error(error, 160)}; {REMEDY}, or fix the model where that does not help"
+        raise ConfigurationError(f"the model cannot be initialized in parts: {reason}") from error
     recorder.finish()
     replace_tensors(model, recorder.to_meta)
     recorder.check_all_recorded(tensor for *_, tensor in module_tensors(model))
@@ -81,7 +79,7 @@ def module_tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, st
 
 
 def replace_tensors(model: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replaces every tensor of a model by ``replacement(tensor)``; tied tensors stay tied, parameters parameters."""
+    """Replaces all tensors of a model by ``replacement(tensor)``. Tied tensors stay tied, parameters parameters."""
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old tensor, so that its id is not used again
     for module, name, tensor in module_tensors(model):
         if id(tensor) not in done:
@@ -127,7 +125,7 @@ def _record_trunc_normal(recorder: InitRecorder) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StorageView:
-    """The storage of a tensor, and its layout there. Views of one storage are recorded together."""
+    """Stands for a meta tensor in a record: id of its storage, and shape, strides, offset and dtype in it."""
 
     storage: int
     size: tuple[int, ...]
@@ -140,19 +138,19 @@ class StorageView:
         return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor with this layout in a storage."""
+        """A tensor with this layout in a real storage."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
         )
 
     def scratch(self) -> torch.Tensor:
-        """A new tensor of this layout, whose values are discarded."""
+        """A new uninitialized tensor of this layout, whose values will be discarded."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A call that created, changed or drew something. In its arguments, meta tensors are StorageViews."""
+    """A recorded call that created, changed or randomly filled tensors; StorageViews replace its meta tensors."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -164,13 +162,13 @@ class RecordedOp:
 
     @cached_property
     def storages(self) -> list[int]:
-        """Each once, in the same order in every process."""
+        """Ids of the storages that the call reads, writes or creates, each once; same order in every process."""
         leaves = tree_flatten((self.args, self.kwargs, self.new))[0]
         return list(dict.fromkeys(leaf.storage for leaf in leaves if isinstance(leaf, StorageView)))
 
     @torch.no_grad()
     def replay(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Calls it on real storages, and adds those that it creates."""
+        """Repeats the call on real ``storages`` (id -> storage), and adds to them those that it creates."""
         args, kwargs = tree_map_only(
             StorageView, lambda view: view.view(storages[view.storage]), (self.args, self.kwargs)
         )
@@ -180,7 +178,7 @@ class RecordedOp:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """Advances the generator as the call does, and discards what it draws."""
+        """Draws the random numbers of the call and discards them, so that the generator advances as if called."""
         args, kwargs = tree_map_only(StorageView, StorageView.scratch, (self.args, self.kwargs))
         self.call(*args, **kwargs)
 
@@ -205,7 +203,7 @@ class InitRecorder(TorchDispatchMode):
             return self._record(func, args, kwargs, tensors)
 
     def record_draw(self, call: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Records a call that fills a tensor with random numbers, however it does that."""
+        """Records ``call(tensor, ...)``, which fills the tensor with random numbers, as one operation."""
         self.check_all_recorded([tensor])
         self._record_generator(kwargs.get("generator") or torch.default_generator)
         changes = frozenset([storage_of(tensor)])
@@ -226,7 +224,7 @@ class InitRecorder(TorchDispatchMode):
                 return func(*args, **_on_cpu(kwargs))  # takes no memory, and ``set_`` may give it a real storage
             recorded_kwargs["dtype"] = result.dtype
         if any(view and view.offset for view in new):
-            raise NotImplementedError(f"{_name(func)} returns views of something new")
+            raise NotImplementedError(f"cannot record {_name(func)}: it returns views of a new tensor")
         if any(new) or (changed and torch.Tag.inplace_view not in func.tags):
             self._append(func, (recorded_args, _on_cpu(recorded_kwargs)), new, changed)
             self.meta_storages |= {storage_of(tensor): tensor.untyped_storage() for tensor in results}
@@ -242,8 +240,8 @@ class InitRecorder(TorchDispatchMode):
             )
         device, generator = torch.device(kwargs.get("device") or CPU), kwargs.get("generator")
         if device.type not in ("cpu", "meta") or (generator is not None and generator.device.type != "cpu"):
-            problem = f"the model creates a tensor on {device} itself, so it cannot be initialized in parts"
-            raise ConfigurationError(f"{problem}; leave the device out, or {REMEDY}")
+            effect = f"it cannot be initialized in parts; leave the device out, or {REMEDY}"
+            raise ConfigurationError(f"the model creates a tensor on {device} itself, so {effect}")
         if not all(tensor.is_meta for tensor in changed):
             problem = f"the model writes what it drew or computed into a tensor of plain values ({_name(func)})"
             remedy = f"make that tensor with torch.empty, or {REMEDY}"
@@ -275,17 +273,17 @@ class InitRecorder(TorchDispatchMode):
             return
         freshly_seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
         if last is not None and not torch.equal(state, freshly_seeded):
-            problem = "the model resets the state of a random generator while it is built"
-            raise ConfigurationError(f"{problem}, so it cannot be initialized in parts; {REMEDY}")
+            effect = f"it cannot be initialized in parts; {REMEDY}"
+            raise ConfigurationError(f"the model resets the state of a random generator while it is built, so {effect}")
         self.ops.append(RecordedOp(generator.set_state, (state,), {}))
 
     def finish(self) -> None:
-        """Records seeds that were set after the last draw."""
+        """Records seeds that the model set after its last random operation. Call it once the model is built."""
         for generator in self.generator_states:
             self._record_seed(generator)
 
     def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A meta tensor that stands for a tensor of plain values; meta tensors as they are."""
+        """A meta tensor in place of a tensor with known values, which is recorded; a meta tensor stays as it is."""
         if tensor.is_meta:
             return tensor
         real = tensor.untyped_storage()
@@ -300,8 +298,8 @@ class InitRecorder(TorchDispatchMode):
     def check_all_recorded(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raises ``ConfigurationError`` for a meta tensor that was not recorded: its values are unknown."""
         if any(tensor.is_meta and storage_of(tensor) not in self.meta_storages for tensor in tensors):
-            problem = "the model has tensors on the meta device, whose values are unknown"
-            raise ConfigurationError(f"{problem}; make them on the CPU, or {REMEDY}")
+            advice = f"make them on the CPU, or {REMEDY}"
+            raise ConfigurationError(f"the model has tensors on the meta device, whose values are unknown; {advice}")
 
     def materialize(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index in ``tensors``, initialized tensor) for each requested tensor, as soon as it is final.
@@ -331,7 +329,7 @@ class InitRecorder(TorchDispatchMode):
                 del storages[storage]
 
     def _needed_ops(self, requested: set[int]) -> set[int]:
-        """Indices of the operations that the storages depend on, and of random ones that read values."""
+        """Indices of the operations that ``requested`` storages depend on, and of random ones that read values."""
         needed: set[int] = set()
         for index, op in reversed(list(enumerate(self.ops))):
             created = {view.storage for view in op.new if view}
@@ -341,7 +339,7 @@ class InitRecorder(TorchDispatchMode):
         return needed
 
     def _replay_order(self, needed: set[int]) -> list[int]:
-        """Random operations in their order; other needed ones as early as possible, so that little is unfinished."""
+        """Indices in replay order: random operations as recorded, ``needed`` others early, to free memory early."""
         ready_after: dict[int, int] = {}  # storage -> the random operation after which its operations so far are done
         when: dict[int, int] = {}
         for index, op in enumerate(self.ops):
@@ -355,7 +353,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Id of the tensor's storage; also on the meta device."""
+    """A number that identifies the tensor's storage; equal for views of it; also on the meta device."""
     return storage_id(tensor.untyped_storage())
 
 
@@ -368,7 +366,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes into, by its schema."""
+    """The arguments that an operator writes into, according to its schema."""
     arguments = schema_arguments(func)
     by_name = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
@@ -376,12 +374,12 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that create the tensor on the CPU; torch passes the device of existing, meta, weights."""
+    """Keyword arguments with ``device`` replaced by the CPU: models pass the device of weights, here meta."""
     return kwargs | {"device": CPU} if kwargs.get("device") == META else kwargs
 
 
 def _on_meta(arguments: Any, set_device: bool = False) -> Any:
-    """Arguments with meta tensors in place of tensors; keyword arguments that draw nothing."""
+    """Nested arguments with tensors moved to meta, and generators removed; with ``set_device``, device=meta."""
     arguments = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), arguments)
     if isinstance(arguments, dict):
         changes = {"device": META, "pin_memory": False, "generator": None}
@@ -391,7 +389,7 @@ def _on_meta(arguments: Any, set_device: bool = False) -> Any:
 
 
 def _storage_with_layout(tensor: torch.Tensor, view: StorageView) -> torch.UntypedStorage:
-    """The storage of a tensor, copied if its layout is not that of the view."""
+    """The storage of a tensor, which is first copied to the layout of ``view`` if its own differs."""
     if StorageView.of(tensor) != StorageView(storage_of(tensor), view.size, view.stride, view.offset, view.dtype):
         tensor = view.scratch().copy_(tensor)
     return tensor.untyped_storage()

@@ -1,7 +1,5 @@
 """Sharded tensors (DTensor) and full tensors: checkpoints store full state, so that any strategy can resume them."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -27,14 +25,16 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_optimizer_supports_dtensor(optimizer: torch.optim.Optimizer, method: str) -> None:
-    """Tries a step on tiny DTensors, and raises ``ConfigurationError`` now rather than in the first training step."""
+    """Raises ``ConfigurationError`` if the optimizer cannot step on DTensors; tries it on tiny ones."""
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     for param in {param.ndim: param for param in params}.values():
         plain = torch.zeros([1, 2, 2, 2, 2, 2][: param.ndim], dtype=param.dtype, device=param.to_local().device)
         sharded = type(param).from_local(plain, param.device_mesh, param.placements, run_check=False)
         if not _can_step(optimizer, sharded) and _can_step(optimizer, plain):
-            problem = f"{method} shards the parameters, and {type(optimizer).__name__} cannot update DTensors"
-            raise ConfigurationError(f"{problem}; take {DTENSOR_OPTIMIZERS}, or leave {method} out")
+            reason = (
+                f"{type(optimizer).__name__} cannot update DTensors; take {DTENSOR_OPTIMIZERS}, or leave {method} out"
+            )
+            raise ConfigurationError(f"{method} shards the parameters, and {reason}")
 
 
 def _can_step(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
@@ -51,7 +51,7 @@ def _can_step(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
 
 
 def gather_full_state(state: Any, keep: bool = True) -> Any:
-    """A nested state with full tensors. All ranks must call it; on a rank with ``keep=False``, they become None."""
+    """A nested state with DTensors gathered to full tensors; None with ``keep=False``. All ranks must call it."""
     if hasattr(state, "full_tensor"):
         tensor = state.full_tensor()
         return tensor if keep else None
@@ -63,9 +63,8 @@ def gather_full_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
-    """A nested state with this rank's shards of DTensors and their offsets.
-
-    Other tensors become None with ``keep=False``, or if they are on the meta device: another rank has them.
+    """A nested state with this rank's shards of DTensors and their offsets. Other tensors become None with
+    ``keep=False``, or if they are on the meta device: another rank has them.
     """
     if isinstance(state, DTensor):
         chunks = state.__create_chunk_list__()
@@ -79,7 +78,7 @@ def local_shards(state: Any, keep: bool = True) -> Any:
 
 
 def merge_shards(states: list[Any]) -> Any:
-    """The full state from the ``local_shards`` of several ranks; where several have a value, that of the first."""
+    """The full state, from the ``local_shards`` of all ranks; of a value on several ranks, the first is used."""
     present = [state for state in states if state is not None]
     first = present[0] if present else states[0]
     if isinstance(first, Mapping) and PIECE in first:
@@ -103,24 +102,16 @@ def clip_norm(
     global_norm: Callable[[torch.Tensor], torch.Tensor],
     duplicates: frozenset[torch.nn.Parameter] = frozenset(),
 ) -> None:
-    """Scales all gradients, sharded or not, by one factor to a maximum norm.
-
-    Args:
-        params: Parameters of this rank.
-        max_norm: Maximum L2 norm of all gradients together.
-        global_norm: ``(norm of this rank's gradients) -> norm over all ranks``.
-        duplicates: Parameters that another rank counts.
+    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together. ``global_norm`` is
+    ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that another rank counts.
     """
     params = [param for param in params if param.grad is not None]
     sharded = [param for param in params if hasattr(param, "full_tensor")]
     plain = [param for param in params if not hasattr(param, "full_tensor")]
     kinds = [kind for kind in (plain, sharded) if kind] or [[]]
-    norms: list[Any] = [
-        torch.nn.utils.get_total_norm(
-            [param.grad for param in kind if param.grad is not None and param not in duplicates]
-        )
-        for kind in kinds
-    ]
+    counted = [[param for param in kind if param not in duplicates] for kind in kinds]
+    gradients: list[Any] = [[param.grad for param in of_kind] for of_kind in counted]
+    norms: list[Any] = list(map(torch.nn.utils.get_total_norm, gradients))
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = global_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
     for kind in kinds:
@@ -134,7 +125,7 @@ def move_to_meta(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
 
 
 def distribute_like(value: Any, reference: Any) -> Any:
-    """A full tensor, which all ranks have, sharded as ``reference`` is; any value of another shape as it is."""
+    """Shards a full tensor like the DTensor ``reference``; a value of another shape is returned unchanged."""
     if isinstance(reference, torch.Tensor) and reference.is_meta:
         return reference  # another rank has it
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

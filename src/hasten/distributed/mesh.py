@@ -1,7 +1,5 @@
 """The device mesh of a run: replicas of the model ("copies"), pipeline stages of a replica, and shards of a stage."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, Protocol
 
@@ -14,7 +12,7 @@ from hasten.distributed.collectives import all_reduce_gradients
 
 
 class HasDegree(Protocol):
-    """A method with a ``degree`` option: ranks along its mesh dimension, 0 for all that other dimensions leave."""
+    """A method with the option ``degree``: size of its mesh dimension; 0: all ranks that other dimensions leave."""
 
     name: ClassVar[str]
 
@@ -24,9 +22,7 @@ class HasDegree(Protocol):
 
 def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
     """The number of ranks that hold one model replica, from the method's ``degree``; 0 stands for all ranks.
-
-    Raises:
-        ConfigurationError: The degree is 1, or does not divide the number of ranks.
+    ConfigurationError if the degree is 1, or does not divide the number of ranks.
     """
     degree, name = method.degree or world_size, method.name
     if degree == 1:
@@ -41,9 +37,7 @@ def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
 
 def assign_mesh_dim(method: HasDegree, run: RunContext, dimension: str) -> None:
     """Assigns a dimension of the mesh ("stages" or "shards") to a method, with the size that its ``degree`` requests.
-
-    Raises:
-        ConfigurationError: The degrees do not fit the number of ranks, or two methods both request all ranks.
+    ConfigurationError if the degrees do not fit the number of ranks, or two methods both request all ranks.
     """
     parallel = run.parallel
     assert parallel is not None
@@ -77,7 +71,7 @@ def get_device_mesh(run: RunContext) -> DeviceMesh:
 
 
 def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
-    """``grad_transform``, and then the mean of the gradients over the model replicas, if there are several."""
+    """``grad_transform``, followed by averaging the gradients over the model replicas, if there are several."""
     parallel = run.parallel
     assert parallel is not None
     if parallel.model_parallel_size == run.ranks.world_size:

@@ -1,7 +1,5 @@
 """dtype and shape of a tensor as a tensor of fixed length, which a rank receives before it can receive the tensor."""
 
-from __future__ import annotations
-
 import torch
 
 from hasten.core.errors import RunError
@@ -12,12 +10,11 @@ HEADER = MAX_DIMS + 2  # elements of a header: index of the dtype, number of dim
 
 
 def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """The header of a tensor: int64, shape (HEADER,), on its device. ``RunError`` for a dtype that is not in DTYPES."""
+    """Encodes dtype and shape as int64 of shape (HEADER,), on the tensor's device. ``RunError`` if not in DTYPES."""
     if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMS:
         kind = f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions"
-        raise RunError(
-            f"{kind} cannot be sent to another rank; supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions"
-        )
+        problem = f"{kind} cannot be sent to another rank"
+        raise RunError(f"{problem}; supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions")
     values = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(values + [0] * (HEADER - len(values)), device=tensor.device)
 

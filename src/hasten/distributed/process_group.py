@@ -4,8 +4,6 @@ torchrun passes rank and world size in the environment (https://docs.pytorch.org
 engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -31,13 +29,9 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The process group of the job that this process was started in; a single process where there is none.
 
-    Args:
-        device: Device of the run; "cuda..." initializes NCCL as well.
-        timeout: Seconds to wait for a rank that does not answer.
-
-    Raises:
-        ConfigurationError: The environment describes a job incompletely.
-        PeerFailure: The other ranks cannot be reached, or one of them has ended or does not answer.
+    ``device`` "cuda..." initializes NCCL as well; ``timeout`` is in seconds, for a rank that does not answer.
+    ConfigurationError if the environment describes a job incompletely, PeerFailure if the other ranks cannot be
+    reached, or one of them has ended or does not answer.
     """
     if not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
         yield ProcessGroupInfo()
@@ -61,11 +55,8 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it.
-
-    Raises:
-        ConfigurationError, RunError: On rank 0, what ``function`` raised.
-        PeerFailure: On the other ranks, if rank 0 raised one of these.
+    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it. A ConfigurationError or
+    RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
     """
     result = error = None
     if ranks.is_main_process:
@@ -82,23 +73,16 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """Checks that all ranks were started alike.
-
-    Args:
-        ranks: The process group.
-        values: Name (as the user knows it) -> value that must be equal on all ranks.
-
-    Raises:
-        ConfigurationError: Names the rank and the value that differs from rank 0.
+    """Checks that all ranks were started alike: ``values`` is name (as the user knows it) -> value, equal on all ranks.
+    ConfigurationError names the rank and the value that differs from rank 0.
     """
     first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
                 difference = f"{other[name]:.80} instead of {value:.80}"
-                raise ConfigurationError(
-                    f"rank {rank} has another {name} than rank 0: {difference}; start all ranks alike"
-                )
+                problem = f"rank {rank} has another {name} than rank 0: {difference}"
+                raise ConfigurationError(f"{problem}; start all ranks alike")
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -121,15 +105,14 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
 
 def _init_default_group(device: str, timeout: float) -> None:
     if missing := [name for name in ENVIRONMENT if name not in os.environ]:
-        raise ConfigurationError(
-            f"WORLD_SIZE is above 1, but {missing[0]} is not set; start the processes with hasten or torchrun"
-        )
+        problem = f"WORLD_SIZE is above 1, but {missing[0]} is not set"
+        raise ConfigurationError(f"{problem}; start the processes with hasten or torchrun")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
 
 
 def _connect(connect: Callable[[], Any]) -> Any:
-    """The result of ``connect()``, which waits for all ranks."""
+    """Calls ``connect()``, which waits for all ranks; its errors become ``PeerFailure``."""
     try:
         return connect()
     except Exception as error:
@@ -168,7 +151,7 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         return tensor.numpy().tobytes()
 
     def pad(content: bytes) -> tuple[list[int], torch.Tensor]:
-        """(length of the content of each rank, this rank's content padded to the longest)."""
+        """(bytes of each rank's content, this rank's content as uint8 padded to the longest). A collective."""
         one_hot = [len(content) if other == rank else 0 for other in range(world_size)]
         lengths = [int(length) for length in all_reduce(one_hot, dist.ReduceOp.SUM)]
         return lengths, _to_tensor(content + bytes(max(lengths) - len(content)))

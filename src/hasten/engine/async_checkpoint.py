@@ -6,8 +6,6 @@ step, never for the disk. State on a GPU is copied before the training continues
 update it unnoticed.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +24,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # other classes may store thei
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one after the other; of two that overlap, the later waits.
-
-    Attributes:
-        seconds: CPU seconds of the thread for the latest checkpoint.
-    """
+    """Writes checkpoints one after the other; of two that overlap, the later waits."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -39,17 +33,14 @@ class AsyncCheckpointer:
         self.copied.set()
         self.staging: dict[Key, torch.Tensor] = {}  # buffers that the next checkpoint reuses
         self.copy_synchronously = False  # the weights changed outside the optimizer step
-        self.seconds = 0.0
+        self.seconds = 0.0  # CPU seconds of the thread for the latest checkpoint
 
     def begin(
         self, state: dict[str, Any], update_only: Iterable[torch.Tensor], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Begins to copy and write a state.
+        """Begins to copy a state (nested dicts and lists of tensors and plain data) and to ``write`` it in the thread.
 
-        Args:
-            state: Nested dicts and lists of tensors and plain data.
-            update_only: Tensors of the state that change only after a call of ``before_update``.
-            write: Writes the copied state; called in the thread.
+        The tensors in ``update_only`` change only after a call of ``before_update``.
 
         Raises:
             RunError: The previous checkpoint could not be written.
@@ -69,16 +60,12 @@ class AsyncCheckpointer:
         self.pending = self.thread.submit(self._save, later, versions, copy, write)
 
     def before_update(self) -> None:
-        """Waits for the copy; called before every optimizer step."""
+        """Waits until the thread has copied the tensors in ``update_only``; called before every optimizer step."""
         if not self.copied.is_set():
             self.copied.wait()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that was begun is on the disk.
-
-        Raises:
-            RunError: It could not be written.
-        """
+        """Waits until the checkpoint that was begun is on the disk; raises RunError if it could not be written."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -117,7 +104,7 @@ def _address(tensor: torch.Tensor) -> Key:
 
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """The previous buffer if it fits, else a new one in host memory."""
+    """``previous`` if it has the shape and dtype of ``tensor``, else a new buffer in host memory."""
     if previous is None or previous.layout != torch.strided:
         return torch.empty_like(tensor, device="cpu")
     usable = (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)

@@ -3,8 +3,6 @@
 Of a pipeline of hasten.data this module uses ``skip_bad_rows(limit)`` and ``faults``, which lists the skipped rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +14,11 @@ FILE = "skipped.jsonl"
 
 
 def with_bad_row_limit(task: Task, max_rows: int) -> Task:
-    """The task with data that skip up to ``max_rows`` unreadable rows; other validation data stay unchanged.
+    """The task, whose hasten.data pipelines skip up to ``max_rows`` unreadable rows per run before they raise.
 
     Raises:
-        ConfigurationError: An invalid number, or training data that are no pipeline; for data that a function returns,
-            when it is called.
+        ConfigurationError: An invalid number, or training data that are no pipeline. For data that a function returns,
+            raised when it is called.
     """
     validation = _with_limit(task.validation_data, max_rows, required=False)
     return replace(task, train_data=_with_limit(task.train_data, max_rows, required=True), validation_data=validation)
@@ -44,18 +42,16 @@ def _with_limit(data: Any, max_rows: int, required: bool) -> Any:
     if hasattr(data, "skip_bad_rows"):
         return data.skip_bad_rows(max_rows)
     if required:
-        problem = f"Task(train_data=) is a {type(data).__name__}, but only a pipeline of hasten.data can skip bad rows"
-        raise ConfigurationError(f"{problem}; leave --max-bad-rows out")
+        advice = "only a pipeline of hasten.data can skip bad rows; leave --max-bad-rows out"
+        raise ConfigurationError(f"Task(train_data=) is a {type(data).__name__}, but {advice}")
     return data
 
 
 def _policies(task: Task) -> dict[str, Any]:
-    """The bad-row policy of each pipeline that may skip rows; one that both pipelines share only once."""
+    """Name of the data ("train", "validation") -> bad-row policy of its pipeline; one that both share only once."""
     pipelines = {"train": task.train_data, "validation": task.validation_data}
-    may_skip = {
-        name: data for name, data in pipelines.items() if hasattr(data, "skip_bad_rows") and data.faults.max_rows
-    }
-    policies = {name: data.faults for name, data in may_skip.items()}
+    policies = {name: data.faults for name, data in pipelines.items() if hasattr(data, "skip_bad_rows")}
+    policies = {name: faults for name, faults in policies.items() if faults.max_rows}
     if len(policies) == 2 and policies["train"] is policies["validation"]:
         del policies["validation"]
     return policies

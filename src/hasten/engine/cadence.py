@@ -4,8 +4,6 @@ A single process compares the time after every step. Several ranks must pause at
 decides at which step the next one is; the higher the latency of the network, the later.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ CHECKPOINT_TIME_FRACTION = COMM_TIME_FRACTION = 0.01  # of the run's time
 
 @dataclass(frozen=True)
 class PauseActions:
-    """What the run does in a pause."""
+    """What the run does in one pause between two steps: stop, log the losses, save a checkpoint."""
 
     stop: bool
     log: bool
@@ -30,19 +28,10 @@ class PauseActions:
 
 
 class PauseSchedule:
-    """When one run pauses.
+    """Decides when a run pauses between two steps, and what it does then.
 
-    Args:
-        run: The run.
-        stop_signals: Grows when this process is asked to stop.
-        checkpoint_seconds: Seconds between two checkpoints, at least; 0: at every step.
-        saves: Whether rank 0 writes checkpoints.
-
-    Attributes:
-        logged_at: Time of the latest log point.
-        saved_at: Time of the latest checkpoint.
-        save_seconds: Seconds that it took.
-        comm_latency_s: Seconds of the fastest exchange between the ranks.
+    ``stop_signals`` grows when this process is asked to stop. Rank 0 writes checkpoints if ``saves`` is set, at least
+    ``checkpoint_seconds`` apart; 0: at every step.
     """
 
     def __init__(self, run: RunContext, stop_signals: list[int], checkpoint_seconds: float, saves: bool) -> None:
@@ -51,16 +40,17 @@ class PauseSchedule:
         self.distributed, self.parent = not run.ranks.is_single_process, os.getppid()
         self.logged_at = self.saved_at = self.latest = self.next = perf_counter()
         self.latest_step = self.next_step = run.progress.step
-        self.save_seconds = self.comm_latency_s = 0.0
+        self.save_seconds = 0.0  # of the latest checkpoint
+        self.comm_latency_s = 0.0  # seconds of the fastest exchange between the ranks
 
     def is_due(self, unread: int) -> bool:
-        """Whether to pause now, while ``unread`` losses are still on the device."""
+        """Whether to pause now. ``unread``: losses not yet copied from the device; too many are a reason to pause."""
         if self.distributed:
             return self.progress.step >= self.next_step
         return bool(self.stop_signals) or unread >= LOG_EVERY_STEPS or perf_counter() >= self.next
 
     def actions(self, unread: int) -> PauseActions:
-        """What to do in this pause; all ranks stop where one is asked to."""
+        """What to do in this pause. All ranks must call it: if one received a stop signal, all of them stop."""
         now, asked = perf_counter(), self.is_stop_requested()
         log = unread >= LOG_EVERY_STEPS or now >= self.logged_at + LOG_EVERY_S
         save = self.saves and (asked or now >= self._next_save())
@@ -79,7 +69,7 @@ class PauseSchedule:
         return bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)
 
     def end(self) -> None:
-        """Ends the pause and sets the time of the next one."""
+        """Ends the pause: sets when the next one is due (all ranks: at which step)."""
         next_report = perf_counter() + PROGRESS_INTERVAL_S
         self.next = min(next_report, self._next_save()) if self.saves else next_report
 

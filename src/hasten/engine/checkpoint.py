@@ -5,8 +5,6 @@ that it began with, drop the batches already seen, and continue with the random 
 renamed into place, verified by their checksums, and loaded without executing code.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -40,14 +38,14 @@ NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is d
 
 
 class Checkpoints:
-    """The checkpoint directory of one run."""
+    """Writes, selects and removes the checkpoint files in the directory of one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.good: list[Path] = []  # known to be complete, oldest first
 
     def save(self, state: State, rank: int = 0) -> None:
-        """Writes a checkpoint, or a rank's shard of it, and removes old ones."""
+        """Writes a checkpoint, or one rank's shard of it, and removes all but the newest two."""
         path = self.folder / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
         if not self.good:
@@ -58,17 +56,13 @@ class Checkpoints:
             self._remove_all_except({known.stem for known in self.good})
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
-        """The newest complete checkpoint that ``matches``; warns about each unusable one; None without any.
-
-        Raises:
-            RunError: There are checkpoints, but none can be used.
-        """
+        """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
         paths = sorted(self.folder.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
         for path in paths:
             try:
                 state = load_checkpoint(path)
                 if not matches(state):
-                    raise ValueError("it belongs to another run or to a longer log")
+                    raise ValueError("it belongs to another run, or to a step after the end of log.jsonl")
                 state = self._with_shards(state)
             except Exception as error:
                 warnings.warn(f"{path.name} is passed over: {format_error(error, 120)}", HastenWarning, stacklevel=2)
@@ -85,21 +79,21 @@ class Checkpoints:
         if not paths:
             return state
         if missing := next((path.name for path in paths if not path.exists()), None):
-            raise ValueError(f"{missing} is missing")
+            raise ValueError(f"the shard {missing} is missing")
         shards = [load_checkpoint(path) for path in paths]
         if any(shard["save"] != state["save"] for shard in shards):
-            raise ValueError("its parts are of different saves")
+            raise ValueError("the shards of its ranks were written by different saves")
         return state | merge_shards([{name: shard[name] for name in SHARDED_KEYS} for shard in (state, *shards)])
 
     def _remove_all_except(self, stems: set[str]) -> None:
-        """Removes the files of other steps, of every rank."""
+        """Removes the checkpoint files, of every rank, whose name without rank and suffix is not in ``stems``."""
         for other in self.folder.glob("step-*.pt"):
             if other.stem.partition(RANK_SUFFIX)[0] not in stems:
                 with translate_disk_errors(other, FREE_THE_DISK):
                     other.unlink(missing_ok=True)
 
     def _warn_if_unloadable(self, path: Path) -> None:
-        """Reports at the first save, not after a crash, that a state cannot be loaded safely."""
+        """Warns at the first save, not after a crash, if a checkpoint cannot be loaded without executing code."""
         try:
             load_checkpoint(path)
         except Exception as error:
@@ -112,7 +106,7 @@ def _file_name(step: int | str, rank: int) -> str:
 
 
 def find_shared_directory(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
-    """The directory of rank 0, if every rank sees it in its own file system; else None."""
+    """``folder`` of rank 0, if it is the same directory on every rank (a shared file system); else None."""
     token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
     path, modified = json.loads(ranks.broadcast(token) or b'["", 0]')
     unseen = not path or not os.path.exists(path) or os.stat(path).st_mtime_ns != modified
@@ -120,19 +114,17 @@ def find_shared_directory(ranks: ProcessGroupInfo, folder: Path | None) -> Path 
 
 
 def load_checkpoint(path: Path) -> State:
-    """Loads a checkpoint file whose checksums are right, without executing code, to the CPU."""
+    """Loads a checkpoint file to the CPU without executing code. Raises ``ValueError`` if a checksum is wrong."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
-            raise ValueError(f"damaged at {damaged}")
+            raise ValueError(f"the file is damaged at {damaged}")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def get_state(program: Program, in_shards: bool = False) -> State:
-    """The state as if a single process had trained, and the local state of each rank. A collective.
+    """The checkpoint state of a run, for any number of ranks to resume from. All ranks must call it.
 
-    Args:
-        program: The program.
-        in_shards: Every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
+    With ``in_shards`` every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
@@ -163,7 +155,7 @@ def _state_dicts(objects: dict[str, Any]) -> State:
 
 
 def _optimizer_state(run: RunContext) -> State:
-    """The optimizer's state, without that of parameters that other ranks own."""
+    """The optimizer's state, without entries for parameters on the meta device, which other ranks own."""
     state = run.optimizer.state_dict()
     if _is_model_parallel(run):
         owned = {index for parameter, index in _indexed_parameters(run.optimizer, state) if not parameter.is_meta}
@@ -193,7 +185,7 @@ def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
 
 
 def gather_weights(state: State, run: RunContext) -> State:
-    """A state of the weights, full on rank 0; the other ranks return what they hold of it. A collective."""
+    """A nested state with full tensors on rank 0; other ranks' results are incomplete. All ranks must call it."""
     parallel = run.parallel
     if parallel is None or not parallel.is_model_parallel:
         return gather_full_state(state, run.ranks.is_main_process)
@@ -204,11 +196,7 @@ def gather_weights(state: State, run: RunContext) -> State:
 
 
 def restore(program: Program, state: State) -> None:
-    """Restores everything that ``get_state`` returned, except the random state.
-
-    Raises:
-        RunError: The state does not fit the model, the optimizer or the methods.
-    """
+    """Restores what ``get_state`` returned, except the random state. RunError: it does not fit the task or methods."""
     run, rank_states = program.run, state["rank_state"]
     same_world_size = len(rank_states) == run.ranks.world_size
     try:
@@ -225,14 +213,14 @@ def restore(program: Program, state: State) -> None:
                 stateful.load_state_dict(state["checkpoint_state"][name])
         _restore_rank_state(run, rank_states)
     except Exception as error:
-        problem = f"the checkpoint does not fit the task as it is now: {format_error(error)}"
-        raise RunError(f"{problem}; choose another --out to start anew") from error
+        advice = "choose another --out to start anew"
+        raise RunError(f"the checkpoint does not fit the task as it is now: {format_error(error)}; {advice}") from error
     for name in POSITION:
         setattr(run.progress, name, state["progress"][name])
 
 
 def _restore_rank_state(run: RunContext, rank_states: list[State]) -> None:
-    """Restores the state that differs between ranks; warns if the number of ranks is another one."""
+    """Restores this rank's own state; with another number of ranks than saved, warns that it starts anew."""
     if run.parallel is None or not run.parallel.rank_state:
         return
     if len(rank_states) == run.ranks.world_size:
@@ -245,7 +233,7 @@ def _restore_rank_state(run: RunContext, rank_states: list[State]) -> None:
 
 
 def to_safetensors(weights: State) -> bytes:
-    """A model's state in the safetensors format; shared tensors once, as ``safetensors.torch.load_model`` expects."""
+    """Name -> tensor as safetensors bytes; tied tensors once, as ``safetensors.torch.load_model`` expects."""
     stored: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
@@ -262,12 +250,12 @@ def to_safetensors(weights: State) -> bytes:
 
 
 def rng_state(batches: BatchSource) -> State:
-    """Every random state that the run draws from, the task's own generators included."""
+    """State of all random generators of this process, and of those that ``batches`` draw from."""
     return {"process": get_rng_state(), "generators": [generator.get_state() for generator in batches.generators]}
 
 
 def restore_rng_state(batches: BatchSource, state: State) -> None:
-    """Restores what ``rng_state`` returned."""
+    """Restores the generators to a state that ``rng_state`` returned."""
     set_rng_state(state["process"])
     for generator, generator_state in zip(batches.generators, state["generators"], strict=True):
         generator.set_state(generator_state)
@@ -278,10 +266,7 @@ def resume_epoch(
 ) -> Callable[[int, int], Iterator[Batch]]:
     """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
 
-    Args:
-        batches: The source.
-        start_of_epoch: The random state at the start of the epoch, if the source is not seekable.
-        now: The random state after the last batch that was trained on.
+    ``start_of_epoch`` is the random state at the start of the epoch, needed if the source is not seekable.
     """
 
     def epoch(index: int, start: int) -> Iterator[Batch]:
@@ -299,7 +284,7 @@ def resume_epoch(
 
 
 def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
-    """Gives all ranks the random state of rank 0, so that they read a source that is not seekable in the same order."""
+    """Gives all ranks rank 0's random state, so that they draw the same order. All ranks must call it."""
     if not ranks.is_single_process:
         state = rng_state(batches)
         state["process"].pop("cuda", None)  # a source draws on the CPU; the model draws on each rank's GPU
@@ -307,7 +292,7 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
 
 
 def rank_rng_state(run: RunContext, state: State) -> State:
-    """This rank's random state in a checkpoint; a new one for an additional rank. Ranks of a stage get the same."""
+    """This rank's random state in a checkpoint, or a new one. Ranks that share a pipeline stage get the same."""
     rank = run.ranks.rank - run.ranks.rank % (run.parallel.tp_size if run.parallel else 1)
     states = [state["random"], *state["other_ranks"]]
     if rank < len(states):
@@ -320,39 +305,35 @@ def rank_rng_state(run: RunContext, state: State) -> State:
 
 
 def serialize(state: Any) -> bytes:
-    """A state as bytes, to send it to another rank."""
+    """A nested state of tensors and plain data as bytes, by ``torch.save``."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def deserialize(content: bytes) -> Any:
-    """The argument of ``serialize``, on the CPU; executes no code."""
+    """The inverse of ``serialize``, with tensors on the CPU; executes no code."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def read_again(batches: BatchSource, start_of_epoch: State | None, epoch: int, start: int) -> Iterator[Batch]:
-    """The batches of an epoch again, from batch index ``start`` on.
-
-    Raises:
-        LookupError: The source is not seekable, and another epoch has begun since.
-    """
+    """The batches of an epoch again. LookupError: the source is not seekable, and another epoch has begun since."""
     if batches.seekable:
         return batches.epoch(epoch, start)
     if start_of_epoch is None or epoch != start_of_epoch["epoch"]:
-        raise LookupError("its epoch is over")
+        raise LookupError("this source cannot be read again: its epoch is over")
     return resume_epoch(batches, start_of_epoch, rng_state(batches))(epoch, start)
 
 
 def _indexed_parameters(optimizer: torch.optim.Optimizer, saved: State) -> list[tuple[torch.Tensor, int]]:
-    """The parameters of an optimizer, with their indices in its saved state."""
+    """(parameter, its index in ``saved``) of every parameter of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     return list(zip(parameters, indices, strict=True))
 
 
 def _distribute_optimizer_state(optimizer: torch.optim.Optimizer, saved: State) -> State:
-    """A full optimizer state, sharded as the parameters are now."""
+    """A copy of the full optimizer state ``saved``, whose tensors are sharded like the optimizer's parameters."""
     state = {
         index: {name: distribute_like(value, parameter) for name, value in saved["state"][index].items()}
         for parameter, index in _indexed_parameters(optimizer, saved)
@@ -362,7 +343,7 @@ def _distribute_optimizer_state(optimizer: torch.optim.Optimizer, saved: State) 
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: State) -> None:
-    """Restores the dtype of optimizer state, which torch casts to that of the parameter when it loads a state."""
+    """Casts the optimizer's state to the dtypes in ``saved``: torch loads it in the dtype of the parameters."""
     for parameter, index in _indexed_parameters(optimizer, saved):
         for name, value in saved["state"].get(index, {}).items():
             loaded = optimizer.state[parameter].get(name)

@@ -1,9 +1,7 @@
 """Which methods act in a run, in which order, and which cannot be combined. Computed from their cards."""
 
-from __future__ import annotations
-
-import heapq
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 
 from hasten.core.errors import ConfigurationError
@@ -14,10 +12,9 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
 
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
-    """The methods that act in this run, innermost first; without several processes, those that need them are reported.
+    """The methods that act in this run, innermost first. In one process, reports distributed ones as "no effect".
 
-    Raises:
-        ConfigurationError: Methods conflict, applicable or not.
+    All of them, applicable or not, are checked for conflicts.
     """
     methods = sort_methods(methods)
     check_conflicts(methods)
@@ -30,38 +27,31 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
-    """Sorts by (order, after, name): a stable topological order that ignores the order given."""
+    """Sorts innermost first by the card's ``order`` and ``after``, then by name."""
     by_name = {method.name: method for method in methods}
-    waiting = {name: {other for other in method.card.after if other in by_name} for name, method in by_name.items()}
-    ready = [(by_name[name].card.order, name) for name, before in waiting.items() if not before]
-    heapq.heapify(ready)
+    graph = {name: [other for other in method.card.after if other in by_name] for name, method in by_name.items()}
+    sorter = TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " and ".join(sorted(set(error.args[1])))
+        raise ConfigurationError(f"{cycle} each must come after the other; leave one of them out") from None
     ordered: list[Method] = []
-    while ready:
-        _, done = heapq.heappop(ready)
-        ordered.append(by_name[done])
-        for name, before in waiting.items():
-            if done in before:
-                before.remove(done)
-                if not before:
-                    heapq.heappush(ready, (by_name[name].card.order, name))
-    if len(ordered) < len(by_name):
-        cycle = sorted(name for name, before in waiting.items() if before)
-        raise ConfigurationError(f"{' and '.join(cycle)} each must come after the other; leave one of them out")
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=lambda name: (by_name[name].card.order, name))
+        ordered.append(by_name[ready.pop(0)])
+        sorter.done(ordered[-1].name)
     return ordered
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:
-    """Computes conflicts from the cards; no pair of methods is listed anywhere.
-
-    Raises:
-        ConfigurationError: Two methods conflict.
-    """
+    """Raises ConfigurationError if two methods conflict: computed from the cards, no pair is listed anywhere."""
     for a, b in combinations(methods, 2):
         continues = a.name in b.card.after or b.name in a.card.after  # one builds on the result of the other
         if not continues and (both := a.card.replaces & b.card.replaces):
-            raise ConfigurationError(
-                f"{a.name} and {b.name} both replace {', '.join(sorted(both))}; choose one of them"
-            )
+            replaced = ", ".join(sorted(both))
+            raise ConfigurationError(f"{a.name} and {b.name} both replace {replaced}; choose one of them")
         for one, other in ((a, b), (b, a)):
             if lost := required_traits(one) & other.card.invalidates:
                 raise ConfigurationError(

@@ -6,8 +6,6 @@ DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, 
 ``batches(batch_size, seed, training)``, returns its own BatchSource.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -34,22 +32,16 @@ ONE_PROCESS_ONLY = (
 
 
 def load_data(task: Task) -> Task:
-    """The task with its data; a function in ``train_data`` or ``validation_data`` is called once.
-
-    Raises:
-        ConfigurationError: The data are empty, or of a type that holds no samples.
-    """
+    """The task with its data, which must hold samples; a function in one of its data fields is called once."""
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 
 
 def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
-    data = task.train_data
+    data, batch_size = task.train_data, _batch_size_of(task) or 1
     samples = length_of(data.dataset if is_prebatched(data) else data)
-    return TrainPlan(
-        batch_size=_batch_size_of(task) or 1, epochs=task.epochs, samples=samples, evaluate_every=task.evaluate_every
-    )
+    return TrainPlan(batch_size, task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 
 
 def training(
@@ -60,15 +52,9 @@ def training(
     log: ShardLog | None = None,
     stages: int = 1,
 ) -> BatchSource:
-    """The training batches; with several ranks, this rank's shard of each.
+    """The training batches of a task with loaded data; with several ``ranks``, this rank's shard of each global batch.
 
-    Args:
-        task: The task, with loaded data.
-        batch_size: Samples of a global batch.
-        seed: Seed of the order and of the samples' random numbers.
-        ranks: The ranks that read different samples.
-        log: Records the shards; needed with several ranks.
-        stages: Pipeline stages of each replica.
+    ``log`` records the shards and is needed with several ranks; ``stages`` are the pipeline stages of each replica.
 
     Raises:
         ConfigurationError: With several ranks: the data skip bad rows, or a sampler shards them already.
@@ -86,20 +72,17 @@ def training(
 
 
 def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
-    """The validation batches; None if the task has no validation data."""
+    """The validation batches, complete on every rank; None if the task has no validation data."""
     if task.validation_data is None:
         return None
     return _batches(task.validation_data, task, batch_size, seed, training=False)
 
 
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Checks a number of processes against a task, before any is started.
+    """Raises ConfigurationError, before any process is started, if a batch has fewer samples than there are processes.
 
     A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check
     it themselves.
-
-    Raises:
-        ConfigurationError: A batch has fewer samples than there are processes.
     """
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
@@ -107,33 +90,33 @@ def check_process_count(task: Task, processes: int, methods: Iterable[Method] = 
 
 
 def _batch_size_of(task: Task) -> int | None:
-    """Samples of a batch; None where neither the task nor its data state it."""
+    """Samples of a global batch; None where neither the task nor its data state the number."""
     return (task.train_data.batch_size if is_prebatched(task.train_data) else None) or task.batch_size
 
 
 def _refuse_distributed_sampler(data: Any, field: str) -> None:
     sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        problem = f"the DistributedSampler of Task({field}=) shards the data, and hasten shards them again"
-        raise ConfigurationError(f"{problem}, so samples would never be read; leave the sampler out")
+        effect = "hasten shards them again, so samples would never be read; leave the sampler out"
+        raise ConfigurationError(f"the DistributedSampler of Task({field}=) shards the data, and {effect}")
 
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
     """The first training batch, without consuming it; of the validation data if the training data are read only once.
 
     Raises:
-        ConfigurationError: Neither can be read beforehand.
+        ConfigurationError: Both can be read only once, so that reading a batch would consume it.
     """
     source = training if training.seekable else validation
     if source is None:
-        problem = "a method of this recipe must see a batch before the training, and these data can be read only once"
-        raise ConfigurationError(f"{problem}; give validation_data")
+        reason = "these data can be read only once; give validation_data"
+        raise ConfigurationError(f"a method of this recipe must see a batch before the training, and {reason}")
     with preserve_rng_state(*source.generators):
         return next(iter(source.epoch(0, 0)))
 
 
 def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> BatchSource:
-    """The result of a method's ``data`` hook; a plain iterable of batches becomes a BatchSource."""
+    """Calls a method's ``data`` hook. A plain iterable of batches that it returns becomes a BatchSource."""
     outer: Any = method.data(inner, run)
     if isinstance(outer, BatchSource):
         return outer
@@ -143,13 +126,11 @@ def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> Batc
         is_generator = iter(outer) is outer  # lives for one epoch only
         return islice(iter(method.data(inner, run) if is_generator else outer), start, None)
 
-    return BatchSource(
-        epoch=epoch, length=inner.length, training=inner.training, seekable=False, generators=inner.generators
-    )
+    return BatchSource(epoch, inner.length, training=inner.training, seekable=False, generators=inner.generators)
 
 
 def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterable[list[int]]]:
-    """``(epoch) -> lists of indices``: the permutation of torch's DistributedSampler, in batches."""
+    """``(epoch) -> lists of indices``, one per batch: the order of torch's DistributedSampler for (seed, epoch)."""
 
     def batch_sampler(epoch: int) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seed + epoch)
@@ -161,7 +142,7 @@ def shuffled(length: int, batch_size: int, seed: int) -> Callable[[int], Iterabl
 
 
 def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[int]]]:
-    """``(epoch) -> lists of indices`` in ascending order."""
+    """``(epoch) -> lists of indices``, one per batch, in ascending order and equal in every epoch."""
     return lambda epoch: (list(range(i, min(i + batch_size, length))) for i in range(0, length, batch_size))
 
 
@@ -177,7 +158,7 @@ def _load(given: Any, field: str) -> Any:
 
 
 def is_factory(data: Any) -> bool:
-    """Whether a task's field is a function that returns the data."""
+    """Whether a task's ``train_data`` or ``validation_data`` is a function to be called for the data."""
     return callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__")
 
 

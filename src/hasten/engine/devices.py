@@ -1,8 +1,14 @@
-"""Selects the device of a run."""
+"""The device of a run."""
 
 import torch
 
 from hasten.core.errors import ConfigurationError
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the work that was queued on a GPU; on the CPU nothing is queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def pick_device(name: str | None = None) -> str:
@@ -16,7 +22,7 @@ def pick_device(name: str | None = None) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigurationError(f"there is no device {name!r}; use cpu, cuda or cuda:1") from None
+        raise ConfigurationError(f"{name!r} is no name of a device; use cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         count = f"{torch.cuda.device_count()} CUDA devices"
         raise ConfigurationError(f"there is no device {name!r} on this machine ({count}); use --device cpu")

@@ -109,7 +109,7 @@ class EffectObserver:
 
 
 def _as_generator(check: EffectCheck) -> Generator[None, None, str]:
-    if not isgeneratorfunction(check):
+    if not bool(isgeneratorfunction(check)):  # bool: a type checker would forget what the generator returns
         yield
-    result: str | Generator[None, None, str] = check()
+    result = check()
     return result if isinstance(result, str) else (yield from result)

@@ -1,7 +1,5 @@
 """Versions, machine and device of a run. Stored with every result, which means little without them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -15,7 +13,7 @@ import hasten
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions and machine, as plain data."""
+    """Versions of Python, torch and hasten, and the machine with its ``device``, as JSON data."""
     facts: dict[str, Any] = {
         "hasten": hasten.__version__,
         "python": platform.python_version(),
@@ -39,7 +37,7 @@ def cores() -> int:
 
 
 def source_hash() -> str:
-    """A hash of hasten's own source files: measurements by other source belong to another program."""
+    """A hash of hasten's own source files: measurements of different versions must not be compared."""
     digest = hashlib.sha256()
     for path in sorted(Path(hasten.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,7 +1,5 @@
 """Turns an exception inside a run into one line: what failed, where, and what to do about it."""
 
-from __future__ import annotations
-
 import errno
 import traceback
 from collections.abc import Generator
@@ -25,12 +23,9 @@ HINTS = {
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """The error to raise instead of ``error``.
+    """The error to raise instead of ``error``, which is returned as it is if it is one of hasten's errors.
 
-    Args:
-        error: What was raised; returned as it is if it is one of hasten's errors.
-        where: The position, such as "step 12 (epoch 1, batch 12)".
-        batch_size: Samples of a batch.
+    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch.
     """
     if isinstance(error, (RunError, ConfigurationError)):
         return error
@@ -50,13 +45,13 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
 
 
 def format_position(step: int, epoch: int, batch: int) -> str:
-    """A position in a run. ``step`` counts from 1; ``epoch`` and ``batch`` count from 0, and from 1 in the text."""
+    """``step 12 (epoch 1, batch 12)``. ``step`` counts from 1; ``epoch`` and ``batch`` from 0, in the text from 1."""
     return f"step {step} (epoch {epoch + 1}, batch {batch + 1})"
 
 
 @contextmanager
 def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
-    """Turns an error of the file system inside into a RunError of one line that ends with ``advice``."""
+    """Context manager: turns an OSError into a RunError "cannot write ``path``: reason; ``advice``"."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -71,12 +66,7 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def writable(path: Path) -> Generator[None]:
-    """Translates errors from writing to the path of --out.
-
-    Raises:
-        ConfigurationError: The path cannot be written to.
-        RunError: The disk is full.
-    """
+    """Turns an error from writing to the path of --out into a RunError (the disk is full) or a ConfigurationError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,5 @@
 """Checks that losses, weights and metrics are finite, and finds whether the data or the training is the cause."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 
@@ -21,13 +19,13 @@ def _advice() -> str:
 
 
 def weights_are_finite(model: torch.nn.Module) -> bool:
-    """Whether all trained parameters of this rank are finite; frozen ones may be masks."""
+    """Whether all trained parameters of this rank are finite; frozen ones are not checked: they may be masks."""
     trained = [to_local(weight) for weight in model.parameters() if weight.requires_grad and not weight.is_meta]
     return not trained or bool(torch.stack([weight.isfinite().all() for weight in trained]).all())
 
 
 def check_weights_finite(model: torch.nn.Module, step: int) -> None:
-    """Raises a RunError if a trained parameter is not finite."""
+    """Raises a RunError that names ``step`` if a trained parameter of this rank is NaN or infinite."""
     if not weights_are_finite(model):
         raise RunError(f"the weights are not finite after step {step}: the training diverged; {_advice()}")
 
@@ -44,7 +42,7 @@ def check_metric_finite(metric: float, step: int, validation: BatchSource) -> No
 
 
 def non_finite_loss_error(loss: float, where: str, read_again: Callable[[], Iterator[Batch]]) -> RunError:
-    """The error for a loss that is not finite. ``read_again()`` yields the batch first."""
+    """The error for a non-finite loss at ``where``. The first batch of ``read_again()`` is searched for the cause."""
     try:
         batch = next(iter(read_again()))
     except Exception:

@@ -1,7 +1,5 @@
 """How a model and its loss are called, for every shape of a batch and for models that return their own loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,7 +12,7 @@ from hasten.utils import batch as batches
 
 
 def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
-    """``(batch) -> loss``; ``own``: the model returns its own loss."""
+    """``(batch) -> loss``: model, then ``loss``; with ``own`` the model gets the batch and returns its loss."""
     if own:
         return lambda batch: loss(*call_model(model, batch, own=True))
 
@@ -28,7 +26,7 @@ def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
 
 
 def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
-    """(output, target) of a batch; ``own``: the model gets the whole batch and returns its own loss."""
+    """(output, target) of a batch; with ``own`` the model gets the target, too, and its output holds the loss."""
     if not own:
         args, kwargs, target = batches.split_inputs_target(batch)
         return model(*args, **kwargs), target
@@ -38,11 +36,7 @@ def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, An
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
-    """The loss that a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar.
-
-    Raises:
-        RunError: The output holds no loss.
-    """
+    """The loss that a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar."""
     loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss
@@ -51,13 +45,13 @@ def own_loss(output: Any, target: Any = None) -> torch.Tensor:
     elif isinstance(output, (tuple, list)):
         loss = cast(Sequence[Any], output)[0] if output else None
     if not isinstance(loss, torch.Tensor):
-        problem = "Task(loss=None) is for a model that returns its own loss; this one returned"
-        raise RunError(f"{problem} {_describe(loss)}: give it the labels, or set Task(loss=)")
+        returned = f"{_describe(loss)}: give it the labels, or set Task(loss=)"
+        raise RunError(f"Task(loss=None) is for a model that returns its own loss; this one returned {returned}")
     return loss
 
 
 def loss_type_error(loss: Any) -> RunError:
-    """The error for a Task(loss=) that returned no tensor."""
+    """The error for a Task(loss=) function that returned ``loss`` instead of a tensor with a gradient."""
     return RunError(
         f"Task(loss=) must return a tensor with a gradient, not {_describe(loss)}; leave out float() and .item()"
     )
@@ -70,13 +64,9 @@ def _describe(loss: Any) -> str:
 def accumulate_gradients(
     forward_backward: ForwardFn, microbatches: int, progress: TrainProgress, num_shards: int = 1
 ) -> ForwardFn:
-    """Forward and backward on the microbatches of a batch, each weighted by its fraction of the samples.
+    """``(batch) -> loss``: forward and backward of each microbatch, weighted by its fraction of the samples.
 
-    Args:
-        forward_backward: Forward and backward of one microbatch.
-        microbatches: Microbatches of a batch; fewer, on all ranks, if the smallest shard has fewer samples.
-        progress: Gets the fraction of each microbatch.
-        num_shards: Ranks that read different samples.
+    There are fewer microbatches, on all ranks, if the smallest of ``num_shards`` shards has fewer samples.
     """
 
     def accumulated(batch: Batch) -> Any:

@@ -3,8 +3,6 @@
 An exception from the data becomes one line that names the batch, and the sample where it is known.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -45,9 +43,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             pin_memory=spec.pin_memory,
             persistent_workers=spec.persistent_workers and spec.num_workers > 0,
             worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn),
-            generator=torch.Generator().manual_seed(
-                derive_seed(spec.seed, epoch)
-            ),  # the run's own generator is not used
+            generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
         )
         if built.persistent_workers:
             persistent.append((built, sampler))
@@ -68,10 +64,10 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
 
 
 def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Runs in a worker before it reads; ends the worker if the training process has died before.
+    """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
-    torch ends a worker when its parent process changes. A worker whose parent died before that check began would live
-    on.
+    torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
+    forever.
     """
     if init is not None:
         init(worker)
@@ -83,8 +79,7 @@ def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
 def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
-    Raises:
-        ConfigurationError: A method changed the batch size, but the DataLoader has a batch sampler of its own.
+    Methods may change the batch size, except of a DataLoader with a batch sampler of its own.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -104,9 +99,8 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-        if (
-            epoch and loader.persistent_workers and not workers_started(loader)
-        ):  # resumed: the workers' seed is drawn once
+        # resumed: the workers' seed is drawn once
+        if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
         find = _sample_finder(spec, epoch) if spec is not None and loader.num_workers else None  # before iter() draws
@@ -123,7 +117,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
 
 
 def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, seed: int) -> BatchSource:
-    """Batches of an iterable dataset, in its own order."""
+    """Batches of an iterable dataset in its own order, read by a DataLoader without workers."""
 
     def epoch(index: int, start: int = 0) -> Iterator[Batch]:
         with preserve_rng_state(), seeded_rng(derive_seed(seed, index)):
@@ -135,11 +129,7 @@ def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, 
 
 
 def length_of(data: Any) -> int | None:
-    """``len(data)``, or None where it has none.
-
-    Raises:
-        ConfigurationError: ``__len__`` returns a negative or too large number.
-    """
+    """``len(data)``, None where it has none; ConfigurationError if ``__len__`` returns no valid number."""
     try:
         return len(data)
     except TypeError:
@@ -147,8 +137,8 @@ def length_of(data: Any) -> int | None:
     except ConfigurationError:
         raise
     except (ValueError, OverflowError) as error:
-        problem = f"the length of the {type(data).__name__} cannot be read: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; __len__ must return a whole number from 0 on") from None
+        reason = f"{format_error(error)}; __len__ must return a whole number from 0 on"
+        raise ConfigurationError(f"the length of the {type(data).__name__} cannot be read: {reason}") from None
 
 
 def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
@@ -182,14 +172,14 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
 
 
 def _generators_of(loader: DataLoader[Any] | None) -> tuple[torch.Generator, ...]:
-    """The generators of a DataLoader and of its sampler, each once."""
+    """The ``generator`` attributes of a DataLoader and of its sampler that are set, each once."""
     owners = (loader, getattr(loader, "sampler", None))
     generators = dict.fromkeys(getattr(owner, "generator", None) for owner in owners)
     return tuple(generator for generator in generators if generator is not None)
 
 
 class _EpochSampler:
-    """A batch sampler over the index lists of one epoch."""
+    """A ``batch_sampler`` for torch's DataLoader that yields the given lists of indices, of one epoch."""
 
     def __init__(self, order: Iterable[Any]) -> None:
         self.order = order
@@ -274,14 +264,9 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
 
 
 def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = None) -> Iterator[Batch]:
-    """The same batches; an exception of the dataset becomes one line, from whichever process.
+    """The same batches; an exception of the dataset, from whichever process, becomes a RunError of one line.
 
-    Args:
-        iterator: The batches.
-        find: Finds the sample, where torch's own frames do not name it.
-
-    Raises:
-        RunError: The dataset raised.
+    ``find`` finds the sample where torch's own frames do not name it.
     """
     batches_read = 0
     try:
@@ -301,7 +286,7 @@ def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = No
 
 
 def _error_text(error: Exception) -> str:
-    """``KeyError: 'x'``; from a worker, the message is the whole traceback, which ends with this text."""
+    """``KeyError: 'x'``: type and message; of an error from a DataLoader worker, the last line of its traceback."""
     if not contains_worker_traceback(error):
         return format_error(error)
     kind, colon, text = worker_error_text(error).partition(": ")

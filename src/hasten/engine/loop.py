@@ -4,8 +4,6 @@
 steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -20,11 +18,7 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:
-    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device.
-
-    Raises:
-        RunError: An epoch gave no batch.
-    """
+    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device."""
     while not is_finished(program):
         before = program.run.progress.step
         yield from train_epoch(program)
@@ -42,22 +36,20 @@ def empty_data_error(epoch: int) -> RunError:
 
 
 def is_finished(program: Program) -> bool:
-    """Whether the plan has been carried out."""
+    """Whether the run has reached the epochs, or the optimizer steps, of its plan."""
     progress, plan = program.run.progress, program.plan
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
 def train_epoch(program: Program) -> Iterator[torch.Tensor]:
-    """As ``train_steps``, to the end of the current epoch."""
+    """Trains to the end of the current epoch (or of the plan); yields the loss of each step, as ``train_steps``."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
     optimizer_step, zero_grad = program.optimizer_step, program.zero_grad
     last_step = plan.steps if plan.steps is not None else float("inf")
     for batch in program.train.epoch(progress.epoch, progress.batch):
         batch = to_device(batch)
-        loss = (
-            None  # frees the graph of the previous step now; freed before that step's update, it costs 10 microseconds
-        )
+        loss = None  # frees the previous step's graph now; freed before that step's update, it costs 10 microseconds
         loss = forward_backward(batch)
         grad_transform()
         optimizer_step()
@@ -75,13 +67,9 @@ def train_epoch(program: Program) -> Iterator[torch.Tensor]:
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model. Changes no state of the run. A collective.
+    """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
 
     Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
-
-    Raises:
-        RunError: The validation data gave no batch.
-        ConfigurationError: The metric is not a single number.
     """
     model, ranks = program.export(), program.run.ranks
     if ranks.is_single_process:

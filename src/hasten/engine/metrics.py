@@ -1,7 +1,5 @@
 """Metrics by name, torchmetrics metrics and plain functions, behind one accumulator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +22,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A metric that is a mean over the samples, followed by a function of that mean.
-
-    Attributes:
-        higher_is_better: The direction.
-        per_batch: ``(output, target, loss) -> mean over the batch``.
-        finish: ``(mean) -> metric``.
-    """
+    """A metric that is a mean over the samples, followed by a function of that mean."""
 
     higher_is_better: bool
-    per_batch: Callable[[Any, Any, Any], Any]
-    finish: Callable[[float], float] = float
+    per_batch: Callable[[Any, Any, Any], Any]  # (output, target, loss) -> mean over the batch
+    finish: Callable[[float], float] = float  # mean -> metric
 
 
 def _logits(output: Any) -> Any:
@@ -49,7 +41,7 @@ def _logits(output: Any) -> Any:
 
 
 def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One score per target, in the target's shape; refuses to broadcast."""
+    """``scores`` in the shape of ``target``, with which it must have as many elements: nothing is broadcast."""
     if scores.numel() != target.numel():
         shapes = f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
         raise RunError(shapes)
@@ -89,34 +81,26 @@ METRICS = {
 
 
 def name_of(task: Task) -> str:
-    """The name of the task's metric."""
+    """The name of the task's metric: that given as text, else the name of its function or class."""
     metric = task.metric
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
 
 def higher_is_better(task: Task) -> bool:
-    """The direction of the task's metric.
-
-    Raises:
-        ConfigurationError: The metric is unknown, or neither it nor the task states the direction.
-    """
+    """The direction of the task's metric; ConfigurationError if neither the metric nor the task states it."""
     MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
     metric = METRICS[task.metric] if isinstance(task.metric, str) else task.metric
     direction = getattr(metric, "higher_is_better", None)
     if direction is None:
-        problem = f"it is unknown whether a higher {name_of(task)} is better"
-        raise ConfigurationError(f"{problem}; set Task(higher_is_better=True) or False")
+        advice = "set Task(higher_is_better=True) or False"
+        raise ConfigurationError(f"it is unknown whether a higher {name_of(task)} is better; {advice}")
     return direction
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over the batches of an evaluation.
-
-    Raises:
-        ConfigurationError: Task(metric=) is neither a known name nor a metric.
-    """
+    """Accumulates the task's metric and loss over the batches of an evaluation."""
 
     def __init__(self, task: Task) -> None:
         metric: Any = task.metric
@@ -143,7 +127,7 @@ class MetricAccumulator:
             raise ConfigurationError(f"Task(metric=) must be {kinds}, not {type(metric).__name__}")
 
     def update(self, output: Any, target: Any, loss: torch.Tensor, samples: int) -> None:
-        """Adds a batch; nothing is copied from the device."""
+        """Adds a batch of ``samples`` with its mean ``loss``; nothing is copied from the device."""
         if target is None and self.needs_target:
             names = ", ".join(TARGET_NAMES)
             raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {names}")
@@ -155,12 +139,7 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self) -> EvaluationResult:
-        """The metric and the loss over all batches.
-
-        Raises:
-            RunError: There was no batch.
-            ConfigurationError: The metric is not a single number.
-        """
+        """The metric and the loss over all batches; RunError if there was none."""
         if not self.samples:
             raise RunError("the validation data gave no batch, so there is no metric")
         value = float(self._as_number(self.torchmetric.compute() if self.named is None else self.sum / self.samples))
@@ -169,7 +148,7 @@ class MetricAccumulator:
         return EvaluationResult(_drop_rounding_error(value), float(self.loss / self.samples))
 
     def _as_number(self, value: Any) -> Any:
-        """A number or a scalar tensor in float64, still on its device."""
+        """The value that a metric function returned, as float64; a tensor stays on its device."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().double()
         if isinstance(value, (int, float)):
@@ -179,6 +158,6 @@ class MetricAccumulator:
 
 
 def _drop_rounding_error(value: float) -> float:
-    """Rounds to 7 digits if the value is a float32, else to 12: 9 right out of 10 then reach a target of 0.9."""
+    """Rounds to 7 digits if the value is a float32, else to 12, so that 9 of 10 correct reach a target of 0.9."""
     single = float(f"{value:.7g}")
     return single if torch.tensor(single, dtype=torch.float32).item() == value else float(f"{value:.12g}")

@@ -8,8 +8,6 @@ An observer is called at log points, a few times a second at most, with plain re
 Losses stay on the device until a log point copies all of them at once; no step waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -32,7 +30,7 @@ def losses_to_host(losses: Sequence[Any]) -> list[float]:
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A number that JSON can represent."""
+    """The value itself; None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,7 +1,5 @@
 """Saves a run to its directory and resumes it: checkpoints, the exported model, the skipped rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings
@@ -24,21 +22,14 @@ from hasten.engine.run_dir import RunDirectory, atomic_write
 
 @dataclass
 class RunRecord:
-    """What a run has measured so far; checkpoints include it.
+    """What a run has measured so far; checkpoints include it."""
 
-    Attributes:
-        began: ``perf_counter()`` when this process began.
-        earlier_seconds: Seconds that the run took before it was resumed.
-        split: Seconds by part of the run.
-        evaluations: Every evaluation so far.
-        seconds_at: Seconds of the run at each evaluation.
-    """
-
-    began: float
-    earlier_seconds: float = 0.0
+    began: float  # ``perf_counter()`` when this process began
+    earlier_seconds: float = 0.0  # those that the run took before it was resumed
+    # seconds by part of the run
     split: dict[str, float] = field(default_factory=lambda: {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0})
     evaluations: list[Evaluation] = field(default_factory=list)
-    seconds_at: list[float] = field(default_factory=list)
+    seconds_at: list[float] = field(default_factory=list)  # of the run, at each evaluation
 
     def seconds(self) -> float:
         """Seconds of the run, those before it was resumed included."""
@@ -50,7 +41,6 @@ class RunRecord:
         return {"history": history, "seconds": self.seconds(), "split": dict(self.split)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores ``state_dict()``."""
         self.evaluations = [Evaluation(step, samples, metric) for step, samples, metric, _ in state["history"]]
         self.seconds_at = [seconds for *_, seconds in state["history"]]
         self.earlier_seconds, self.split = state["seconds"], state["split"]
@@ -59,11 +49,8 @@ class RunRecord:
 class Persistence:
     """Saves and resumes one run. All ranks call every method; only rank 0 has the run directory.
 
-    Attributes:
-        folder: The run directory; None if nothing is written, and on all ranks but rank 0.
-        out: Its path, on all ranks; empty if nothing is written.
-        program: The program, with the training batches of a resumed run and an optimizer step that waits for
-            checkpoints.
+    ``folder`` is None if nothing is written, and on all ranks but rank 0; ``out`` is its path, on all ranks. The run
+    must train with ``program``: it has the batches of a resumed run, and an optimizer step that waits for checkpoints.
     """
 
     def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:
@@ -88,10 +75,10 @@ class Persistence:
             self._resume()
 
     def save(self, wait: bool) -> float:
-        """Begins a checkpoint; with ``wait``, returns when it is on the disk.
+        """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
 
         Returns:
-            Seconds that it took, those of the writing thread for the previous checkpoint included.
+            Seconds of this call, plus those that the thread spent on the previous checkpoint.
         """
         self.list_skipped()
         began = perf_counter()
@@ -113,7 +100,7 @@ class Persistence:
         return stalled + self.writer.seconds
 
     def finish(self) -> None:
-        """Writes the exported model, after the last checkpoint is on the disk."""
+        """Waits for the last checkpoint, then writes the exported model to model.safetensors."""
         weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
         if self.folder:
@@ -133,12 +120,12 @@ class Persistence:
         del self.program, self.train, self.source  # breaks a reference cycle, so that worker processes end now
 
     def note_time(self, event: str) -> None:
-        """Writes the seconds of the run at the current step into the run directory."""
+        """Appends ``event``, the current step and the seconds of the run so far to times.jsonl."""
         if self.folder:
             self.folder.note_time(event, self.run.progress.step, self.record.seconds())
 
     def list_skipped(self) -> int:
-        """Writes the skipped rows to the run directory, if there are new ones; returns their number."""
+        """Writes the skipped rows to skipped.jsonl, if there are new ones; returns the number of all of them."""
         rows = bad_rows.skipped_rows(self.program.task)
         if self.folder and rows != self.skipped:
             self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -154,11 +141,11 @@ class Persistence:
             self.saved_recipe = recipe
 
     def read_again(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """The batches of an epoch again, from index ``batch`` on."""
+        """Reads the training batches of an epoch once more, from batch index ``batch`` on, to find a bad one."""
         return checkpoint.read_again(self.source, self.start_of_epoch, epoch, batch)
 
     def _choose_checkpoint_writers(self) -> None:
-        """Rank 0 writes checkpoints; every rank its shard if weights are sharded and all ranks see the directory."""
+        """Selects rank 0, or every rank for its shard if weights are sharded and all ranks see the run directory."""
         folder = self.folder and self.folder.path / "checkpoints"
         self.sharded = False
         if self.saves_checkpoints and self.ranks.any(checkpoint.is_sharded(self.run)):
@@ -167,7 +154,7 @@ class Persistence:
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
     def _after_copy(self, optimizer_step: StepFn) -> StepFn:
-        """The optimizer step, which waits until a checkpoint has copied the weights."""
+        """``optimizer_step``, preceded by waiting until the checkpoint thread has copied the weights."""
         if not self.checkpoints:
             return optimizer_step
         before_update = self.writer.before_update
@@ -179,7 +166,7 @@ class Persistence:
         return step
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The training batches; stores the random state at the start of an epoch, for sources that are not seekable."""
+        """The training batches; first stores the random state if the source must be replayed to resume the epoch."""
         if self.rest_of_interrupted_epoch:
             rest, self.rest_of_interrupted_epoch = self.rest_of_interrupted_epoch, None
             return rest(epoch, start)
@@ -189,7 +176,7 @@ class Persistence:
         return self.train.epoch(epoch, start)
 
     def _main_process_state(self) -> dict[str, Any]:
-        """The part of a checkpoint that only rank 0 has."""
+        """The entries of a checkpoint that only rank 0 knows: evaluations, times, log length, skipped rows, ..."""
         assert self.folder is not None
         return self.record.state_dict() | {
             "identity": self.folder.identity,
@@ -218,7 +205,7 @@ class Persistence:
         self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint; cuts the log to its step. Called on rank 0."""
+        """Loads the newest complete checkpoint (None without any) and cuts log.jsonl to its step. Rank 0 only."""
         assert self.folder is not None and self.checkpoints is not None
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
@@ -231,8 +218,8 @@ class Persistence:
         return state
 
     def _check_same_data(self, before: int | None) -> None:
-        """Compares the number of samples: in other data, a position stands for other samples."""
+        """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            problem = f"the training data have {now} samples, and the run in {self.out} was training on {before}"
-            raise ConfigurationError(f"{problem}: give it those data again, or start anew in another --out")
+            run = f"{self.out} was training on {before}: give it those data again, or start anew in another --out"
+            raise ConfigurationError(f"the training data have {now} samples, and the run in {run}")

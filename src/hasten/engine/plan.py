@@ -3,8 +3,6 @@
 No method object is consulted after ``build``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,43 +34,24 @@ Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every
 
 @dataclass(frozen=True)
 class Program:
-    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions.
+    """A run, ready to train. Everything happens inside ``process_context()``; the training loop calls the functions."""
 
-    Attributes:
-        task: The user's task with loaded data, which defines the metric even if a method changed ``run.task``.
-        run: The context that the methods were built with.
-        plan: How long the run trains.
-        process_context: Global state of the process, such as thread counts.
-        train: The training batches of this rank.
-        source: The same, without the communication between ranks before each step.
-        validation: The validation batches; None without validation data.
-        to_device: ``(batch) -> batch``: copies a batch to the device and transforms it.
-        forward: ``(batch) -> loss``.
-        forward_backward: ``(batch) -> loss``: forward and backward over all microbatches.
-        grad_transform: ``() -> None``: between backward and optimizer step.
-        optimizer_step: ``() -> None``.
-        zero_grad: ``() -> None``.
-        schedule: The learning-rate schedule, stepped once per training step; or None.
-        export: ``() -> module``: the model that is evaluated and saved.
-        effects: Observes the effect of each method in one step.
-    """
-
-    task: Task
-    run: RunContext
-    plan: TrainPlan
-    process_context: ContextFactory
-    train: BatchSource
-    source: BatchSource
+    task: Task  # the user's, with loaded data; defines the metric even if a method changed ``run.task``
+    run: RunContext  # the context that the methods were built with
+    plan: TrainPlan  # how long the run trains
+    process_context: ContextFactory  # global state of the process, such as thread counts
+    train: BatchSource  # the training batches of this rank
+    source: BatchSource  # the same, without the communication between ranks before each step
     validation: BatchSource | None
-    to_device: BatchFn
+    to_device: BatchFn  # copies a batch to the device and transforms it
     forward: ForwardFn
-    forward_backward: ForwardFn
-    grad_transform: StepFn
+    forward_backward: ForwardFn  # over all microbatches
+    grad_transform: StepFn  # between backward and optimizer step
     optimizer_step: StepFn
     zero_grad: StepFn
-    schedule: Any
-    export: Callable[[], torch.nn.Module]
-    effects: EffectObserver
+    schedule: Any  # the learning-rate schedule, stepped once per training step; or None
+    export: Callable[[], torch.nn.Module]  # the model that is evaluated and saved
+    effects: EffectObserver  # observes the effect of each method in one step
 
 
 def build(
@@ -83,14 +62,7 @@ def build(
     seed: int = 0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
-    """Builds the program of a task under a set of methods, in the order of their cards.
-
-    Args:
-        task: The task.
-        methods: The methods, in any order.
-        device: The device of this process.
-        seed: Seed of the run.
-        ranks: The process group.
+    """Builds the program of a task under a set of methods, in the order of their cards, for a device of this process.
 
     Raises:
         ConfigurationError: Methods conflict, or the parts of the task do not fit together.
@@ -100,10 +72,10 @@ def build(
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     fold = partial(_fold, methods, run)
-
+    on_gpu = run.device.type == "cuda"
     for method in methods:
         method.setup(run)
-    process_context = fold("process_context", _device_context(run.device))
+    process_context = fold("process_context", partial(torch.cuda.device, run.device) if on_gpu else nullcontext)
     with process_context():
         set_seeds(seed)
         task = data_adapters.load_data(task)
@@ -113,8 +85,7 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        to_device = _identity if run.device.type == "cpu" else partial(_copy_to_device, run.device)
-        to_device = fold("batch_transform", to_device)
+        to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
         forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -131,7 +102,7 @@ def build(
             to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
-            grad_transform=fold("grad_transform", _do_nothing),
+            grad_transform=fold("grad_transform", lambda: None),
             optimizer_step=fold("optimizer_step", run.optimizer.step),
             zero_grad=fold("zero_grad", run.optimizer.zero_grad),
             schedule=schedule,
@@ -141,21 +112,17 @@ def build(
 
 
 def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> Any:
-    """Wraps ``thing`` by every method that overrides the hook; a replacement goes innermost."""
+    """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
     for method in sorted(methods, key=lambda method: hook not in method.card.replaces):
         if hook in hooks_of(method):
             thing = getattr(method, hook)(thing, run)
     return thing
 
 
-def _device_context(device: torch.device) -> ContextFactory:
-    return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
-
-
 def _build_data(
     task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog
 ) -> tuple[BatchSource, BatchSource | None]:
-    """(training, validation) batches. Completes the plan's number of steps and enables ``peek_batch``."""
+    """(training, validation) batches. Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
@@ -173,7 +140,7 @@ def _build_data(
 
 
 def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
-    """The model, on the device that the ``parallelize`` hooks want: that of the run, the CPU or meta."""
+    """The model after the ``model`` hooks, on ``init_device`` of the ParallelContext: run's device, CPU or meta."""
     make = partial(_make_model, task, fold)
     if run.parallel and run.parallel.init_device == "meta":
         model, run.parallel.materialize = deferred_init(make)
@@ -191,7 +158,7 @@ def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
 
 
 def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
-    """(optimizer, schedule or None)."""
+    """Calls Task(optimizer=) through the methods' hooks and checks the result: (optimizer, schedule or None)."""
     make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     pair = "a torch optimizer, or (optimizer, schedule)"
@@ -201,23 +168,23 @@ def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.opt
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        problem = "ReduceLROnPlateau waits for a metric, but a schedule steps after every optimizer step"
-        raise ConfigurationError(f"{problem}; choose one that counts steps")
+        reason = "a schedule steps after every optimizer step; choose one that counts steps"
+        raise ConfigurationError(f"ReduceLROnPlateau waits for a metric, but {reason}")
     return optimizer, schedule
 
 
 def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
-    """``(model) -> optimizer`` for either form of Task(optimizer=)."""
+    """Task(optimizer=) as ``(model) -> optimizer``; ``steps`` is passed to one that takes ``(model, steps)``."""
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:
-        problem = "the optimizer's schedule needs the number of steps, but the training data has no length"
-        raise ConfigurationError(f"{problem}; give the dataset a __len__")
+        reason = "the training data has no length; give the dataset a __len__"
+        raise ConfigurationError(f"the optimizer's schedule needs the number of steps, but {reason}")
     return lambda model: make_optimizer(model, steps)
 
 
 def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> ForwardFn:
-    """Forward and backward of a whole batch."""
+    """``(batch) -> loss``: forward and backward of a batch, in ``plan.microbatches``, through the methods' hooks."""
     progress, microbatches = run.progress, run.plan.microbatches
 
     def weighted_backward(loss: torch.Tensor) -> None:
@@ -242,7 +209,7 @@ def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> 
 
 
 def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
-    """Gives ranks that compute different samples different random numbers, unless the batches are drawn from them."""
+    """Seeds ranks of different samples differently (dropout), unless the sample order comes from that generator."""
     if run.parallel is None:
         return
     index = run.ranks.rank // run.parallel.tp_size
@@ -253,14 +220,14 @@ def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
 
 
 def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunContext, log: ShardLog) -> BatchSource:
-    """The batches of this rank, with what the ranks exchange about them before every step."""
+    """The batches, whose sizes and fingerprints the ranks compare; sets this rank's loss weight for each step."""
     replicas_differ = any("replicated_weights" in method.card.invalidates for method in methods)
     weighted = with_loss_weights(source, _data_ranks(run), run.plan, run.progress, log, replicas_differ)
     return check_replica_inputs(weighted, run.ranks, run.parallel.model_parallel_size if run.parallel else 1)
 
 
 def _data_ranks(run: RunContext) -> ProcessGroupInfo:
-    """The ranks that read different samples."""
+    """The process group counted in model replicas: the ranks of one replica read the same samples."""
     return run.ranks.data_parallel_view(run.parallel.model_parallel_size) if run.parallel else run.ranks
 
 
@@ -270,7 +237,3 @@ def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
 
 def _identity(batch: Batch) -> Batch:
     return batch
-
-
-def _do_nothing() -> None:
-    pass

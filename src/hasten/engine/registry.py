@@ -4,8 +4,6 @@ A method's name is the name of its file in ``hasten/methods`` or ``hasten/method
 installed entry point. A class elsewhere is named by its location: ``./mine.py:Faster`` or ``package.module:Faster``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib
@@ -13,7 +11,7 @@ import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -38,11 +36,7 @@ def method_names() -> list[str]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method.
-
-    Raises:
-        ConfigurationError: There is no such method, or the name is that of something else.
-    """
+    """The class of a method; ConfigurationError if there is none of that name."""
     if ":" in name:
         return _class_at(name)
     if point := _installed().get(name):
@@ -71,7 +65,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def cards_that_state(field: str) -> dict[str, Card]:
-    """Method name -> card, of hasten's methods that set a field. Imports only modules whose source names it."""
+    """Method name -> card, of hasten's methods whose card sets ``field``. Imports only files that contain it."""
     files = _method_files().items()
     return {name: method_class(name).card for name, path in files if f"{field}=" in path.read_text(encoding="utf-8")}
 
@@ -89,11 +83,7 @@ def remedies(problem: str) -> str:
 
 
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
-    """Creates a method with checked options.
-
-    Raises:
-        ConfigurationError: The method or an option is unknown, or an option has a wrong type or value.
-    """
+    """Creates a method; ConfigurationError if it is unknown, or an option is unknown or has a wrong type or value."""
     cls = method_class(name)
     fields = options_of(cls)
     types: dict[str, Any] = _import(name, lambda: typing.get_type_hints(cls)) if fields else {}
@@ -115,26 +105,22 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
 
 
 def make_methods(recipe: Recipe) -> list[Method]:
-    """Creates the methods of a recipe."""
+    """Creates the Method objects of a recipe, with checked options; errors as in ``make_method``."""
     return [make_method(name, options) for name, options in recipe.methods.items()]
 
 
 def drop_distributed(recipe: Recipe) -> Recipe:
-    """The recipe without the methods that need several processes."""
+    """The recipe without the methods that apply to several processes only."""
     return recipe.drop(*(name for name in recipe.methods if DISTRIBUTED in method_class(name).card.applies_to))
 
 
 def options_of(cls: type[Method]) -> dict[str, object]:
-    """Option -> default, of a method."""
+    """Option name -> default value of a method class."""
     return {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module.
-
-    Raises:
-        ConfigurationError: There is no such file, or it raises when it is imported.
-    """
+    """Imports a user's Python file as a module; ConfigurationError if there is no such file, or it raises."""
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
@@ -180,7 +166,7 @@ def _class_at(name: str) -> type[Method]:
 
 
 def _import(name: str, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, whose import of a user's code may raise anything."""
+    """``load()``, which imports the method ``name``; any exception becomes a ``ConfigurationError``."""
     try:
         return load()
     except ConfigurationError:
@@ -195,7 +181,7 @@ def _method_classes(module: ModuleType) -> list[type[Method]]:
 
 
 def _checked(name: str, cls: Any) -> type[Method]:
-    """The class, if it is a method with a card and without a misspelled hook; sets its name."""
+    """Checks that ``cls`` is a Method with a card and without a misspelled hook; sets its ``name``."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigurationError(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
@@ -210,7 +196,7 @@ def _checked(name: str, cls: Any) -> type[Method]:
 
 
 def _check_option(option: str, value: Any, kind: Any) -> Any:
-    """``value`` as an option of type ``kind``; an int is accepted as a float, and nothing else changes its type."""
+    """Checks that ``value`` has the option's type ``kind``; an int becomes a float, nothing else is converted."""
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         if not any(type(value) is type(known) and value == known for known in kinds):
@@ -218,16 +204,9 @@ def _check_option(option: str, value: Any, kind: Any) -> Any:
         return value
     if not OPTION_TYPES.keys() >= set(kinds):
         raise ConfigurationError(f"{option} is a {kind}; options are numbers, texts, true or false")
-    if isinstance(value, bool):
-        accepted = bool in kinds
-    else:
-        accepted = isinstance(value, kinds)
-        if isinstance(value, int) and not accepted and float in kinds:
-            return float(value)
-    if not accepted:
-        raise ConfigurationError(f"{option} must be {_type_names(kinds)}, not {value!r}")
+    if type(value) is int and int not in kinds and float in kinds:
+        return float(value)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(OPTION_TYPES[kind] for kind in kinds)
+        raise ConfigurationError(f"{option} must be {names}, not {value!r}")
     return value
-
-
-def _type_names(kinds: Iterable[type]) -> str:
-    return " or ".join(OPTION_TYPES[kind] for kind in kinds)

@@ -3,8 +3,6 @@
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html and scheduler/sched-bwc.html.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -42,7 +40,7 @@ def warn_oversubscribed(processes: int) -> None:
 
 
 def single_process_threads() -> int:
-    """Threads of a single process: as many as the user set, or all CPUs; torch reads no control group."""
+    """Threads for one process: all its CPUs if hasten had limited them for ranks, else torch's present number."""
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 
@@ -52,7 +50,7 @@ def _local_world_size() -> int:
 
 
 def _free_in_groups() -> Iterator[int]:
-    """Bytes left in each control group of this process; file cache counts as free."""
+    """Bytes left below the memory limit of each control group of this process; file cache counts as free."""
     for controller, group in _control_groups("memory"):
         limit, usage, reclaimable = MEMORY_FILES[controller]
         try:
@@ -64,7 +62,7 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """The CPU quota of each control group, in CPUs."""
+    """Yields the CPU quota of each control group that limits this process, in CPUs."""
     for controller, group in _control_groups("cpu"):
         try:
             if controller:

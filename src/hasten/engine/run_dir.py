@@ -12,8 +12,6 @@
     result.json         written last: a directory with a result is a finished run
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -40,12 +38,6 @@ class RunDirectory:
         resume: Whether to resume the run in the directory.
         resume_key: ``(recipe) -> recipe``: the part of a recipe that must not change when a run is resumed.
 
-    Attributes:
-        begun: Whether the directory holds a run that is resumed.
-        recipe: The recipe to train with.
-        written: The recipe in recipe.toml.
-        environment: environment.json of the run that is resumed.
-
     Raises:
         ConfigurationError: The directory holds something else, or a run that cannot be resumed as requested.
         RunError: The files of the run cannot be read.
@@ -59,18 +51,18 @@ class RunDirectory:
         resume: bool,
         resume_key: Callable[[Recipe], Recipe],
     ) -> None:
-        """Reads the directory; writes nothing."""
+        """Reads what is in the directory and checks it against the arguments; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
-        self.written = self.recipe
-        self.environment: dict[str, Any] = {}
+        self.written = self.recipe  # in recipe.toml
+        self.environment: dict[str, Any] = {}  # environment.json of the run that is resumed
         try:
             names = set(os.listdir(self.path)) if self.path.exists() else set[str]()
-            self.begun = "environment.json" in names
+            self.begun = "environment.json" in names  # by a run that is to be resumed
             foreign = not self.begun and any(map(self._is_foreign, names))
         except OSError as error:
-            problem = f"cannot use {self.path} as a run directory: {error.strerror}"
-            raise ConfigurationError(f"{problem}; choose another --out") from None
+            advice = "choose another --out"
+            raise ConfigurationError(f"cannot use {self.path} as a run directory: {error.strerror}; {advice}") from None
         if foreign:
             raise ConfigurationError(f"{self.path} is not empty and holds no run; choose another --out")
         if self.begun and not resume:
@@ -80,7 +72,7 @@ class RunDirectory:
         self.identity = {**identity, "recipe": resume_key(self.recipe).methods}
 
     def finished(self) -> dict[str, Any] | None:
-        """The result of a finished run; None for any other."""
+        """The content of result.json, which only a finished run has; else None."""
         try:
             return json.loads((self.path / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -101,8 +93,8 @@ class RunDirectory:
             for incomplete in (*self.path.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")):
                 incomplete.unlink()
         except BlockingIOError:
-            problem = f"another process is training in {self.path}"
-            raise ConfigurationError(f"{problem}; wait for it or choose another --out") from None
+            advice = "wait for it or choose another --out"
+            raise ConfigurationError(f"another process is training in {self.path}; {advice}") from None
         except OSError as error:
             raise ConfigurationError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from None
         if not self.begun:
@@ -113,36 +105,33 @@ class RunDirectory:
             self.write("environment.json", json.dumps(facts, indent=2) + "\n")
 
     def log(self, records: list[dict[str, Any]]) -> None:
-        """Appends to the deterministic log."""
+        """Appends records to log.jsonl."""
         self._append(self._log, records)
 
     def note_time(self, event: str, step: int, seconds: float) -> None:
-        """Appends ``{"what": event, "step", "seconds"}`` to the times; ``seconds`` since the run began."""
+        """Appends ``{"what": event, "step", "seconds"}`` to times.jsonl; ``seconds`` since the run began."""
         self._append(self._times, [{"what": event, "step": step, "seconds": round(seconds, 6)}])
 
     def logged(self) -> int:
-        """The length of the log in bytes, once it is on the disk."""
+        """Flushes log.jsonl to the disk and returns its length in bytes."""
         with translate_disk_errors(self.path / "log.jsonl", FREE_THE_DISK):
             os.fsync(self._log.fileno())
             return os.fstat(self._log.fileno()).st_size
 
     def cut_log(self, length: int) -> None:
-        """Removes what was logged after a checkpoint; ``length`` in bytes."""
+        """Cuts log.jsonl to ``length`` bytes: removes what was logged after a checkpoint."""
         with translate_disk_errors(self.path / "log.jsonl", FREE_THE_DISK):
             os.ftruncate(self._log.fileno(), length)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file atomically."""
         atomic_write(self.path / name, lambda file: file.write(text.encode()))
 
     def remove(self, name: str) -> None:
-        """Removes a file if it exists."""
         with translate_disk_errors(self.path / name, FREE_THE_DISK):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the log and releases the lock."""
-        self._log.close()
+        self._log.close()  # releases the lock
         self._times.close()
 
     def _append(self, file: BinaryIO, records: list[dict[str, Any]]) -> None:
@@ -152,7 +141,7 @@ class RunDirectory:
                 rest = rest[file.write(rest) :]
 
     def _is_foreign(self, name: str) -> bool:
-        """Whether the file cannot come from a run that was killed before environment.json was written."""
+        """Whether a file was not written by hasten: a run killed before environment.json leaves known names only."""
         path, final = self.path / name, name.removesuffix(TEMPORARY)
         if final != name or name not in BEFORE_BEGIN:
             return final not in BEFORE_BEGIN | {"environment.json"}
@@ -172,8 +161,8 @@ class RunDirectory:
         if recipe is None or recipe == self.written:
             requested = recipe.methods if recipe else {}
             if any(":" in name and name not in requested for name in (first_recipe | self.written).methods):
-                problem = f"the run in {self.path} was begun with methods from outside hasten"
-                raise ConfigurationError(f"{problem}; if you trust them, name them again: --with '{first_recipe}'")
+                advice = f"if you trust them, name them again: --with '{first_recipe}'"
+                raise ConfigurationError(f"the run in {self.path} was begun with methods from outside hasten; {advice}")
             self.recipe = first_recipe
         if self.resume_key(self.recipe) != self.resume_key(first_recipe):
             raise self._mismatch("recipe", first_recipe, self.recipe)
@@ -192,7 +181,7 @@ class RunDirectory:
 
 
 def _recipe_in(environment: Any) -> Recipe:
-    """The recipe that a run began with; raises a ValueError for a damaged environment.json."""
+    """The recipe in the content of environment.json: that which the run began with. ``ValueError`` if damaged."""
     if not isinstance(environment, dict):
         raise ValueError("environment.json is not a table")
     methods: Any = cast(dict[str, Any], environment).get("recipe")
@@ -206,16 +195,12 @@ def _recipe_in(environment: Any) -> Recipe:
 
 
 def to_json_lines(records: list[dict[str, Any]]) -> str:
-    """One line per record. They are flat and hold numbers, so one call encodes all, five times as fast."""
+    """Flat records as JSON, one per line; a single call of the encoder for all is five times as fast."""
     return json.dumps(records, allow_nan=False)[1:-1].replace("}, {", "}\n{") + "\n" if records else ""
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new.
-
-    Raises:
-        RunError: The disk is full, or the directory cannot be written to.
-    """
+    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new."""
     temporary = path.with_name(path.name + TEMPORARY)
     with translate_disk_errors(path, FREE_THE_DISK):
         try:

@@ -1,7 +1,5 @@
 """Stop signals: Ctrl-C and termination wait for the end of a training step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -15,7 +13,7 @@ DEBOUNCE_S = 1.0  # two presses of Ctrl-C within this time are one request
 
 @contextmanager
 def catch_stop_signals() -> Generator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP are appended to the yielded list.
+    """Context manager: yields a list to which SIGINT, SIGTERM and SIGHUP are appended instead of ending the process.
 
     Raises:
         KeyboardInterrupt: A signal arrived more than ``DEBOUNCE_S`` after the first.

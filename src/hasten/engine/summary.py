@@ -1,7 +1,5 @@
 """The outcome of a run as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +10,9 @@ from hasten.engine.observers import finite_or_none
 
 
 def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict[str, Any]:
-    """The metrics of a run and when its target was reached.
+    """The metrics of a run and when its target was reached; ``seconds_at``: seconds of the run at each evaluation.
 
-    Args:
-        task: The task as the user gave it; a method may have changed ``run.task``.
-        run: The run.
-        history: All evaluations.
-        seconds_at: Seconds of the run at each evaluation.
+    ``task`` is the task as the user gave it; a method may have changed ``run.task``.
     """
     higher = higher_is_better(task)
     metrics = [finite_or_none(evaluation.metric) for evaluation in history]
@@ -47,7 +41,7 @@ def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_
 
 
 def first_sustained_target(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
-    """Index of the first evaluation that reaches the target and whose successor does, too, if it has one."""
+    """Index of the first evaluation at the target whose next one, if any, is too; None if there is none."""
     if target is None:
         return None
     reached = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]

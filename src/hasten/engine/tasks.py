@@ -28,13 +28,11 @@ from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
-FILE_MODULE_PREFIX = (
-    "hasten_file_"  # of the modules that import_file creates; other processes cannot import them by name
-)
+FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
 
 def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:
-    """The task behind anything that ``TaskRef.of`` accepts."""
+    """The Task that a name, ``file.py:function``, function or Task denotes; see ``TaskRef.of`` for errors."""
     return TaskRef.of(task).load()
 
 
@@ -47,17 +45,11 @@ def workload_names() -> list[str]:
 
 @dataclass(frozen=True)
 class TaskRef:
-    """Where a task comes from. ``str(ref)`` is its name.
+    """Where a task comes from. ``str(ref)`` is its name."""
 
-    Attributes:
-        name: ``digits``, ``mine.py:task``, or the name of a function or a Task.
-        file: The absolute path of the user's file, if the task is given as file and function.
-        obj: The Task, or the function that returns one, if the task is given as an object.
-    """
-
-    name: str
-    file: str | None = None
-    obj: Any = None
+    name: str  # ``digits``, ``mine.py:task``, or the name of a function or a Task
+    file: str | None = None  # absolute path of the user's file, if the task is given as file and function
+    obj: Any = None  # the Task, or the function that returns one, if the task is given as an object
 
     @staticmethod
     def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
@@ -78,12 +70,7 @@ class TaskRef:
         raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
 
     def load(self) -> Task:
-        """The task, under the name of the reference.
-
-        Raises:
-            ConfigurationError: The file does not import, has no such function, or the function raises or returns no
-                Task.
-        """
+        """The task, under the name of the reference; ConfigurationError if the user's code gives none."""
         if isinstance(self.obj, Task):
             return self.obj
         function = self.function()
@@ -91,29 +78,21 @@ class TaskRef:
             return _call(function, self.name).named(self.name)
 
     def function(self) -> Callable[[], Task]:
-        """The function that returns the task.
-
-        Raises:
-            ConfigurationError: The reference is to a Task object, or the file does not import or has no such function.
-        """
+        """The function that returns the task; ConfigurationError for a Task object, or if there is no such function."""
         if isinstance(self.obj, Task):
             raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
         with _with_same_rng():
             return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
     def to_json(self) -> str:
-        """One line of text for another process of this command; contains a pickle if the task is an object.
-
-        Raises:
-            ConfigurationError: The object cannot be pickled.
-        """
+        """One line of text for another process of this command; contains a pickle if the task is an object."""
         if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
         return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": sys.path})
 
     @staticmethod
     def from_json(text: str) -> TaskRef:
-        """The reference behind ``to_json``. It may execute code: only for text that this command wrote itself."""
+        """The inverse of ``to_json``. It may unpickle and so execute code: only for text that this command wrote."""
         fields = json.loads(text)
         if "pickle" not in fields:
             return TaskRef(fields["name"], fields["file"])
@@ -166,7 +145,7 @@ def _parse(text: str) -> TaskRef:
 
 @contextmanager
 def _with_same_rng() -> Generator[None]:
-    """Seeds data that a task's file or function draws: the same for every arm, resume and seed."""
+    """Context manager: seeds all generators alike, so that data drawn by a task's file are the same in all runs."""
     with preserve_rng_state():
         set_seeds(0)
         yield
@@ -182,7 +161,7 @@ def _workload(name: str) -> Callable[[], Task]:
 
 
 def _imported_from(folder: Path) -> list[Path]:
-    """The loaded modules in a user's folder, except those of a virtual environment in it."""
+    """Files of the imported modules below a user's folder, except those of a virtual environment in it."""
     files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     sources = (path for path in files if path.suffix == ".py" and "site-packages" not in path.parts)
     return sorted(path for path in sources if path.is_relative_to(folder))
@@ -235,5 +214,5 @@ def _pickle(obj: Any) -> str:
     try:
         return base64.b64encode(cloudpickle.dumps(obj)).decode()
     except Exception as error:
-        problem = f"the task cannot be passed to another process: {format_error(error)}"
-        raise ConfigurationError(f"{problem}; put it into a file and name it path/to/file.py:function") from None
+        reason = f"{format_error(error)}; put it into a file and name it path/to/file.py:function"
+        raise ConfigurationError(f"the task cannot be passed to another process: {reason}") from None

@@ -3,8 +3,6 @@
 Checks the request, builds the run, and releases everything afterwards. The run itself is in ``trainer.py``.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -125,7 +123,7 @@ def train(
 
 
 def _run(program: Program, folder: RunDirectory | None, make_trainer: Callable[[], Trainer]) -> dict[str, Any]:
-    """Trains, and releases the program and the run directory."""
+    """Trains with the trainer that ``make_trainer`` builds; then closes it and the run directory."""
     try:
         with program.process_context():
             trainer = make_trainer()
@@ -171,7 +169,7 @@ def _open_run_directory(
 def _broadcast_run(
     ranks: ProcessGroupInfo, recipe: Recipe, result: dict[str, Any] | None, out: str | Path | None
 ) -> tuple[Recipe, dict[str, Any] | None, str | None]:
-    """(recipe, result, run directory) as rank 0 found them; only rank 0 reads the directory."""
+    """Gives all ranks the recipe, result (None if unfinished) and path that rank 0 found in the run directory."""
     found = json.dumps([recipe.methods, result, None if out is None else str(out)])
     methods, result, path = json.loads(ranks.broadcast(found.encode()))
     return Recipe(methods), result, path
@@ -185,7 +183,7 @@ def _resume_warnings(
     result: dict[str, Any] | None,
     out: str | Path | None,
 ) -> list[str]:
-    """What the user should know about the run that was found, or not found, in ``out``."""
+    """Warnings on resuming: the run had finished, its task was edited since, or ``out`` holds no run."""
     if result:
         return [f"the run in {out} had finished, with {result['recipe']}: this is its result, and nothing was trained"]
     if folder and folder.environment.get("code", code) != code:
@@ -209,7 +207,7 @@ def _build(ranks: ProcessGroupInfo, task: Task, recipe: Recipe, device: str, see
 
 
 def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None) -> dict[str, str]:
-    """Name -> value, as text, of everything that must be equal on all ranks."""
+    """Name -> value, as text, of what all ranks must have in common: task, seed, code, recipe, batch size, ..."""
     facts = {
         "seed": seed,
         "task": task.name,
@@ -234,22 +232,22 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
         return device
     if device != "cuda":
         advice = "use --device cuda, and each gets a GPU of its own"
-        raise ConfigurationError(f"several processes cannot share {device}; {advice}")
+        raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
     if ranks.local_rank >= (gpus := torch.cuda.device_count()):
-        problem = f"there are {gpus} GPUs for {ranks.local_rank + 1} processes or more"
-        raise ConfigurationError(f"{problem}; use fewer processes, or --device cpu")
+        remedy = "use fewer processes, or --device cpu"
+        raise ConfigurationError(f"there are {gpus} GPUs for {ranks.local_rank + 1} processes or more; {remedy}")
     return f"cuda:{ranks.local_rank}"
 
 
 def with_strategy(methods: list[Method], ranks: ProcessGroupInfo) -> list[Method]:
-    """The methods; with several ranks and no strategy among them, the default strategy, too."""
+    """The methods, plus the default strategy if there are several ranks and none of the methods is a strategy."""
     if ranks.is_single_process or any("parallelize" in method.card.replaces for method in methods):
         return methods
     return [*methods, *map(make_method, default_methods("distributed"))]
 
 
 def without_strategy(recipe: Recipe) -> Recipe:
-    """The part of a recipe that must not change on resume: all but strategies that compute the same."""
+    """The recipe without parallelization strategies that compute the same: those may change on resume."""
     # a class outside hasten stays in the recipe without being imported
     cards = {name: method_class(name).card for name in recipe.methods if ":" not in name}
     exact = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)

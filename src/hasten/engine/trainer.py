@@ -3,8 +3,6 @@
 A step is in ``loop.py``; what is written to the disk, and how a run resumes, in ``persistence.py``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -27,17 +25,9 @@ from hasten.engine.summary import run_summary
 
 
 class Trainer:
-    """Trains a program to the end of its plan.
+    """Trains the program that ``build`` returned to the end of its plan; the other arguments are those of ``train``.
 
-    Args:
-        program: The program that ``build`` returned.
-        recipe: The recipe, for the result.
-        folder: The run directory; None writes nothing.
-        observers: Called with the records of the log.
-        watch: Called with the progress.
-        checkpoint_seconds: Seconds between two checkpoints, at least; 0: after every step.
-        stop_signals: Grows when this process is asked to stop.
-        began: ``perf_counter()`` at the start of the run.
+    The list ``stop_signals`` grows when this process is asked to stop; the run began at ``began`` (``perf_counter()``).
     """
 
     def __init__(
@@ -56,9 +46,8 @@ class Trainer:
         self.record = RunRecord(began)
         self.persistence = Persistence(program, recipe, folder, self.record)
         self.program = self.persistence.program
-        self.pending: list[
-            tuple[Any, int, int, float]
-        ] = []  # (loss on the device, epoch, batch, weight) not yet logged
+        # (loss on the device, epoch, batch, weight) not yet logged
+        self.pending: list[tuple[Any, int, int, float]] = []
         self.stopped = False
         self.report_progress = progress_reporter(watch, self._fraction_done)
         self.pauses = PauseSchedule(self.context, stop_signals, checkpoint_seconds, self.persistence.saves_checkpoints)
@@ -109,7 +98,7 @@ class Trainer:
                 self._pause()
 
     def _pause(self) -> None:
-        """Between two steps, a few times a second: reports progress, logs, saves, stops."""
+        """Called between two steps when a pause is due: reports progress, logs losses, saves a checkpoint, stops."""
         self.report_progress()
         actions = self.pauses.actions(len(self.pending))
         if actions.log:
@@ -152,7 +141,7 @@ class Trainer:
         self.persistence.note_time("steps")
 
     def _mean_over_ranks(self, losses: list[float]) -> list[float]:
-        """The losses of the global batches, from those of this rank's shards."""
+        """The losses of the global batches, from those of this rank's shards. All ranks must call it."""
         weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
         return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
 
@@ -172,19 +161,14 @@ class Trainer:
         record.split["evaluation"] += perf_counter() - began
         record.evaluations.append(Evaluation(progress.step, progress.samples, result.metric))
         record.seconds_at.append(record.seconds())
-        logged = {
-            "step": progress.step,
-            "samples": progress.samples,
-            "metric": result.metric,
-            "validation_loss": result.loss,
-        }
-        self._observe([{name: finite_or_none(value) for name, value in logged.items()}])
+        metric, loss = finite_or_none(result.metric), finite_or_none(result.loss)
+        self._observe([{"step": progress.step, "samples": progress.samples, "metric": metric, "validation_loss": loss}])
         self.persistence.note_time("evaluation")
         if plan.stop is not None and self.ranks.any(bool(plan.stop(record.evaluations))):
             self.stopped = True
 
     def _finish(self) -> dict[str, Any]:
-        """Writes the model and the result."""
+        """Writes model.safetensors and result.json; returns the result."""
         self.persistence.finish()
         seconds, split = self.record.seconds(), self.record.split
         result = run_summary(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {

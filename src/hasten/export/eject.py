@@ -5,8 +5,6 @@ are left out, options are literals. ``inline_imports`` then copies in the source
 the task, the methods and the parts of the engine that the run uses, such as the training loop.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -81,7 +79,7 @@ def eject(
 
 
 def _check_pipeline_workers(task: Task, methods: list[Method]) -> None:
-    """Refuses methods that change the workers of a hasten.data pipeline, which the script could not change."""
+    """Raises ``ConfigurationError`` for a method that sets workers of a hasten.data pipeline: a script cannot."""
     is_pipeline = not isinstance(task.train_data, DataLoader) and data_adapters.is_prebatched(task.train_data)
     if is_pipeline and (names := [method.name for method in methods if "workers" in method.card.applies_to]):
         advice = 'end the pipeline with .prefetch(processes=2) or .prefetch("auto") and leave the method out'
@@ -97,13 +95,13 @@ def _task_function(ref: tasks.TaskRef) -> Callable[[], Task]:
     module = sys.modules.get(function.__module__)
     defined = getattr(module, getattr(function, "__qualname__", ""), None) is function
     if not defined or not getattr(module, "__file__", None):
-        problem = f"{ref.name} is not defined at the top level of a file"
-        raise ConfigurationError(f"{problem}, so its source cannot be written out")
+        result = "so its source cannot be written out"
+        raise ConfigurationError(f"{ref.name} is not defined at the top level of a file, {result}")
     return function
 
 
 def _shorter_sources(task: Task, methods: list[Method]) -> dict[Symbol, str]:
-    """Shorter source for definitions of which the script needs only a part."""
+    """(module, name) -> shorter source, for definitions of which the script needs only a part."""
     fields = "".join(
         f"    {f.name}: Any{'' if f.default is dataclasses.MISSING else f' = {literal(f.default)}'}\n"
         for f in dataclasses.fields(Task)
@@ -124,16 +122,10 @@ def _metrics_entry(metric: Any) -> str:
     if not isinstance(metric, str):
         return ""
     text = inspect.getsource(metrics)
-    tables = (
-        node.value
-        for node in ast.parse(text).body
-        if isinstance(node, ast.Assign) and defined_names(node) == ["METRICS"]
-    )
-    table: Any = next(tables)
-    entries = {
-        key.value: ast.get_source_segment(text, value) for key, value in zip(table.keys, table.values, strict=True)
-    }
-    return f"{literal(metric)}: {entries[metric]}"
+    assignments = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
+    table: Any = next(node.value for node in assignments if defined_names(node) == ["METRICS"])
+    values = {key.value: value for key, value in zip(table.keys, table.values, strict=True)}
+    return f"{literal(metric)}: {ast.get_source_segment(text, values[metric])}"
 
 
 def _join(script: InlinedScript, title: str, function: Callable[[], Task]) -> str:

@@ -4,8 +4,6 @@ Only reachable definitions are copied, with their comments. If two definitions h
 its module as a prefix. Modules for which ``inline`` returns False stay imports.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib
@@ -23,26 +21,18 @@ ANY = "typing", "Any"
 
 @dataclass(frozen=True)
 class InlinedScript:
-    """A program with its modules copied in.
+    """A program with its modules copied in."""
 
-    Attributes:
-        imports: The remaining import lines.
-        modules: (module, source) of each module that was copied in, in an order in which they can be executed.
-        main: The source of the program itself.
-    """
-
-    imports: list[str]
-    modules: list[tuple[str, str]]
-    main: str
+    imports: list[str]  # the remaining import lines
+    modules: list[tuple[str, str]]  # (module, source) of each that was copied in, in an order of execution
+    main: str  # the source of the program itself
 
 
 def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[Symbol, str]) -> InlinedScript:
     """Copies the source of everything that the module text ``main`` names into one file.
 
-    Args:
-        main: The text of the program.
-        inline: ``(module name) -> bool``, whether a module is copied in.
-        replacements: Source to use instead of that of some top-level definitions.
+    ``inline`` decides by name whether a module is copied in; ``replacements`` holds source to use instead of that of
+    some top-level definitions.
 
     Raises:
         ConfigurationError: The source of a definition cannot be found.
@@ -58,7 +48,7 @@ def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[
 
 @dataclass
 class _Collector:
-    """Follows names from module to module until no new definition is needed."""
+    """Finds all definitions that the program needs, by following names from module to module."""
 
     inline: Callable[[str], bool]
     replacements: dict[Symbol, str]
@@ -66,12 +56,11 @@ class _Collector:
     imported: dict[Symbol, str] = field(default_factory=dict)  # names that stay imports -> their local name
     submodules: set[str] = field(default_factory=set)  # `a.b` of `import a.b`, where `a` is used
     annotations: list[tuple[ModuleSource, ast.AST, Symbol]] = field(default_factory=list)  # in hasten's modules
-    local_names: dict[Symbol, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # in scope at the symbol's uses
+    # in scope at the uses of each symbol
+    local_names: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, name: str, text: str) -> ModuleSource:
-        """Adds a module: all of main, of a user's file its side effects, of hasten's modules nothing yet."""
+        """Parses a module, and wants all statements of main, or those with side effects of a user's file."""
         source = ModuleSource(name, text, self.inline)
         for dependency in source.inlined_dependencies():
             self.source(dependency)
@@ -81,7 +70,7 @@ class _Collector:
         return source
 
     def source(self, name: str) -> ModuleSource:
-        """The module of that name, added on the first call."""
+        """The parsed module called ``name``; reads it on the first call."""
         if name in self.sources:
             return self.sources[name]
         try:
@@ -92,7 +81,7 @@ class _Collector:
         return self.read(name, ModuleSource(name, text, self.inline).replaced(new) if new else text)
 
     def want(self, source: ModuleSource, index: int) -> None:
-        """Adds one top-level statement and everything that it names."""
+        """Marks top-level statement ``index`` of a module, and everything that it names, to be written."""
         if index in source.wanted:
             return
         source.wanted.add(index)
@@ -120,7 +109,7 @@ class _Collector:
                 self.submodules |= source.submodules.get(local_name, set())
 
     def finish_annotations(self) -> None:
-        """Keeps the annotations that name something in the script; the others become ``Any``."""
+        """Replaces type annotations by ``Any`` where the script does not contain the names that they use."""
         for source, node, symbol in self.annotations:
             target = self.sources.get(symbol[0])
             if target is None or target.definitions.get(symbol[1]) not in target.wanted:
@@ -129,7 +118,7 @@ class _Collector:
             source.references.append((node, symbol))
 
     def resolve(self, symbol: Symbol) -> Symbol:
-        """Where a name is defined: ``from hasten import Task`` refers to hasten.core.task."""
+        """(module, name) of a definition, through re-exports: ``hasten.Task`` is Task of hasten.core.task."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol

@@ -25,42 +25,25 @@ def is_library(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a module-level name in a statement.
+    """One use of a module-level name in a statement."""
 
-    Attributes:
-        name: The name as written.
-        attribute: The attribute after the dot, or None.
-        node: The node of the name.
-        attribute_node: The node of the name and the attribute.
-        local_names: Local names in scope.
-        in_annotation: Whether it is part of a type annotation.
-    """
-
-    name: str
-    attribute: str | None
-    node: ast.AST
-    attribute_node: ast.AST
-    local_names: frozenset[str]
-    in_annotation: bool = False
+    name: str  # as written
+    attribute: str | None  # after the dot
+    node: ast.AST  # of the name
+    attribute_node: ast.AST  # of the name and the attribute
+    local_names: frozenset[str]  # in scope
+    in_annotation: bool = False  # whether it is part of a type annotation
 
 
 @dataclass
 class ModuleSource:
-    """A module.
+    """The source of a module, and which of its statements are wanted."""
 
-    Attributes:
-        name: The dotted name; empty for the program itself.
-        text: The source.
-        inline: ``(module name) -> bool``, whether a module is copied in.
-        wanted: Indices of the top-level statements to write.
-        references: (node, symbol) of each name that they use.
-    """
-
-    name: str
+    name: str  # dotted; empty for the program itself
     text: str
-    inline: Callable[[str], bool]
-    wanted: set[int] = field(default_factory=set)
-    references: list[tuple[ast.AST, Symbol]] = field(default_factory=list)
+    inline: Callable[[str], bool]  # (module name) -> whether a module is copied in
+    wanted: set[int] = field(default_factory=set)  # indices of the top-level statements to write
+    references: list[tuple[ast.AST, Symbol]] = field(default_factory=list)  # each name that they use
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -83,7 +66,7 @@ class ModuleSource:
 
     @cached_property
     def submodules(self) -> dict[str, set[str]]:
-        """``import a.b`` binds ``a`` and imports ``a.b``: name -> submodules."""
+        """Name bound by ``import a.b`` ("a") -> submodules imported with it ({"a.b"})."""
         found = defaultdict[str, set[str]](set)
         for node in self._top:
             for alias in node.names if isinstance(node, ast.Import) else ():
@@ -92,7 +75,7 @@ class ModuleSource:
         return found
 
     def side_effect_statements(self) -> list[int]:
-        """Statements that are written although unreferenced: all of main, and of a user's file all but definitions."""
+        """Indices of statements to write even if unreferenced: all of main; of a user's file all but definitions."""
         if is_library(self.name):
             return []
         skipped = IMPORTS if self.name == MAIN else (*IMPORTS, *DEFINITIONS)
@@ -109,7 +92,7 @@ class ModuleSource:
         return [m for m in [*submodules, *modules] if importlib.util.find_spec(m) and not _is_package(m)]
 
     def defined(self) -> list[str]:
-        """The names that the wanted statements define."""
+        """The names that the statements in ``wanted`` define."""
         return [name for name, index in self.definitions.items() if index in self.wanted]
 
     def uses(self, index: int) -> Iterator[Use]:
@@ -117,13 +100,13 @@ class ModuleSource:
         return self._uses(self.tree.body[index], frozenset())
 
     def replaced(self, sources: dict[str, str]) -> str:
-        """The text with the source of some definitions replaced."""
+        """The module's text, with the definitions in ``sources`` (name -> source) replaced."""
         spans = {name: self._lines(self.tree.body[self.definitions[name]]) for name in sources}
         edits = [(*spans[name], text.strip("\n").encode() + b"\n") for name, text in sources.items()]
         return _edit(self.text.encode(), 0, edits).decode()
 
     def render(self, names: dict[Symbol, str]) -> str:
-        """The wanted statements, with every name replaced by its name in the script."""
+        """Source of the statements in ``wanted``, with each symbol renamed to its name in the script."""
         edits = [(*self._span(node), names[symbol].encode()) for node, symbol in self.references]
         for name in self.defined():
             if names[self.name, name] != name:
@@ -153,7 +136,7 @@ class ModuleSource:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The byte offset of each line."""
+        """Byte offset of the start of each line in the text."""
         starts = [0]
         for line in self.text.encode().splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
@@ -174,7 +157,7 @@ class ModuleSource:
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def _lines(self, node: Any) -> tuple[int, int]:
-        """The byte range of a statement's lines, with its decorators and the comment directly above it."""
+        """(start, end) byte of a statement's lines, including decorators and the comment directly above."""
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         lines = self.text.splitlines()
         while first > 1 and lines[first - 2].lstrip().startswith("#") and node in self.tree.body:
@@ -224,7 +207,7 @@ class ModuleSource:
                 yield from self._uses(default, local)
 
     def _locals(self, *parts: ast.AST) -> frozenset[str]:
-        """The local names of a function."""
+        """The names that are local in a function: parameters and what its body assigns."""
         found, global_names, waiting = set[str](), set[str](), list(parts)
         while waiting:
             node = waiting.pop()
@@ -285,7 +268,7 @@ def _is_package(module: str) -> bool:
 
 
 def _edit(raw: bytes, offset: int, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """Replaces byte ranges; ``offset`` is the position of ``raw`` in the coordinates of the edits."""
+    """Applies edits (start, end, new bytes) to ``raw``; ``offset`` is where ``raw`` begins in their coordinates."""
     for low, high, text in sorted(set(edits), reverse=True):
         raw = raw[: low - offset] + text + raw[high - offset :]
     return raw

@@ -5,8 +5,6 @@ evaluation come from ``engine/loop.py``; only the calls are written here. Tests 
 bit for bit.
 """
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import inspect
@@ -51,14 +49,10 @@ _MAIN_NAMES = re.findall(
 def generate_script(
     function: Callable[[], Task], task: Task, program: Program, methods: list[Method], device: str | None
 ) -> str:
-    """Returns the text of a program that trains a task.
+    """The text of a program that calls ``function`` for its task, and trains it.
 
-    Args:
-        function: Returns the task; the program imports and calls it.
-        task: The task.
-        program: The run as the engine builds it; states which parts of a step and of the loop are in use.
-        methods: The methods of the recipe, sorted by wrap order.
-        device: The default of ``--device``; None selects a GPU if there is one.
+    ``program`` is the run as the engine builds it: it states which parts of a step and of the loop are in use. The
+    methods are sorted by wrap order. ``device`` is the default of ``--device``; None selects a GPU if there is one.
     """
     return _ScriptWriter(function, task, program, methods).script(device)
 
@@ -75,9 +69,8 @@ class _ScriptWriter:
         body = [*self._plan(), *self._data(), *self._model(), *self._step(), *self._program(), *self._training()]
         if process_context:
             body = ["with process_context():", *_indented(body)]
-        classes = [
-            f"from {type(m).__module__} import {type(m).__name__} as METHOD_{i}" for i, m in enumerate(self.methods)
-        ]
+        types = [type(method) for method in self.methods]
+        classes = [f"from {cls.__module__} import {cls.__name__} as METHOD_{i}" for i, cls in enumerate(types)]
         default = repr(device) if device else '"cuda" if torch.cuda.is_available() else "cpu"'
         task_import = f"from {self.function.__module__} import {self.function.__name__} as THE_TASK"
         main = ["def main():", *_indented([*self._opening(), *process_context, *body])]
@@ -90,7 +83,7 @@ class _ScriptWriter:
         return [(self.variables[id(method)], method) for method in methods if hook in hooks_of(method)]
 
     def _wrapped(self, hook: str, first: str = "") -> list[str]:
-        """``zero_grad = method.zero_grad(zero_grad, run)`` for every user; the innermost wraps ``first``."""
+        """A line ``HOOK = method.HOOK(HOOK, run)`` per method that overrides ``hook``; the innermost gets ``first``."""
         things = [first or hook] + [hook] * len(self.methods)
         users = zip(self._users(hook), things, strict=False)
         return [f"{hook} = {variable}.{hook}({thing}, run)" for (variable, _), thing in users]
@@ -138,12 +131,8 @@ class _ScriptWriter:
         for variable, method in users:
             for source in sources:
                 returns_source = "BatchSource" in str(inspect.signature(type(method).data).return_annotation)
-                call = (
-                    f"{variable}.data({source}, run)"
-                    if returns_source
-                    else f"apply_data_hook({variable}, {source}, run)"
-                )
-                lines.append(f"    {source} = {call}")
+                adapted = f"apply_data_hook({variable}, {source}, run)"
+                lines.append(f"    {source} = {f'{variable}.data({source}, run)' if returns_source else adapted}")
         return [
             *lines,
             "if plan.steps is None and train.length is not None:",
@@ -214,7 +203,7 @@ class _ScriptWriter:
         ]
 
     def _program(self) -> list[str]:
-        """The lines that collect what the copied training loop calls."""
+        """The lines that build the ``program`` object, whose functions the copied training loop calls."""
         validation = "" if self.program.task.validation_data is None else "task=task, validation=validation, "
         to_device = "batch_transform" if self._users("batch_transform") else "batch_to_device"
         grad_transform = "grad_transform" if self._users("grad_transform") else "lambda: None"
@@ -254,6 +243,7 @@ class _ScriptWriter:
                 "                break",
             ]
         after_epoch = ["    evaluate()", *(["    done = plan.stop(evaluations)"] if stops else [])]
+        report_no_effect = ["for method, reason in run.no_effect:", '    print(f"{method} had no effect: {reason}")']
         return [
             *(define_evaluate if evaluates else []),
             "num_evaluated = 0" if by_samples else "",
@@ -264,11 +254,7 @@ class _ScriptWriter:
             '    print(f"{perf_counter() - began:.1f} s, step {progress.step}: loss {step_loss:.4g}")',
             *(after_epoch if evaluates and not by_samples else []),
             *(["if not evaluations or evaluations[-1].step != progress.step:", "    evaluate()"] if by_samples else []),
-            *(
-                ["for method, reason in run.no_effect:", '    print(f"{method} had no effect: {reason}")']
-                if self.methods
-                else []
-            ),
+            *(report_no_effect if self.methods else []),
             f"torch.save({self.exported}.state_dict(), options.out)",
         ]
 

@@ -7,8 +7,6 @@ bytes that each rank contributes; a ring all-reduce moves 2 (n - 1) / n of them 
 Gloo's all-reduce is a ring, NCCL chooses; the all-reduce by tree is a reduction to rank 0 and a broadcast from there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
@@ -35,10 +33,8 @@ MAX_CALLS = 1000  # per sample
 Call: TypeAlias = Callable[[], object]
 
 # torch 2.13 deprecates the older names
-all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., object] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def bench_comm(
@@ -107,11 +103,9 @@ def _measure(
 
 def _summary(times: dict[int, list[float]]) -> dict[str, Any]:
     """Latency, bandwidth and times of one collective, from the seconds of each round by size."""
-    latency, bandwidth = fit_alpha_beta([(size, median(samples)) for size, samples in times.items()])
-    rows = [
-        {"bytes": size, "seconds": {"median": median(samples), "low": min(samples), "high": max(samples)}}
-        for size, samples in times.items()
-    ]
+    ranges = {size: {"median": median(each), "low": min(each), "high": max(each)} for size, each in times.items()}
+    latency, bandwidth = fit_alpha_beta([(size, seconds["median"]) for size, seconds in ranges.items()])
+    rows = [{"bytes": size, "seconds": seconds} for size, seconds in ranges.items()]
     return {"latency": latency, "bandwidth": bandwidth, "sizes": rows}
 
 
@@ -126,7 +120,7 @@ def fit_alpha_beta(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def neighbor_latency(size: int, ranks: ProcessGroupInfo, device: torch.device) -> list[float]:
-    """Seconds that ``size`` bytes take from each rank to the next one (from the last to rank 0), one pair at a time."""
+    """Seconds to send ``size`` bytes from each rank to the next (last to 0), one pair at a time; one per rank."""
     tensor = _tensor(size, ranks, device)
 
     def send(sender: int) -> None:

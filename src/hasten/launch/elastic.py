@@ -23,8 +23,6 @@ step               torchrun                                      here, and the t
 Everything else that the nodes must know of each other is in the store of the rendezvous.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -51,31 +49,23 @@ GOODBYE_S = 5.0  # for the other nodes to read that the job is over
 JOIN_NOTICE_S = 1.5  # until a joining node is visible for certain: torch polls the store once a second
 ENDED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
 # keys of the store
-OPTIONS, RUN_DIR, JOINED, LEFT, HEARTBEAT, DONE = (
-    f"hasten/{name}" for name in ("options", "run_dir", "joined", "left", "heartbeat", "done")
-)
+OPTIONS, RUN_DIR, JOINED = "hasten/options", "hasten/run_dir", "hasten/joined"
+LEFT, HEARTBEAT, DONE = "hasten/left", "hasten/heartbeat", "hasten/done"
 NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue together"
 
 
 class ElasticAgent(_torch_compat_elastic.ElasticAgent):
     """Runs the ranks of this node, from the first start to the last end.
 
-    Args:
-        spec, logs_specs: as for torch's agent.
-        job: the job directory, in which the ranks leave their results.
-        store: the store of the rendezvous.
-
-    Attributes:
-        done: nodes all of whose ranks had ended when the store was last read.
-        last_check: ``time.monotonic()`` of the last look at the heartbeats.
-        heartbeats: (node, counter) -> when this value of the counter was first seen.
+    ``job`` is the job directory, in which the ranks leave their results; ``store`` is that of the rendezvous.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, job: str, store: dist.Store):
         super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
         self.job, self.store = job, store
-        self.done: set[int] = set()
-        self.last_check, self.heartbeats = 0.0, {}
+        self.done: set[int] = set()  # nodes all of whose ranks had ended when the store was last read
+        self.last_check = 0.0  # ``time.monotonic()`` of the last look at the heartbeats
+        self.heartbeats = {}  # (node, counter) -> when this value of the counter was first seen
         self._publish_run_directory()
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -86,7 +76,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return super().start_workers(worker_group)
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the remaining ranks. If some have waited in vain, one that reports nothing hangs and is killed soon."""
+        """Ends the remaining ranks. If a rank timed out, those that do not end within 3 s hang and are killed."""
         deadline = time.monotonic() + HANG_REPORT_S
         while self._some_waited() and self.workers_running():
             if time.monotonic() > deadline:
@@ -107,10 +97,8 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return state
 
     def _decide_on_restart(self, worker_group: WorkerGroup, codes: dict[int, int]) -> None:
-        """After a failure: sets how many restarts are left, and warns of the one that follows.
-
-        Raises:
-            RendezvousClosedError: the job has ended on another node.
+        """After a failure: sets how many restarts are left, and warns of the one that follows. RendezvousClosedError if
+        the job has ended on another node.
         """
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
@@ -125,15 +113,12 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts
             which = f"restart {most - self.remaining_restarts + 1} of {most}"
-            warnings.warn(
-                f"{lost}; restarting all ranks from the newest checkpoint, {which}", HastenWarning, stacklevel=2
-            )
+            what = f"{lost}; restarting all ranks from the newest checkpoint, {which}"
+            warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the ranks; unhealthy if another node is missed.
-
-        Raises:
-            RendezvousClosedError: the job has ended elsewhere, which ranks notice late if they are in a long step.
+        """The state of the ranks; unhealthy if another node is missed. RendezvousClosedError if the job has ended
+        elsewhere, which ranks notice late if they are in a long step.
         """
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
@@ -143,7 +128,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return RunResult(WorkerState.UNHEALTHY) if self._misses_a_node(worker_group) else result
 
     def _ends_soon(self, worker_group: WorkerGroup) -> bool:
-        """Whether a node has finished. Reads the store if a node wants to join, for which ranks would be restarted."""
+        """Whether some node has finished, so that a joining node is too late and ranks are not restarted for it."""
         is_joining = num_nodes(worker_group) > 1 and worker_group.spec.rdzv_handler.num_nodes_waiting()
         return bool(self._done_nodes(worker_group) if is_joining else self.done)
 
@@ -154,15 +139,13 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         self._publish_run_directory()
 
     def _publish_run_directory(self) -> None:
-        """Stores which run the nodes of the next rendezvous resume."""
+        """Writes the run directory to the store: nodes of the next rendezvous resume that run."""
         if directory := run_directory(self.job):
             self.store.set(RUN_DIR, directory)
 
     def exit_barrier(self) -> None:
-        """Waits until all nodes have finished: another node may still write the model.
-
-        Raises:
-            RendezvousClosedError: the job has failed on another node, or a node was lost.
+        """Waits until all nodes have finished: another node may still write the model. RendezvousClosedError if the job
+        has failed on another node, or a node was lost.
         """
         group = self.get_worker_group()
         _store(group).set(f"{DONE}/{group.group_rank}", "")
@@ -180,7 +163,7 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         return self.done
 
     def _admits_node(self, worker_group: WorkerGroup, results: dict[int, RankResult]) -> bool:
-        """Whether the ranks have ended because another agent, which saw a joining node first, asked them to."""
+        """Whether the ranks stopped because a node joins, which another node's agent noticed first."""
         if not results or not all(result.stopped for result in results.values()):
             return False
         deadline = time.monotonic() + JOIN_NOTICE_S
@@ -208,28 +191,24 @@ def num_nodes(group: WorkerGroup) -> int:
 
 
 def _store(group: WorkerGroup) -> dist.Store:
-    """The store of the current rendezvous: its keys do not outlive the next one."""
+    """The store of the current rendezvous; its keys are gone after the next rendezvous."""
     assert group.store is not None, "the nodes have not met yet"
     return group.store
 
 
 def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> None:
-    """Compares the launch options of this node with those of the first one, before the nodes wait for each other.
-
-    Raises:
-        ConfigurationError: they differ.
+    """Raises ConfigurationError if the launch options differ from the first node's, before the nodes wait for each
+    other.
     """
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():
         if first[option] != value:
-            raise ConfigurationError(
-                f"this node was started with {option} {value}, another one with {option} {first[option]}; "
-                "give all nodes the same"
-            )
+            problem = f"this node was started with {option} {value}, another one with {option} {first[option]}"
+            raise ConfigurationError(f"{problem}; give all nodes the same")
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:
-    """Counts this node as gone. ``waits``: it hosts the store, and lets all other nodes read that the job is over."""
+    """Marks this node as gone in the store; with ``waits`` (it hosts the store) waits until all others have, too."""
     deadline = time.monotonic() + GOODBYE_S
     with suppress(RuntimeError):  # the store is gone with its node
         store.add(LEFT, 1)
@@ -238,7 +217,7 @@ def leave_rendezvous(store: dist.Store, waits: bool) -> None:
 
 
 def describe_lost_rank(results: dict[int, RankResult], codes: dict[int, int]) -> str | None:
-    """Which rank ended without a result, and how; None if there is none, except those that the agent ended."""
+    """``rank 1 was killed by SIGKILL``: a rank that ended by itself and wrote no result; None if there is none."""
     waited = max((result.waited for result in results.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in results and code == -signal.SIGKILL)
     if waited and silent:  # killed by ElasticAgent.close_workers
@@ -260,6 +239,6 @@ def is_mutual_timeout(results: dict[int, RankResult], codes: dict[int, int]) -> 
 
 
 def exit_codes(result: RunResult) -> dict[int, int]:
-    """Exit codes of the failed ranks, by rank, in the order in which they ended: those that had to be killed last."""
+    """Rank -> exit code of each failed rank, in the order in which they ended."""
     failures = sorted(result.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     return {rank: failure.exitcode for rank, failure in failures}

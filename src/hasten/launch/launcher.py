@@ -5,8 +5,6 @@ rank, and ends all ranks when one fails. Each rank runs the same command. If ran
 the newest checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -37,16 +35,7 @@ from hasten.core.method import Method
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
-from hasten.launch.elastic import (
-    ENDED,
-    JOINED,
-    ElasticAgent,
-    check_same_launch_options,
-    describe_lost_rank,
-    exit_codes,
-    is_mutual_timeout,
-    leave_rendezvous,
-)
+from hasten.launch import elastic
 from hasten.launch.rank_results import PARENT, RESUME_DIR, job_directory, read_results
 from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 
@@ -74,7 +63,7 @@ class _Job:
 
     @property
     def shared_options(self) -> dict[str, str]:
-        """Options that must be the same on all nodes."""
+        """Option -> value, as text, of the launch options that must be the same on all nodes."""
         return {
             "--nnodes": ":".join(map(str, self.nnodes)),
             "--nproc-per-node": str(self.nproc_per_node),
@@ -113,17 +102,16 @@ def launch(
         if result is None:
             warnings.warn("the job is over; it had enough nodes without this one", HastenWarning, stacklevel=2)
             return 0
-        if result.state in ENDED:
-            raise _job_error(directory, exit_codes(result), is_single_node=nnodes[1] == 1)
+        if result.state in elastic.ENDED:
+            raise _job_error(directory, elastic.exit_codes(result), is_single_node=nnodes[1] == 1)
         return max((result.code for result in read_results(directory).values()), default=0)
 
 
 def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
     """Checks a request before ranks are started, which takes long if there are more processes than CPUs.
 
-    Raises:
-        ConfigurationError: there is no such task, its batch has fewer samples than there are ranks, or the host memory
-            is too small for so many processes.
+    ConfigurationError if there is no such task, its batch has fewer samples than there are ranks, or the host memory is
+    too small for so many processes.
     """
     _check_memory(processes)
     ref = TaskRef.of(task)
@@ -138,13 +126,11 @@ def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes
 
 
 def _check_memory(processes: int) -> None:
-    """Refuses so many processes that the machine would run out of memory before they can report an error."""
+    """Raises ``ConfigurationError`` if the node lacks the memory to start so many processes."""
     needed, free = processes * RANK_MEMORY_BYTES, free_memory()
     if needed > free:
-        raise ConfigurationError(
-            f"{processes} processes take {needed / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free; "
-            f"take {free // RANK_MEMORY_BYTES} or fewer"
-        )
+        problem = f"{processes} processes take {needed / 1e9:.3g} GB before they begin, and {free / 1e9:.3g} are free"
+        raise ConfigurationError(f"{problem}; take {free // RANK_MEMORY_BYTES} or fewer")
 
 
 def _run_with_new_stores(job: _Job) -> RunResult | None:
@@ -158,33 +144,21 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
             lost = f"{job.rdzv_endpoint} does not answer any more"
             if restarts == 0:
                 advice = "restart the same command on all nodes with --resume"
-                raise RunError(
-                    f"{lost}: the node that hosts the rendezvous is lost, no restart is left; {advice}"
-                ) from None
+                problem = f"{lost}: the node that hosts the rendezvous is lost, no restart is left"
+                raise RunError(f"{problem}; {advice}") from None
         restarts, timeout = restarts - 1, RENDEZVOUS_TIMEOUT_S
         warnings.warn(f"{lost}; waiting for the same command on that node", HastenWarning, stacklevel=3)
 
 
 def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
-    """Runs the ranks of this node until the job is over; None if the job did not need this node.
-
-    Args:
-        job: what to run.
-        restarts: how many are left.
-        hosts: whether this node hosts the store.
+    """Runs the ranks of this node until the job is over; None if the job did not need this node. ``restarts`` are left,
+    and ``hosts`` is whether this node hosts the store.
     """
-    parameters = RendezvousParameters(
-        "c10d",
-        job.rdzv_endpoint or f"{LOOPBACK}:0",
-        "hasten",
-        *job.nnodes,
-        job.address,
-        is_host=hosts,
-        join_timeout=RENDEZVOUS_TIMEOUT_S,
-        last_call_timeout=LAST_CALL_S,
-    )
+    endpoint = job.rdzv_endpoint or f"{LOOPBACK}:0"
+    timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
+    parameters = RendezvousParameters("c10d", endpoint, "hasten", *job.nnodes, job.address, is_host=hosts, **timeouts)
     backend, store = _create_backend(parameters)
-    check_same_launch_options(store, job.shared_options)
+    elastic.check_same_launch_options(store, job.shared_options)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten",
@@ -196,8 +170,9 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
         monitor_interval=0.1,
     )
     redirects = dict.fromkeys(range(1, job.nproc_per_node), Std.ALL)  # rank 0 keeps the terminal
-    agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=job.directory, redirects=redirects), job.directory, store)
-    store.add(JOINED, 1)
+    logs = DefaultLogsSpecs(log_dir=job.directory, redirects=redirects)
+    agent = elastic.ElasticAgent(spec, logs, job.directory, store)
+    store.add(elastic.JOINED, 1)
     ends_job = has_store = True
     try:
         return cast("RunResult | None", agent.run())
@@ -210,27 +185,22 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
     except RendezvousClosedError:
         raise _job_error(job.directory, {}, "the job has ended on another node") from None
     except RendezvousTimeoutError:
-        raise RunError(
-            f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s; "
-            "start the same command on all nodes"
-        ) from None
+        problem = f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s"
+        raise RunError(f"{problem}; start the same command on all nodes") from None
     finally:
         has_met = agent.get_worker_group().group_world_size is not None
         ends_job &= hosts or has_met  # a node that has only waited does not end the job
         if has_store:
             if ends_job:
                 handler.shutdown()
-            leave_rendezvous(store, waits=hosts and ends_job)
+            elastic.leave_rendezvous(store, waits=hosts and ends_job)
 
 
 def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
-    """Creates the rendezvous backend and its store.
+    """Creates the rendezvous backend and its store; ConfigurationError if another program listens at the endpoint.
 
     In a thread, because the client of ``dist.TCPStore`` ignores its timeout while a server accepts connections and does
     not answer (torch 2.13; tests/launch/test_elastic.py).
-
-    Raises:
-        ConfigurationError: another program listens at the endpoint.
     """
     created: Future[tuple[RendezvousBackend, dist.Store]] = Future()
 
@@ -245,10 +215,8 @@ def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend
     try:
         return created.result(STORE_ANSWER_S)
     except (RendezvousConnectionError, TimeoutError):
-        raise ConfigurationError(
-            f"the nodes cannot meet at {parameters.endpoint}: another program has that port; "
-            "choose another port, the same on all nodes"
-        ) from None
+        problem = f"the nodes cannot meet at {parameters.endpoint}: another program has that port"
+        raise ConfigurationError(f"{problem}; choose another port, the same on all nodes") from None
     finally:
         thread.join(THREAD_EXIT_S)
 
@@ -263,9 +231,9 @@ def _job_error(
     results = read_results(directory)
     failed = [(rank, result, result.message) for rank, result in results.items() if result.message]
     has_root_cause = any(not result.is_peer_failure for _, result, _ in failed)
-    if not has_root_cause and (lost := describe_lost_rank(results, codes)):
+    if not has_root_cause and (lost := elastic.describe_lost_rank(results, codes)):
         return RunError(f"{lost}; the other ranks were ended")
-    if not has_root_cause and is_single_node and is_mutual_timeout(results, codes):
+    if not has_root_cause and is_single_node and elastic.is_mutual_timeout(results, codes):
         waited = max(result.waited for result in results.values())
         return RunError(f"the ranks have waited {waited:g} s for each other: {MISMATCH}")
     if not failed:
@@ -288,13 +256,10 @@ def _silence_torch_agent() -> None:
 
 @contextmanager
 def _signals_as_errors(directory: str) -> Iterator[None]:
-    """Inside, a signal raises the exception of torch's agent, which is reported in one line.
+    """Inside, a signal raises the exception of torch's agent, which is reported as a RunError of one line.
 
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
-
-    Raises:
-        RunError: a signal has arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -13,8 +13,6 @@ This module creates the directory of the files itself: torchrun never removes it
 a launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json
@@ -34,9 +32,7 @@ MIN_STALE_AGE_S = 60.0  # a younger job directory may not be locked yet
 PEER_RESULT_TIMEOUT_S = 60.0  # how long a finished rank waits for the results of the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
-RESUME_DIR = (
-    "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also for ranks of a node that joins late
-)
+RESUME_DIR = "HASTEN_RESUME_DIR"  # the run directory to resume after a restart, also on a node that joins late
 PARENT = "HASTEN_PARENT"  # process ID of the launcher; set if hasten, not torchrun, has started this rank
 _resume_dir = os.environ.pop(RESUME_DIR, None)
 _parent = int(os.environ.pop(PARENT, 0))  # removed, because a program that the task starts is not a rank
@@ -45,23 +41,14 @@ _error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended.
+    """How one rank ended."""
 
-    Attributes:
-        code: exit code of the command.
-        message: one-line error message; None after a success.
-        is_peer_failure: the rank failed only because another rank did.
-        stopped: the rank was asked to end, and has saved a checkpoint.
-        waited: seconds that it waited in vain for a silent rank; 0 if it did not.
-        timestamp: seconds since the epoch.
-    """
-
-    code: int
-    message: str | None = None
-    is_peer_failure: bool = False
-    stopped: bool = False
-    waited: float = 0.0
-    timestamp: float = 0.0
+    code: int  # exit code of the command
+    message: str | None = None  # one-line error message; None after a success
+    is_peer_failure: bool = False  # the rank failed only because another rank did
+    stopped: bool = False  # the rank was asked to end, and has saved a checkpoint
+    waited: float = 0.0  # seconds that it waited in vain for a silent rank; 0 if it did not
+    timestamp: float = 0.0  # seconds since the epoch
 
 
 def is_managed_rank() -> bool:
@@ -75,12 +62,12 @@ def in_job() -> bool:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints the answer: a single process, or rank 0."""
+    """Whether this process prints the command's output: a single process, or rank 0."""
     return not in_job() or os.environ.get("RANK", "0") == "0"
 
 
 def die_with_parent() -> None:
-    """Asks the kernel for SIGTERM at the end of the launcher. Exits with code 1 if it has already ended."""
+    """Lets the kernel send SIGTERM when the launcher ends. Exits with code 1 if it has ended already."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != _parent:
@@ -93,7 +80,7 @@ def write_result(result: RankResult) -> None:
 
 
 def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
-    """Writes an error file of torchrun atomically: the agent and other ranks may read it at any time."""
+    """Writes the result of ``rank`` to ``error_file`` atomically: the agent and other ranks may read it."""
     fields = {**vars(result), "timestamp": time.time(), "rank": rank}
     content = {"message": result.message or "", "extraInfo": {"timestamp": fields["timestamp"], "result": fields}}
     unfinished = error_file.with_suffix(".unfinished")
@@ -103,7 +90,6 @@ def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
 
 def peer_error() -> str | None:
     """Waits until a rank of this node has failed, and returns its message; None once all other ranks have succeeded.
-
     Also None if some of them have not ended after ``PEER_RESULT_TIMEOUT_S``.
     """
     num_peers, deadline = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + PEER_RESULT_TIMEOUT_S
@@ -161,7 +147,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_results(job: str) -> None:
-    """Removes the error files before a restart: torch does so only if the attempt has the same number."""
+    """Removes the ranks' error files before a restart; torch leaves those of earlier attempts."""
     for path in Path(job).glob(ERROR_FILES):
         path.unlink()
 
@@ -174,7 +160,7 @@ def read_results(job: str | Path) -> dict[int, RankResult]:
 
 
 def _job_directory() -> Path:
-    """DIRECTORY of this rank's error file, DIRECTORY/RUN/attempt_N/LOCAL_RANK/error.json."""
+    """The job directory, from the path JOB/RUN/attempt_N/LOCAL_RANK/error.json of this rank's error file."""
     return _this_error_file().parents[3]
 
 

@@ -5,8 +5,6 @@ Here a node waits for a host that starts later, or that was lost and comes back 
 test_elastic).
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import warnings
@@ -21,10 +19,8 @@ REPORT_EVERY_S = 10.0
 
 
 def local_address(endpoint: str) -> str:
-    """The address of this node that the node at HOST:PORT can reach.
-
-    Raises:
-        ConfigurationError: the host name is unknown, or no route leads there.
+    """The address of this node that HOST:PORT can reach; ConfigurationError if the host is unknown or no route leads
+    there.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
@@ -43,9 +39,7 @@ def interface_of(address: str) -> str | None:
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
     """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
-
-    Raises:
-        RunError: the store has not answered for ``timeout`` seconds.
+    RunError if it has not answered for ``timeout`` seconds.
     """
     host, port = split_host_port(endpoint)
     began = reported = time.monotonic()
@@ -59,7 +53,7 @@ def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
             return True
         if now - began > timeout:
             advice = f"start the same command on {host}, and check that this node can reach it"
-            raise RunError(f"no answer from {endpoint} for {timeout:.0f} s; {advice}")
+            raise RunError(f"no answer from the rendezvous at {endpoint} for {timeout:.0f} s; {advice}")
         if now - reported > REPORT_EVERY_S:
             warnings.warn(f"waiting for {endpoint} since {now - began:.0f} s", ProgressWarning, stacklevel=2)
             reported = now
@@ -67,7 +61,7 @@ def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
 
 
 def _is_this_node(host: str) -> bool:
-    """Whether the host name is one of this node. A name may not resolve while its node is lost."""
+    """Whether the host name resolves to an address of this node; False if it does not resolve."""
     try:
         return interface_of(socket.gethostbyname(host)) is not None
     except OSError:
@@ -75,6 +69,6 @@ def _is_this_node(host: str) -> bool:
 
 
 def split_host_port(endpoint: str) -> tuple[str, int]:
-    """(HOST, PORT) of "HOST:PORT"."""
+    """Splits "HOST:PORT" into (host, port number)."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)

@@ -36,17 +36,11 @@ _END = object()
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What an autotuner may choose among.
+    """What an autotuner may choose among."""
 
-    Attributes:
-        kinds: The kinds of workers, "threads" or "processes", the one to try first at the front.
-        cores: Maximum number of workers.
-        memory_budget: ``() -> bytes`` that batches in flight may take.
-    """
-
-    kinds: tuple[str, ...]
-    cores: int
-    memory_budget: Callable[[], float]
+    kinds: tuple[str, ...]  # the kinds of workers, "threads" or "processes", the one to try first at the front
+    cores: int  # maximum number of workers
+    memory_budget: Callable[[], float]  # ``() -> bytes`` that batches in flight may take
 
     def neighbors(self, workers: WorkerConfig, stats: LoaderStats) -> list[WorkerConfig]:
         """The configurations to try next, the most promising first; ``stats`` were measured with ``workers``."""
@@ -76,7 +70,7 @@ class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
     Args:
-        workers: The workers to start with.
+        workers: The workers to start with; as an attribute, the best configuration so far.
         cores: Maximum number of workers.
         memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
         cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
@@ -84,12 +78,6 @@ class LoaderAutotuner:
         epochs: Number of epochs, if known.
         on_converged: Called with the autotuner when it converges, and again when it converges to something else.
         data_type: The type of data that it was made for, stored for its owner.
-
-    Attributes:
-        workers: The best configuration so far.
-        wait_fraction: Fraction of the time that a step waited for its batch at convergence; None until then.
-        initial_wait_fraction: The same for the configuration it started with.
-        seconds_per_batch: Seconds per batch, its step included, at convergence.
     """
 
     def __init__(
@@ -105,9 +93,10 @@ class LoaderAutotuner:
     ) -> None:
         self.workers, self.cores, self.memory_budget = workers or WorkerConfig(), cores, memory_budget
         self.cache, self.epochs, self.on_converged, self.data_type = cache, epochs, on_converged, data_type
+        # fraction of the time that a step waited for its batch at convergence; None until then
         self.wait_fraction: float | None = None
-        self.initial_wait_fraction: float | None = None
-        self.seconds_per_batch: float | None = None
+        self.initial_wait_fraction: float | None = None  # the same for the configuration it started with
+        self.seconds_per_batch: float | None = None  # seconds per batch, its step included, at convergence
         self._uncached: tuple[WorkerConfig, float | None, float] | None = None  # before the cache that is being tried
         self._may_retry = True
         self._reported: dict[str, Any] | None = None
@@ -122,19 +111,15 @@ class LoaderAutotuner:
 
     @property
     def tuned_settings(self) -> dict[str, Any]:
-        """What it found, as options for the next run."""
+        """The settings found so far, as options for the next run: threads, processes, prefetch, cache."""
         settings: dict[str, Any] = {"threads" if self.workers.threads else "processes": self.workers.num_workers}
         if self.workers.num_workers:
             settings["prefetch"] = self.workers.prefetch
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """The batches of an epoch.
-
-        Args:
-            open_iterator: ``(workers, done) -> iterator`` over the batches of the epoch without the first ``done``, as
-                these workers compute them.
-            space: What it may choose among.
+        """The batches of an epoch, with workers from ``space``. ``open_iterator`` is ``(workers, done) -> iterator``
+        over the batches without the first ``done``, as these workers compute them.
         """
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)
@@ -184,14 +169,8 @@ class LoaderAutotuner:
     ) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
         """Yields the configuration to measure next and receives its stats, None if it failed.
 
-        At the end ``self.workers`` is the best configuration.
-
-        Args:
-            space: What it may choose among.
-            stats: A measurement of the current configuration.
-
-        Returns:
-            The last measurement of the best configuration.
+        ``stats`` is a measurement of the current configuration. At the end ``self.workers`` is the best configuration,
+        of which the last measurement is returned.
         """
         measured = [stats or (yield from self._measure_current())]
         accepted, rejected = {self.workers}, set[WorkerConfig]()
@@ -222,14 +201,14 @@ class LoaderAutotuner:
         return measured[-1]
 
     def try_cache(self, where: str) -> None:
-        """Caches samples from the next epoch on: searches anew, without workers; undone unless it is clearly faster."""
+        """Tries a cache at ``where`` from the next epoch on, with a new search; undone unless it is clearly faster."""
         assert self.seconds_per_batch is not None, "a cache is tried after convergence"
         self._uncached = self.workers, self.wait_fraction, self.seconds_per_batch
         self.workers, self.cache = WorkerConfig(), where
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process measures anew."""
+        """Pickles the settings without the search in progress: another process measures anew."""
         return self.__dict__ | {"_search": None, "_measured": None, "_busy": False}
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +241,7 @@ class LoaderAutotuner:
         return stats
 
     def _recheck(self, space: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
-        """Searches again if steps wait far longer than at convergence."""
+        """Measures a converged configuration again; continues with a search if steps wait far longer than then."""
         assert self.wait_fraction is not None
         tolerated, stats = WAIT_TOLERANCE + 2 * self.wait_fraction, None
         for _ in range(CONFIRMATIONS):
@@ -272,7 +251,7 @@ class LoaderAutotuner:
         return (yield from self.search(space, stats))
 
     def _report(self, stats: LoaderStats | None) -> None:
-        """Sends a measurement to the search, None for a failure."""
+        """Passes a measurement (None: the configuration failed) to the search, which chooses what to measure next."""
         assert self._search is not None
         measured = self._measured
         try:
@@ -297,7 +276,7 @@ class LoaderAutotuner:
 
 
 def default_memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> Callable[[], float]:
-    """``() -> bytes``: a fixed budget, or by default a fraction of the free memory. Picklable, unlike a closure."""
+    """``() -> bytes``: ``gigabytes`` * 10**9, or if None a fraction of the free memory at the call. Picklable."""
     return partial(_memory_budget, gigabytes, free_memory)
 
 
@@ -306,7 +285,7 @@ def _memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> f
 
 
 def _is_faster(new: LoaderStats, measured: list[LoaderStats]) -> bool:
-    """Whether a configuration is clearly faster, or takes no longer and steps no longer wait."""
+    """Whether a configuration beats all ``measured`` ones clearly, or is as fast and steps no longer wait."""
     best = min(stats.seconds_per_batch for stats in measured)
     no_longer_waits = new.wait_fraction <= WAIT_TOLERANCE and new.seconds_per_batch <= best
     return new.seconds_per_batch * MIN_SPEEDUP < best or no_longer_waits
@@ -317,7 +296,7 @@ def _worker_config(kind: str, count: int, prefetch: int) -> WorkerConfig:
 
 
 def _bytes_in_flight(workers: WorkerConfig, batch_bytes: int) -> int:
-    """Bytes of the batches that wait or are being computed; a process holds them in shared memory as well."""
+    """Bytes of batches that are finished or being computed; twice that for processes (shared memory)."""
     if not workers.num_workers:
         return 0
     return (workers.num_workers + workers.prefetch + 1) * batch_bytes * (2 if workers.processes else 1)

@@ -1,7 +1,5 @@
 """Copies batches to a GPU from page-locked memory, one batch ahead, while the current step runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +9,7 @@ from hasten.utils.batch import batch_tensors, map_tensors
 
 
 def prefetch_to_cuda(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches, on the device. While one is used, the next one is copied."""
+    """Yields the batches on a CUDA device; the next one is copied while the current one is used."""
     side_stream = torch.cuda.Stream(device)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

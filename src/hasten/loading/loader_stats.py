@@ -1,7 +1,5 @@
 """Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -18,26 +16,20 @@ WARMUP_BATCHES = 1  # batches without meaning after a change of workers or epoch
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A measurement of several consecutive batches of one worker configuration.
+    """A measurement of several consecutive batches of one worker configuration."""
 
-    Attributes:
-        wait_s: Mean seconds that a step waited for its batch.
-        step_s: Median seconds between receiving a batch and requesting the next one; evaluations do not change it.
-        size: Bytes of the largest batch.
-    """
-
-    wait_s: float
-    step_s: float
-    size: int = 0
+    wait_s: float  # mean seconds that a step waited for its batch
+    step_s: float  # median seconds between receiving a batch and requesting the next one; evaluations do not change it
+    size: int = 0  # bytes of the largest batch
 
     @property
     def seconds_per_batch(self) -> float:
-        """Seconds per batch, its step included."""
+        """Seconds per batch: waiting for it plus the step that uses it."""
         return self.wait_s + self.step_s
 
     @property
     def wait_fraction(self) -> float:
-        """Fraction of the time that steps wait."""
+        """Fraction of the time, from 0 to 1, that steps wait for batches."""
         return self.wait_s / self.seconds_per_batch if self.seconds_per_batch else 0.0
 
 
@@ -53,7 +45,7 @@ class LoaderProfiler:
         self._skip, self._steps_before = 0, -1
 
     def on_enter(self) -> None:
-        """The workers or an epoch start. Skips the first batches, unless the previous epoch had no others."""
+        """Call it when an epoch or new workers start: skips warm-up batches, unless all of the last were skipped."""
         recorded_none = self._steps_before == len(self._steps)
         self._skip = 0 if recorded_none else WARMUP_BATCHES + self.workers.num_workers
         self._steps_before = len(self._steps)
@@ -63,7 +55,7 @@ class LoaderProfiler:
         self._size = max(self._size, sum(tensor.nbytes for tensor in batch_tensors(batch)))
 
     def on_step(self, seconds: float) -> bool:
-        """Records a step; whether there are enough."""
+        """Records the seconds of a step; returns whether there are enough measurements for ``stats``."""
         if self._skip:
             self._skip -= 1
             return False
@@ -77,7 +69,7 @@ class LoaderProfiler:
 
 
 def record_cuda_event() -> torch.cuda.Event | None:
-    """An event after all work that the GPU was given so far; None if no GPU is in use."""
+    """Records an event behind all work queued on the GPU so far; None if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event()
@@ -86,5 +78,5 @@ def record_cuda_event() -> torch.cuda.Event | None:
 
 
 def gpu_is_busy(event: torch.cuda.Event | None) -> bool:
-    """Whether the GPU has not reached the event: then it did not wait for the batch, even if the host did."""
+    """Whether the GPU has not reached ``event``: it was busy while the host waited. False for None."""
     return event is not None and not event.query()

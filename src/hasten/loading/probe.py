@@ -1,7 +1,5 @@
 """Reads a few samples before training, to see what they are and whether they are random."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -63,7 +63,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def _frozen_statistics(norms: list[BatchNorm]) -> Generator[None]:
-    """Leaves the running statistics as they are: the first computation has counted this batch already."""
+    """Context manager: batch norms do not update running statistics, which a recomputed batch did already."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None

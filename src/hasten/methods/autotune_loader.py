@@ -1,7 +1,5 @@
 """Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -11,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
+from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
@@ -27,7 +25,7 @@ from hasten.loading.probe import is_deterministic
 
 @dataclass(frozen=True)
 class AutotuneLoader(Method):
-    """Searches by hill climbing until no step waits for data, or nothing within the budgets helps.
+    """Finds workers, prefetch and cache by hill climbing, until no step waits for data or no larger setting helps.
 
     The result is reported as a warning, in result.json under "tuned_settings", and in the recipe of the run directory
     as ``threads``, ``processes``, ``prefetch`` and ``cache``: a run with that recipe starts there, and searches only if
@@ -88,7 +86,7 @@ class AutotuneLoader(Method):
         return _autotuned(_pin_for_gpu(batches, run), autotuner)
 
     def _validation_data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        """Read by the workers that are the best ones when an evaluation begins, if they were found for such data."""
+        """Validation batches, read by the best workers so far, if they were found on data of the same type."""
         autotuner: LoaderAutotuner | None = run.checkpoint_state.get(self.name)
         if autotuner is None or autotuner.data_type != _data_type(batches):
             return batches
@@ -106,22 +104,19 @@ class AutotuneLoader(Method):
         return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
     def _obstacle(self, batches: BatchSource) -> str | None:
-        """The reason why workers have no effect on these batches; None if they have."""
+        """Why workers have no effect on these batches; None if they have one."""
         if batches.spec is None:
             return None if batches.with_workers else "no other thread or process can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):
-            raise ConfigurationError(
-                f"{self.name}: threads and cache require a hasten.data pipeline; pass processes, or add cache_dataset"
-            )
+            advice = "pass processes, or add cache_dataset"
+            raise ConfigurationError(f"{self.name}: threads and cache require a hasten.data pipeline; {advice}")
         if _depends_on_workers(batches):
-            return (
-                "the samples are random, and each worker of this DataLoader draws from a stream of its own; "
-                "pass its dataset as Task(train_data=)"
-            )
+            reason = "the samples are random, and each worker of this DataLoader draws from a stream of its own"
+            return f"{reason}; pass its dataset as Task(train_data=)"
         return None
 
     def _initial_workers(self, current: WorkerConfig) -> WorkerConfig:
-        """The workers that the options name, else the current ones."""
+        """The workers that the search starts from: those of options ``threads`` and ``processes``, else ``current``."""
         if self.threads is not None or self.processes is not None:
             current = WorkerConfig(self.threads or 0, self.processes or 0, DEFAULT_PREFETCH)
         most = self.cores or current.num_workers
@@ -131,7 +126,7 @@ class AutotuneLoader(Method):
     def _report(
         self, tuned_settings: dict[str, dict[str, Any]], is_pipeline: bool
     ) -> Callable[[LoaderAutotuner], None]:
-        """The callback for convergence. It holds no reference to the run: as a cycle, that would keep workers alive."""
+        """Callback for the end of the search: stores and reports the settings. No reference to the run: no cycle."""
         defaults = {name: 0 for name in ("threads", "processes") if getattr(self, name)}
 
         def on_converged(autotuner: LoaderAutotuner) -> None:
@@ -157,11 +152,12 @@ def _describe(autotuner: LoaderAutotuner) -> str:
 
 
 def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
-    """Batches of samples that are read by index, by the worker processes that the autotuner chooses.
+    """The same batches, read by the worker processes that the autotuner chooses. ``batches.spec`` must be set.
 
     The order that a task's DataLoader draws is drawn once an epoch, as without hasten; its samples must not be random.
     """
-    spec = _spec(batches)
+    spec = batches.spec
+    assert spec is not None, "the caller has excluded pipelines"
     drawn: list[list[int]] = []  # the order of the current epoch
 
     def drawn_order(epoch: int) -> list[list[int]]:
@@ -179,7 +175,7 @@ def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
 
 
 def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
-    """``workers -> batches``: the same batches, read by those processes, which live until others are asked for."""
+    """``(workers) -> batches``: the same batches, read by so many processes, which end at the next call."""
     current: dict[WorkerConfig, BatchSource] = {}
 
     def with_workers(workers: WorkerConfig) -> BatchSource:
@@ -195,13 +191,8 @@ def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource
     return with_workers
 
 
-def _spec(batches: BatchSource) -> LoaderSpec:
-    assert batches.spec is not None
-    return batches.spec
-
-
 def _data_type(batches: BatchSource) -> type[Any] | None:
-    """Workers that suit some batches suit others of the same type; None if only the training process computes them."""
+    """Type of the dataset or pipeline, for which workers can be reused; None if no worker can compute batches."""
     if batches.spec is None:
         return BatchSource if batches.with_workers else None
     return batches.spec.dataset.__class__
@@ -216,12 +207,12 @@ def _pin_for_gpu(batches: BatchSource, run: RunContext) -> BatchSource:
 
 
 def _depends_on_workers(batches: BatchSource) -> bool:
-    """Whether samples depend on the worker that reads them: the random samples of a task's own DataLoader."""
+    """Whether random samples would change with the number of workers: those of a task's own DataLoader."""
     return batches.spec is not None and batches.spec.loader is not None and not is_deterministic(batches.spec)
 
 
 def _free_shared_memory() -> float:
-    """Half of the free bytes of /dev/shm, where DataLoader workers put batches; a worker dies when it is full."""
+    """Half of the free bytes of /dev/shm, where DataLoader workers store batches; a full one kills a worker."""
     try:
         stats = os.statvfs("/dev/shm")
     except (OSError, AttributeError):  # batches travel in another way

@@ -17,12 +17,7 @@ from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
 
-
-def _constant(factor: float) -> float:
-    return 1.0
-
-
-RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": _constant}
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ class BatchSize(Method):
 
     @property
     def lr_scale(self) -> float:
-        """The factor of the learning rate."""
         return RULES[self.rule](self.factor)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
@@ -78,9 +72,8 @@ class BatchSize(Method):
         if not self.warmup or self.lr_scale == 1:
             return optimizer_step
         if run.plan.steps is None:
-            raise ConfigurationError(
-                "batch_size:warmup is a fraction of the steps, but the training data has no length; pass warmup=0"
-            )
+            problem = "batch_size:warmup is a fraction of the steps, but the training data has no length"
+            raise ConfigurationError(f"{problem}; pass warmup=0")
         warmup_steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
 
         def step_with_warmup() -> None:

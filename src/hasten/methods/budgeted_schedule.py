@@ -104,7 +104,7 @@ class AcceleratedSchedule:
         return [self.schedule, *chained_schedulers(self.schedule)]
 
     def step(self) -> None:
-        """Advances the schedule after a step of the run."""
+        """Advances the task's schedule by as many of its steps as one step of the run stands for."""
         self.step_count += 1
         while self.advanced < round(self.step_count / self.factor):
             self.schedule.step()

@@ -1,7 +1,5 @@
 """A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +48,7 @@ class CacheDataset(Method):
         return replace(cached, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str:
-        """The reason why these samples cannot be cached; empty if they can."""
+        """Why these samples cannot be cached, such as random ones; empty if they can."""
         if batches.spec is None:
             return "the data cannot be read sample by sample"
         if type(batches.spec.dataset) is TensorDataset:
@@ -87,9 +85,7 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
                 return sample
             self.budget -= size
             self.cache[index] = sample
-        return map_tensors(
-            lambda tensor: tensor, self.cache[index]
-        )  # new containers: a collate function may modify them
+        return map_tensors(lambda tensor: tensor, self.cache[index])  # new containers: a collate function may edit them
 
 
 def sample_bytes(sample: Any) -> int:

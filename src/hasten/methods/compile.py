@@ -112,4 +112,4 @@ class GraphRecorder:
         if not breaks:
             return f"{text}, no graph break"
         more = f"; {len(breaks) - MOST_BREAKS} more" * (len(breaks) > MOST_BREAKS)
-        return f"{text}, {len(breaks)} graph breaks ({'; '.join(breaks[:MOST_BREAKS])}{more})"
+        return f"{text}, {len(breaks)} graph break{'s' * (len(breaks) > 1)} ({'; '.join(breaks[:MOST_BREAKS])}{more})"

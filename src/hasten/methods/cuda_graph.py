@@ -56,9 +56,8 @@ class CudaGraph(Method):
         def replay_graph(batch: Batch) -> torch.Tensor:
             fraction = run.progress.microbatch_fraction
             if fraction not in graphs:
-                if (
-                    round(batch_size(batch) / fraction) < run.plan.batch_size
-                ):  # a resumed run may start with a short batch
+                # a resumed run may start with a short batch
+                if round(batch_size(batch) / fraction) < run.plan.batch_size:
                     return forward_backward(batch).detach()  # a live autograd graph would prevent the capture
                 graphs[fraction] = _shapes(batch), _capture(forward_backward, batch, run)
             shapes, replay = graphs[fraction]
@@ -84,7 +83,7 @@ class CudaGraph(Method):
 
 
 def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> ForwardFn:
-    """``forward_backward`` as the replay of a graph, for batches of the same shapes as this one.
+    """Records ``forward_backward`` on a batch; the result replays it for other batches of the same shapes.
 
     Gradients exist before the capture, so the recorded backward pass adds to them: the microbatches of a step sum up,
     and passes outside the graph use the same buffers.

@@ -10,7 +10,7 @@ from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 
 @dataclass(frozen=True)
 class EarlyStopping(Method):
-    """Stops after consecutive evaluations at the task's target, or after evaluations without improvement.
+    """Stops after ``target_patience`` consecutive evaluations at the target, or ``patience`` without improvement.
 
     The decision is a function of all evaluations so far, which checkpoints store: a resumed run stops at the same step.
     """
@@ -38,8 +38,11 @@ class EarlyStopping(Method):
 
         def stop(history: list[Evaluation]) -> bool:
             scores = [sign * evaluation.metric for evaluation in history]
-            done = self._target_held(scores, None if target is None else sign * target) or self._no_improvement(scores)
-            return run.any_rank(done or (inner is not None and inner(history)))
+            last = scores[-self.target_patience :]
+            is_held = target is not None and len(last) == self.target_patience and min(last) >= sign * target
+            earlier, recent = scores[: -self.patience], scores[-self.patience :]
+            is_stuck = bool(earlier) and max(recent) <= max(earlier) + self.min_delta
+            return run.any_rank(is_held or is_stuck or (inner is not None and inner(history)))
 
         def describe() -> str:
             if run.plan.stop is None:
@@ -49,12 +52,3 @@ class EarlyStopping(Method):
         run.observe_effect(self, describe)
         plan.stop = stop
         return plan
-
-    def _target_held(self, scores: list[float], target: float | None) -> bool:
-        last = scores[-self.target_patience :]
-        return target is not None and len(last) == self.target_patience and min(last) >= target
-
-    def _no_improvement(self, scores: list[float]) -> bool:
-        """Whether none of the last ``patience`` scores exceeds the best earlier one by more than ``min_delta``."""
-        earlier, last = scores[: -self.patience], scores[-self.patience :]
-        return bool(earlier) and max(last) <= max(earlier) + self.min_delta

@@ -77,14 +77,14 @@ class Ema(Method):
 
 
 class ParameterAverage:
-    """Moving averages of some parameters; part of the checkpoint."""
+    """Exponential moving averages of parameters, with ``state_dict`` for checkpoints."""
 
     def __init__(self, parameters: list[torch.Tensor]):
         self.tensors = [parameter.detach().clone() for parameter in parameters]
 
     @torch.no_grad()
     def update(self, parameters: list[torch.Tensor], decay: float) -> None:
-        """Average <- decay * average + (1 - decay) * parameters."""
+        """In place: average <- decay * average + (1 - decay) * parameters."""
         foreach_lerp_(self.tensors, parameters, 1 - decay)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

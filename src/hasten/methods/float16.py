@@ -51,9 +51,7 @@ class Float16(Method):
         if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
             run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
             return forward
-        run.checkpoint_state[self.name] = LossScale(
-            self.scale, run.device
-        )  # without it, the hooks below change nothing
+        run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below do nothing
         device = run.device.type
         run.observe_effect(self, partial(observe_precision, torch.float16))
 
@@ -95,22 +93,14 @@ class Float16(Method):
 
 
 class LossScale:
-    """The loss scale; part of the checkpoint. ``hasten diagnose --ops`` shows its ``value`` and ``overflow``.
-
-    Attributes:
-        value: The scale.
-        tensor: The scale as a scalar tensor at a fixed address, which the loss is multiplied by.
-        good_steps: Consecutive steps without overflow.
-        overflows: Consecutive steps with overflow.
-        overflow: Whether the gradients of the current step overflowed on any rank.
-    """
+    """The loss scale; part of the checkpoint. ``hasten diagnose --ops`` shows its ``value`` and ``overflow``."""
 
     def __init__(self, scale: str | float, device: torch.device):
         self.dynamic = scale == "dynamic"
         self.value = INITIAL_SCALE if self.dynamic else float(scale)
-        self.tensor = torch.tensor(self.value, device=device)
-        self.good_steps = self.overflows = 0
-        self.overflow = False
+        self.tensor = torch.tensor(self.value, device=device)  # at a fixed address; the loss is multiplied by it
+        self.good_steps = self.overflows = 0  # consecutive steps without, and with overflow
+        self.overflow = False  # whether the gradients of the current step overflowed on any rank
 
     def update(self) -> None:
         """Counts a step; halves the scale after an overflow, doubles it after ``GROWTH_INTERVAL`` steps without one."""

@@ -49,7 +49,7 @@ class FusedOptimizer(Method):
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason why torch has no fused step for this optimizer; None if it has one."""
+    """Why torch has no fused step for this optimizer; None if it has one."""
     name = type(optimizer).__name__
     if type(optimizer) not in FUSED:  # not isinstance: a subclass may override step
         return f"torch has no fused {name} (only {', '.join(cls.__name__ for cls in FUSED)})"

@@ -6,8 +6,6 @@ memory causes page faults. Small batches are fetched several at a time, because 
 than copying their bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,9 +30,7 @@ from hasten.utils.tree import tree_leaves
 NUM_BUFFERS = 3  # a batch stays valid until the third one after it is requested
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
 FETCHED_BYTES = 2**18  # fetched at a time; fits into the L2 cache of a core
-ALIGNMENT = (
-    64  # bytes; the alignment of tensors by torch, which every batch must have: kernels may sum in another order
-)
+ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class InMemoryBatches(Method):
         return replace(batches, epoch=epoch, spec=None)
 
     def _obstacle(self, spec: LoaderSpec | None) -> str:
-        """The reason why these samples cannot be stacked; empty if they can."""
+        """Why these samples cannot be stacked, such as random ones; empty if they can."""
         if spec is None:
             return "the data cannot be read sample by sample"
         if spec.collate not in (None, default_collate):
@@ -152,7 +148,7 @@ def stack_samples(spec: LoaderSpec) -> Batch:
 
 
 def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int) -> Iterator[list[list[int]]]:
-    """Groups the indices of consecutive batches to fetches of ``nbytes``, with every batch aligned to ``ALIGNMENT``."""
+    """Groups consecutive batches (lists of indices) to be fetched at once: about ``nbytes``, memory-aligned."""
     row_bytes = [field[0].nbytes for field in batch_tensors(fields)]
     max_rows = nbytes // max(1, sum(row_bytes))
     aligned_rows = math.lcm(*(ALIGNMENT // math.gcd(ALIGNMENT, size) for size in row_bytes))
@@ -174,7 +170,7 @@ def all_tensors(batch: Batch) -> bool:
 
 
 class BatchBuffer:
-    """Reusable memory for some batches, one tensor per field; pinned for a GPU, which copies from it asynchronously."""
+    """Reusable host memory for one group of batches, a tensor per field; pinned if the run uses a GPU."""
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned
@@ -199,12 +195,11 @@ class BatchBuffer:
             torch.index_select(field, 0, index.to(field.device), out=tensor.narrow(0, 0, total)).split_with_sizes(sizes)
             for field, tensor in zip(batch_tensors(fields), self.tensors, strict=True)
         ]
-        return [
-            map_tensors(lambda _, parts=parts: next(parts), fields) for parts in map(iter, zip(*fetched, strict=True))
-        ]
+        of_batches = map(iter, zip(*fetched, strict=True))
+        return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
 
     def release(self) -> None:
-        """To be called once the consumer has queued its work on the batches."""
+        """Call it once the consumer has queued its work on the fetched batches: the memory is then reused."""
         if self.pinned:
             self.copied = torch.cuda.current_stream().record_event()
 

@@ -64,7 +64,7 @@ class MallocTuning(Method):
 
 
 def set_malloc_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
-    """Calls ``mallopt(parameter, value)`` for each of them."""
+    """Calls glibc's ``mallopt(parameter, value)`` for each item."""
     for parameter, value in parameters.items():
         libc.mallopt(parameter, value)
 

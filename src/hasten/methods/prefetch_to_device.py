@@ -14,7 +14,7 @@ from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 
 @dataclass(frozen=True)
 class PrefetchToDevice(Method):
-    """Copies one batch ahead, from page-locked memory, on a separate CUDA stream, without threads."""
+    """Copies the next batch from page-locked memory on its own CUDA stream while the current step runs."""
 
     card = Card(
         summary="copy the next batch to the GPU during the current step",

@@ -55,7 +55,7 @@ class TF32(Method):
 
 
 def _already_set() -> str | None:
-    """The reason why there is nothing to switch on; None if there is."""
+    """Why TF32 need not be switched on: the process has set the precision already. None if it has not."""
     try:
         enabled = torch.get_float32_matmul_precision() != "highest" and torch.backends.cudnn.allow_tf32
     except RuntimeError:  # torch refuses to read the old switches once the new ones were set

@@ -58,7 +58,7 @@ class ZeroInitResidual(Method):
 
 
 def _last_norms(module: torch.nn.Module) -> list[BatchNorm]:
-    """The normalizations at the end of residual branches; children are traced if the module itself cannot be."""
+    """The batch norms that end residual branches; of a module that torch.fx cannot trace, those of its children."""
     if not any(isinstance(part, BatchNorm) and part.affine for part in module.modules()):
         return []
     try:

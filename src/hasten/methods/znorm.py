@@ -64,7 +64,7 @@ class ZNorm(Method):
         return z_score_gradients
 
     def _dims(self, g: torch.Tensor) -> tuple[int, ...]:
-        """The dimensions that share a mean: all, or all but the first if rows have more than one element."""
+        """Dimensions over which mean and std of ``g`` are taken: all, or all but the first if a row has 2 or more."""
         by_row = self.granularity == "row" and g.ndim > 1 and g[0].numel() > 1
         return tuple(range(1 if by_row else 0, g.ndim))
 

@@ -4,8 +4,6 @@ Input and optimizer step can be switched off and on between two blocks of steps,
 with the phase and without it, seconds apart. None of these methods trains anything useful.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 
@@ -22,23 +20,22 @@ LARGER_BATCH = "larger_batch"  # name of the ceiling, also in the cards
 
 
 def disabled_phases(run: RunContext) -> set[str]:
-    """The phases of a run that are switched off now: "input" and "optimizer_step" here, "logging" in the probe."""
+    """The mutable set of phases that are off in a run: "input", "optimizer_step" (here), "logging" (probe)."""
     return run.checkpoint_state.setdefault("disabled_phases", set())
 
 
 def _card(summary: str) -> Card:
-    """Outermost, so that the work of the recipe's own methods in that phase is switched off too."""
+    """The card of an ablation: outermost, so that the recipe's own work in the phase is switched off, too."""
     after = tuple(method_names())
     return Card(summary=summary, exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.LAST, after=after)
 
 
 class ReplayedBatch(Method):
-    """While "input" is disabled, the loop gets one batch again and again."""
+    """An ablation: while "input" is disabled, the training loop gets the same batch again and again."""
 
     card = _card("replays one batch: input costs nothing")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        """Wraps the training batches; validation batches stay as they are."""
         if not batches.training:
             return batches
         disabled, progress = disabled_phases(run), run.progress
@@ -46,9 +43,8 @@ class ReplayedBatch(Method):
         def epoch(index: int, start: int) -> Iterator[Batch]:
             replayed, counts = None, (0, 1.0)
             for batch in batches.epoch(index, start):
-                if replayed is None or batch_size(batch) > batch_size(
-                    replayed
-                ):  # the last batch of an epoch may be short
+                # the last batch of an epoch may be short
+                if replayed is None or batch_size(batch) > batch_size(replayed):
                     replayed, counts = batch, (progress.global_batch_size, progress.loss_weight)
                 yield batch
                 while "input" in disabled:
@@ -59,26 +55,24 @@ class ReplayedBatch(Method):
 
 
 class NoUpdate(Method):
-    """While "optimizer_step" is disabled, the weights stay as they are."""
+    """An ablation: while "optimizer_step" is disabled, the weights are not updated."""
 
     card = _card("skips the optimizer step: the update costs nothing")
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Wraps the optimizer step."""
         disabled = disabled_phases(run)
         return lambda: None if "optimizer_step" in disabled else optimizer_step()
 
 
 class LargerBatch(Method):
-    """Multiplies the batch size by BATCH_FACTOR."""
+    """An ablation: trains with BATCH_FACTOR times the batch size, to measure the fixed cost of a step."""
 
     card = _card(f"{BATCH_FACTOR} times the batch: the fixed cost of a step is paid {BATCH_FACTOR} times less often")
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Changes the batch size alone."""
         return dataclasses.replace(plan, batch_size=BATCH_FACTOR * plan.batch_size)
 
 
 def import_path(method: type[Method]) -> str:
-    """``module:Class``, the name under which a recipe finds a method that is not in the catalogue."""
+    """``module:Class``: how a recipe names a method that is not one of hasten's catalogue."""
     return f"{method.__module__}:{method.__name__}"

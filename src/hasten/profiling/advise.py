@@ -3,8 +3,6 @@
 Works from shares of the time, measured ceilings and cards; no method's code is run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hasten.core.card import FACTS, PHASES, Card
@@ -20,7 +18,7 @@ def advise(
     """Sorts methods into those that could pay and those that cannot.
 
     Args:
-        phases: share of the wall clock of each phase.
+        phases: phase -> fraction of the wall clock, 0 to 1.
         ceilings: measured ceilings (time with / time without), by phase or by the name that a card gives its ceiling.
         facts: the keys of ``FACTS`` that hold for the run.
         cards: the methods to consider, by name.
@@ -74,7 +72,7 @@ def bound_of(
 
 
 def amdahl(share: float) -> float:
-    """The speed-up of a whole when ``share`` of its time, from 0 to 1, is gone."""
+    """Speed-up by Amdahl's law if ``share`` of the time, from 0 to 1, is removed: 1 / (1 - share)."""
     return 1.0 / max(MIN_REMAINDER, 1.0 - share)
 
 

@@ -5,8 +5,6 @@ batches takes turns with them in that process: one process per ceiling would cos
 memory allocator needs a process of its own, because it cannot be undone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ class Ceilings:
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def worth_measuring(self, shares: Mapping[str, float]) -> list[str]:
-        """The names whose share of the time is large enough to pay; records the reason for the others."""
+        """The names in ``shares`` (name -> fraction of the time) that could pay; notes why the others cannot."""
         small = {name: share for name, share in shares.items() if share < MIN_SHARE}
         self.not_measured |= {name: f"it takes {share:.1%} of the time" for name, share in small.items()}
         return [name for name in shares if name not in small]
@@ -55,17 +53,11 @@ def measure_ceilings(
     budget: float,
     watch: ProgressCallback = no_progress,
 ) -> Ceilings:
-    """Measures the ceilings of phases that can be switched off in a running ``Probe``.
+    """Measures the ceilings of phases that can be switched off in a running ``Probe``, within ``budget`` seconds.
 
-    Args:
-        probe: the worker that runs the Probe.
-        shares: share of the time by phase: "input", "larger_batch", "logging" and, last because a run may fail without
-            it, "optimizer_step".
-        count: steps of a block.
-        step: seconds of a step.
-        extra: seconds of evaluation per training sample, which are not switched off.
-        budget: seconds.
-        watch: called with the progress.
+    ``shares`` holds the share of the time of "input", "larger_batch", "logging" and, last because a run may fail
+    without it, "optimizer_step". A block has ``count`` steps of ``step`` seconds each; a training sample costs
+    ``extra`` seconds of evaluation, which are not switched off.
     """
     found, began = Ceilings(), time.monotonic()
     names = found.worth_measuring(shares)
@@ -97,16 +89,8 @@ def measure_allocator_ceiling(
 ) -> Ceilings:
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
 
-    Args:
-        task: what is trained.
-        recipe: with what methods.
-        share: share of the CPU time that is spent in the operating system.
-        device: "cpu" or "cuda".
-        seed: of the runs.
-        budget: seconds; too few for one measurement give a reason in ``not_measured``.
-        plan: as ``Arm.build`` returned it for the run, with ``build_seconds``.
-        processes: number of ranks.
-        watch: called with the progress.
+    ``share`` is that of the CPU time that is spent in the operating system, ``plan`` that of ``Arm.build`` with
+    ``build_seconds``. A budget too small for one measurement gives a reason in ``not_measured``.
     """
     found = Ceilings()
     name = next((name for name, card in cards_that_state("ceiling").items() if card.ceiling == SYSTEM_TIME), None)
@@ -120,9 +104,8 @@ def measure_allocator_ceiling(
     watch("the ceiling of the memory allocator", 0.0, budget)
     where = {"device": device, "processes": (processes, processes), "seed": seed}
     try:
-        comparison = run_interleaved(
-            task, recipe, recipe.with_method(name), budget=budget - building, looks=LOOKS, **where
-        )
+        tuned = recipe.with_method(name)
+        comparison = run_interleaved(task, recipe, tuned, budget=budget - building, looks=LOOKS, **where)
         found.ratios[SYSTEM_TIME] = comparison.ratio
     except (RunError, ConfigurationError) as error:  # for example, the method has no effect here
         found.not_measured[SYSTEM_TIME] = str(error)

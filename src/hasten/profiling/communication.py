@@ -1,7 +1,5 @@
 """The cost of communication between ranks, and the diagnosis of a job of several processes in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from statistics import fmean, median
 
@@ -28,18 +26,17 @@ ARITHMETIC = (
 
 
 def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | None, exchanges: list[float]) -> dict:
-    """The exchange of gradients in a step.
+    """The exchange of gradients in a step; None stands for what is unknown.
 
     Args:
         step: seconds of a step.
-        ceiling: time with the exchange / time without; None if it was not measured.
-        buckets: bytes of each gradient bucket; None if unknown.
+        ceiling: time with the exchange / time without.
+        buckets: bytes of each gradient bucket.
         exchanges: seconds of the all-reduces of a step with nothing beside them, one value a measurement.
 
     Returns:
         ``seconds``: of the exchange by itself; ``exposed``: seconds by which a step is longer; ``hidden``: seconds
-            behind
-        the backward pass; ``share``: exposed / step; ``bytes``; ``buckets``: their count. None: unknown.
+        behind the backward pass; ``share``: exposed / step; ``bytes``; ``buckets``: their count.
     """
     exposed = step * max(0.0, 1.0 - 1.0 / ceiling.median) if ceiling else None
     seconds = median(exchanges) if exchanges else None
@@ -56,14 +53,10 @@ def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | 
 def verdict_of(
     straggler: Mapping | None, ceilings: Mapping[str, Ratio], cost: Mapping, rows: list[dict], step: float
 ) -> str:
-    """One sentence that names the largest cause. A ceiling counts only if its interval lies above 1.
+    """One sentence that names the largest cause: the straggler, the exchange, the input, waits or arithmetic.
 
-    Args:
-        straggler: as ``find_straggler`` returns it.
-        ceilings: "exchange" and "input", as far as they were measured.
-        cost: as ``communication_cost`` returns it.
-        rows: as ``rank_phase_times`` returns them.
-        step: seconds of a step.
+    The arguments are the results of ``find_straggler``, ``communication_cost`` and ``rank_phase_times``, the measured
+    ceilings of "exchange" and "input" (each counts only if its interval lies above 1), and the seconds of a step.
     """
     gains = {name: ratio.median if ratio.low > 1 else 1.0 for name, ratio in ceilings.items()}
     waits = 0.0 if straggler else fmean(row.get("wait_seconds", 0.0) for row in rows)

@@ -1,7 +1,5 @@
 """``diagnose``: where the time of a task's real steps goes, what causes it, and what each phase could give at most."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,7 +47,7 @@ def diagnose(
         processes: number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
         timeout: seconds without progress after which several processes count as hanging; None for the default.
         device: "cpu" or "cuda"; None picks one.
-        seed: of the run that is measured.
+        seed: seed of the run that is measured.
         ops: also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
             a few steps beyond the budget.
         watch: called with the progress.
@@ -146,5 +144,5 @@ def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, In
 
 
 def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:
-    """``watch`` for the part of the work from ``low`` to ``high``, both between 0 and 1."""
+    """A progress callback whose 0 to 1 is reported to ``watch`` as ``low`` to ``high``."""
     return lambda what, done, left=None: watch(what, low + (high - low) * done, left)

@@ -1,7 +1,5 @@
 """Facts about a run that cards refer to: its hardware, model, data and plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -21,7 +19,6 @@ def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
     run, plan, source = program.run, program.plan, program.train
     model = run.model
-    assert model is not None
     facts = {
         "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
         "repeated_blocks": any(_has_repeated_blocks(module) for module in model.modules()),
@@ -36,7 +33,7 @@ def facts_of(program: Program) -> frozenset[str]:
 
 
 def hardware_facts(device: torch.device) -> frozenset[str]:
-    """The type of the device, and the number formats that its matrix units support."""
+    """The facts about the hardware: type of the device, and number formats that its matrix units support."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return frozenset({"cuda"} | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})
@@ -62,7 +59,7 @@ def _has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def _evaluation_count(program: Program) -> float:
-    """How many times the metric is measured in a run."""
+    """Number of evaluations in a whole run: one per epoch, or one per ``evaluate_every`` training samples."""
     plan, length = program.plan, program.train.length
     if plan.evaluate_every is None or length is None:
         return plan.epochs

@@ -1,13 +1,12 @@
 """Floating-point operations of a training step, and the peak rate that the machine reaches in a matrix product."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hasten.engine.devices import synchronize
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size
 
@@ -16,12 +15,9 @@ PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing:
 
 
 def flops_per_sample(program: Program) -> float:
-    """Operations of matrix products, convolutions and attention, forward and backward, for one training sample.
+    """Floating-point operations (matrix products, convolutions, attention) of forward and backward per sample.
 
-    Runs one batch without an update.
-
-    Args:
-        program: a run without methods, because a compiled or captured step hides its operations.
+    Runs one batch without an update. The program must have no methods: a compiled or captured step hides operations.
     """
     batch = program.to_device(next(iter(program.train.epoch(0, 0))))
     with FlopCounterMode(display=False) as counter:
@@ -45,13 +41,8 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
 
 
 def _matmul_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    _synchronize(a.device)
+    synchronize(a.device)
     began = time.perf_counter()
     torch.mm(a, b)
-    _synchronize(a.device)
+    synchronize(a.device)
     return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

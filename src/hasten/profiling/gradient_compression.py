@@ -3,13 +3,13 @@
 The seconds of an all-reduce follow the model that ``hasten bench-comm`` fits: latency + bytes / bandwidth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from time import perf_counter
 
 import torch
+
+from hasten.engine.devices import synchronize
 
 HALF_PRECISION_SAVING = 0.5  # share of float32's bytes that 16-bit gradients save
 MEASUREMENTS = 3
@@ -18,7 +18,7 @@ MEASUREMENTS = 3
 def net_saving_s(
     size: float, saved_share: float, codec_seconds: float, latency: float, bandwidth: float, exposed_seconds: float
 ) -> float:
-    """Seconds by which a step becomes shorter; negative: longer.
+    """Seconds per step that compressing gradients saves; negative if it costs more than it saves.
 
     Args:
         size: bytes of gradients that a rank contributes in a step.
@@ -29,7 +29,7 @@ def net_saving_s(
         exposed_seconds: seconds of a step that are spent waiting for the exchange. No more than these can be saved.
 
     Raises:
-        ValueError: an argument outside of its range.
+        ValueError: an argument is out of range.
     """
     if not 0 <= saved_share <= 1 or bandwidth <= 0 or min(size, codec_seconds, latency, exposed_seconds) < 0:
         raise ValueError(
@@ -52,8 +52,7 @@ def measure_cast_seconds(size: int, device: torch.device) -> float:
     for _ in range(MEASUREMENTS):
         began = perf_counter()
         gradients.copy_(gradients.to(torch.bfloat16))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(perf_counter() - began)
     return min(seconds)
 
@@ -62,9 +61,9 @@ def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[floa
     """(speed-up of a step of ``step`` seconds if gradients were exchanged in 16 bits, the reason).
 
     Args:
-        cost: as ``communication_cost`` returns it, with every value known.
-        codec_seconds: as ``measure_cast_seconds`` returns it.
-        step: seconds.
+        cost: result of ``communication_cost``, with every value known.
+        codec_seconds: result of ``measure_cast_seconds``.
+        step: seconds per step.
     """
     bandwidth = cost["bytes"] / cost["seconds"]
     saved = net_saving_s(cost["bytes"], HALF_PRECISION_SAVING, codec_seconds, 0.0, bandwidth, cost["exposed"])

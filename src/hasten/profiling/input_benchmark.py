@@ -4,8 +4,6 @@
 nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator
 from copy import copy
@@ -17,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import numpy
-import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hasten.core.data import BatchSource, LoaderSpec
@@ -26,6 +23,7 @@ from hasten.core.types import Batch
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source
 from hasten.data.workers.runners import InlineRunner
+from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size, map_tensors
@@ -126,7 +124,7 @@ def _first_batch(batches: BatchSource) -> Batch:
 
 
 def _step_throughput(program: Program, batch: Batch, seconds: float) -> float:
-    """Samples/s of training steps on one batch."""
+    """Samples/s of training steps on one batch that is used again and again: no input is read."""
     batch = program.to_device(batch)
 
     def step() -> None:
@@ -144,21 +142,21 @@ def _copy_throughput(program: Program, batch: Batch, seconds: float) -> float | 
     """Samples/s copied to the device; None on the CPU, where nothing is copied."""
     if program.run.device.type == "cpu":
         return None
-    return batch_size(batch) * _calls_per_second(
-        program, lambda: map_tensors(lambda tensor: tensor.to(program.run.device), batch), seconds
-    )
+    device = program.run.device
+    copy_batch = partial(map_tensors, lambda tensor: tensor.to(device), batch)
+    return batch_size(batch) * _calls_per_second(program, copy_batch, seconds)
 
 
 def _calls_per_second(program: Program, work: Callable[[], object], seconds: float) -> float:
-    """The median of several measurements, so that a short disturbance of the machine does not count."""
+    """Calls of ``work`` per second: the median of several measurements within ``seconds``."""
     deadline, rates = time.perf_counter() + seconds, []
     while not rates or (len(rates) < MEASUREMENTS and time.perf_counter() < deadline):
-        _synchronize(program)
+        synchronize(program.run.device)
         began, calls = time.perf_counter(), 0
         while not calls or time.perf_counter() - began < seconds / MEASUREMENTS:
             work()
             calls += 1
-        _synchronize(program)
+        synchronize(program.run.device)
         rates.append(calls / (time.perf_counter() - began))
     return median(rates)
 
@@ -169,19 +167,14 @@ def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
     for batch in (batch for epoch in count() for batch in program.train.epoch(epoch, 0)):
         program.to_device(batch)
         if not first:
-            _synchronize(program)
+            synchronize(program.run.device)
             first = time.perf_counter() - began
             continue
         samples += batch_size(batch)
         if time.perf_counter() - began - first > seconds:
             break
-    _synchronize(program)
+    synchronize(program.run.device)
     return samples / (time.perf_counter() - began - first), first
-
-
-def _synchronize(program: Program) -> None:
-    if program.run.device.type == "cuda":
-        torch.cuda.synchronize(program.run.device)
 
 
 # ---- each stage alone, in one thread
@@ -192,9 +185,8 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
     if isinstance(data, Pipeline):
         return _pipeline_stages(data, program.plan.batch_size, seconds, not_measured)
     if samples is None:
-        not_measured["stages"] = (
-            "the batches are not read sample by sample from a map-style dataset; end_to_end measures them"
-        )
+        why = "the batches are not read sample by sample from a map-style dataset"
+        not_measured["stages"] = f"{why}; end_to_end measures them"
         return {}
     not_measured["decode"] = "read includes it, and the dataset's own transforms"
     return _dataset_stages(samples, seconds)
@@ -228,7 +220,7 @@ def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
 
 
 def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
-    """(samples of the batches drawn in about ``seconds``, seconds it took)."""
+    """Draws batches for about ``seconds``: (samples in them, seconds that it took)."""
     samples, total = 0, 0.0
     for epoch in epochs:
         began = time.perf_counter()
@@ -241,13 +233,13 @@ def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
 
 
 class Stopwatch:
-    """Adds up the seconds spent in some functions."""
+    """Adds up the seconds spent in functions that ``time_calls`` wrapped."""
 
     def __init__(self):
         self.seconds = 0.0
 
     def time_calls(self, function: Callable) -> Callable:
-        """``function``, timed; if it is a generator function, each of its items is timed when it is asked for."""
+        """Wraps a function so that its calls are timed; of a generator function, the computation of each item."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -266,7 +258,7 @@ class Stopwatch:
 
 
 class TimedSource(Source):
-    """A source whose reading is timed. ``raw``, which fetches the bytes, is timed too: the rest is decoding."""
+    """A data source whose ``read`` is timed, and ``raw`` (fetching bytes) separately: the rest is decoding."""
 
     def __init__(self, source: Source):
         self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()

@@ -4,8 +4,6 @@ On the CPU a timestamp is the clock. On a GPU it is a CUDA event in the stream, 
 time between two events passed on the device, including its idle time while the host was late.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import Counter
@@ -18,7 +16,7 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.types import BackwardFn, Batch, BatchFn, ForwardFn, OptimizerFactory, StepFn
+from hasten.core.types import Batch, OptimizerFactory
 from hasten.engine.registry import method_names
 
 PHASES = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
@@ -37,7 +35,7 @@ class PhaseTimer:
         self.intervals, self.running = [], True
 
     def now(self) -> Any:
-        """A timestamp (float or CUDA event), or None while nothing is recorded."""
+        """A timestamp: seconds as float, on a GPU a CUDA event; None while nothing is recorded."""
         if not self.running:
             return None
         if self.device.type != "cuda":
@@ -49,12 +47,12 @@ class PhaseTimer:
         return event
 
     def record(self, phase: str, began: Any) -> None:
-        """Records a phase that began at a timestamp and ends now."""
+        """Records ``phase`` as lasting from ``began`` (a result of ``now``) until now."""
         if began is not None:
             self.intervals.append((phase, began, self.now()))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls are recorded under a phase."""
+        """Wraps ``function`` so that the time of its calls is recorded under ``phase``."""
 
         def timed(*args: Any) -> Any:
             began = self.now()
@@ -75,6 +73,11 @@ class PhaseTimer:
             if ended is not None:
                 seconds[phase] += began.elapsed_time(ended) / 1000 if on_gpu else ended - began
         return _split_forward_backward(seconds)
+
+
+def _timed(phase: str) -> Callable[..., Callable[..., Any]]:
+    """A hook that records every call of the function that it wraps under a phase."""
+    return lambda method, function, run: _timer(run).timed(phase, function)
 
 
 class TimePhases(Method):
@@ -115,33 +118,12 @@ class TimePhases(Method):
 
         return make_timed
 
-    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
-        """Times the copy to the device."""
-        return _timer(run).timed("copy", to_device)
-
-    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times the forward pass."""
-        return _timer(run).timed("forward", forward)
-
-    def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        """Times the backward pass."""
-        return _timer(run).timed("backward", backward)
-
-    def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
-        """Times both passes together."""
-        return _timer(run).timed("forward_backward", forward_backward)
-
-    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        """Times the work on the gradients."""
-        return _timer(run).timed("grad_transform", grad_transform)
-
-    def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        """Times the optimizer step."""
-        return _timer(run).timed("optimizer_step", optimizer_step)
-
-    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
-        """Times the clearing of the gradients, as part of the optimizer step."""
-        return _timer(run).timed("optimizer_step", zero_grad)
+    batch_transform = _timed("copy")
+    forward = _timed("forward")
+    backward = _timed("backward")
+    forward_backward = _timed("forward_backward")
+    grad_transform = _timed("grad_transform")
+    optimizer_step = zero_grad = _timed("optimizer_step")
 
 
 class _TimedSchedule:
@@ -159,10 +141,10 @@ def _timer(run: RunContext) -> PhaseTimer:
 
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides ``forward_backward`` as the two passes inside it were timed, or else by their usual proportion."""
+    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
     both = seconds.pop("forward_backward", 0.0)
-    forward, backward = (
-        (seconds["forward"], seconds["backward"]) if seconds["forward"] else (1.0, BACKWARD_OVER_FORWARD)
-    )
+    forward, backward = seconds["forward"], seconds["backward"]
+    if not forward:
+        forward, backward = 1.0, BACKWARD_OVER_FORWARD
     scale = both / (forward + backward)
     return {name: seconds[name] for name in PHASES} | {"forward": forward * scale, "backward": backward * scale}

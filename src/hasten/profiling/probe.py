@@ -1,7 +1,5 @@
 """The probe: an arm, in a worker process, that also measures the phases, operations, facts and input of its run."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from collections import Counter
@@ -32,7 +30,7 @@ class Probe(Arm):
     """
 
     def block(self, count: int, disabled: str | None = None) -> dict:
-        """A block of steps, without the phase ``disabled``; for "larger_batch" of the run with larger batches."""
+        """Trains ``count`` steps without phase ``disabled`` ("larger_batch": in larger batches), see ``Arm.train``."""
         if disabled == LARGER_BATCH:
             return self.larger.train(count)
         phases = disabled_phases(self.program.run)
@@ -40,27 +38,27 @@ class Probe(Arm):
         block = self.train(count)
         phases.clear()
         if not block["samples"]:
-            raise RunError("an earlier experiment ended the run")
+            raise RunError("the run cannot continue: an earlier measurement with a phase switched off made it fail")
         return block
 
     def timed_block(self, count: int) -> dict:
-        """A block of steps with the seconds of each of its ``phases``."""
+        """Trains ``count`` steps: the result of ``Arm.train``, and ``phases``: seconds by phase."""
         timer = self.program.run.checkpoint_state["phase_timer"]
         timer.start()
         block = self.train(count)
         return {**block, "phases": timer.stop()}
 
     def facts(self) -> list[str]:
-        """The facts that hold for the run."""
+        """The facts (keys of FACTS, such as "cuda") that hold for the run, sorted."""
         return sorted(facts_of(self.program))
 
     def operations(self, count: int) -> dict:
-        """Trains ``count`` steps and counts operations.
+        """Trains ``count`` steps and counts values read by the host, and matrix products by dtype.
 
         Reads by the optimizer count on a GPU only: on the CPU torch's optimizers keep their step counts in tensors.
 
         Returns:
-            ``host_reads_per_step``: how often the host reads a value from the device; ``dtype``: of most products.
+            ``host_reads_per_step``: values that the host reads from the device; ``dtype``: of most matrix products.
         """
         program, steps = self.program, 0
         device = program.run.device.type
@@ -74,9 +72,8 @@ class Probe(Arm):
                 program.optimizer_step()
             program.zero_grad()
             steps += 1
-        model = program.run.model
-        assert model is not None
-        dtype = counter.dtypes.most_common(1)[0][0] if counter.dtypes else next(model.parameters()).dtype
+        dtypes = counter.dtypes.most_common(1)
+        dtype = dtypes[0][0] if dtypes else next(program.run.model.parameters()).dtype
         return {"host_reads_per_step": counter.reads / max(1, steps), "dtype": str(dtype).removeprefix("torch.")}
 
     def flops(self, dtype: str) -> dict:
@@ -92,12 +89,12 @@ class Probe(Arm):
 
     @cached_property
     def log(self) -> Any:
-        """A step log like that of a run directory, in a file without a name, which the system deletes."""
+        """An open, unnamed temporary file for a step log like log.jsonl of a run directory."""
         return tempfile.TemporaryFile(buffering=0)
 
     @cached_property
     def larger(self) -> Arm:
-        """The same run with larger batches, in the same process: the task need not be loaded again."""
+        """A second arm of the same task, with larger batches, in this process; built at the first use."""
         task = TaskRef.of(dataclasses.replace(self.program.run.task, validation_data=None))
         methods = self.recipe.with_method(import_path(LargerBatch)).methods
         arm = Arm(task, methods, self.device, self.seed, self.ranks)

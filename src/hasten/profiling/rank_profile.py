@@ -87,16 +87,15 @@ def diagnose_ranks(
         recipe: the methods to train with; None for the task as it is.
         budget: seconds, or a text such as "10m".
         device: "cpu" or "cuda"; None picks one.
-        seed: of the run that is measured.
+        seed: seed of the run that is measured.
         watch: called with the progress, on rank 0.
         timeout: seconds to wait for another rank in a collective.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
         ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
-            cause,
-        or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with
-        all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
+        cause, or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process
+        with all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
 
     Raises:
         ConfigurationError: a wrong request, or there is only one rank.
@@ -144,6 +143,9 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
     advice, not_advised = _advise(probe, ceilings, slowest_rank_shares(rows, step), cost, step)
     not_measured = {} if EXCHANGE in ceilings else {EXCHANGE: DDP_ONLY, "straggler": DDP_ONLY}
     switches = sum(block["switches"] for block in rank_blocks[0]["plain"])
+    on_cpu = probe.program.run.device.type == "cpu"
+    # devices (on the CPU: threads) of the job / those of a single process
+    resource_factor = ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
     return {
         "verdict": verdict_of(straggler, ceilings, cost, rows, step),
         "processes": ranks.world_size,
@@ -159,7 +161,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
         "ceilings": {name: ratio.to_json() for name, ratio in ceilings.items()},
         "speedup": speedup and speedup.to_json(),
         "threads": {"per_rank": torch.get_num_threads(), "single_process": single_process_threads()},
-        "efficiency": speedup and speedup.median / _resource_factor(probe, ranks),
+        "efficiency": speedup and speedup.median / resource_factor,
         "not_measured": not_measured | no_speedup,
         "advice": advice,
         "not_advised": not_advised,
@@ -198,9 +200,8 @@ class RankProbe(Arm):
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """The kinds of blocks that this run allows, and what is disabled in each."""
-        return {
-            kind: phases for kind, phases in BLOCK_KINDS.items() if self.ddp_model is not None or EXCHANGE not in phases
-        }
+        exchanges = self.ddp_model is not None
+        return {kind: phases for kind, phases in BLOCK_KINDS.items() if exchanges or EXCHANGE not in phases}
 
     def block(self, count: int, phases: Sequence[str]) -> dict:
         """Trains ``count`` steps with some phases disabled.
@@ -210,10 +211,8 @@ class RankProbe(Arm):
             (seconds by phase) and the list wait_seconds.
         """
         run = self.program.run
-        model = run.unwrapped_model
-        assert model is not None
         timer, disabled = run.checkpoint_state["phase_timer"], disabled_phases(run)
-        weights = list(model.parameters()) if EXCHANGE in phases else []
+        weights = list(run.unwrapped_model.parameters()) if EXCHANGE in phases else []
         before = [weight.detach().clone() for weight in weights]
         run.ranks.any(False)  # a barrier
         self.wait_seconds, self.waited = [], 0.0
@@ -243,7 +242,7 @@ class RankProbe(Arm):
         return None if self.ddp_model is None else ddp_bucket_sizes(self.ddp_model)
 
     def exchange(self) -> Callable[[], None] | None:
-        """A function that runs the all-reduces of a step with nothing beside them."""
+        """A function that runs one step's all-reduces alone; None if the sizes of the buckets are unknown."""
         sizes = self.buckets()
         if self.ddp_model is None or sizes is None:
             return None
@@ -280,7 +279,7 @@ class RankProbe(Arm):
         return switchable
 
     def _add_wait(self, all_reduce_max: Callable[..., list[float]]) -> Callable[..., list[float]]:
-        """``all_reduce_max``, timed: collectives of the ranks before a step are waits, too."""
+        """Wraps ``all_reduce_max`` so that its seconds count as waiting for other ranks."""
 
         def timed(numbers: Sequence[float]) -> list[float]:
             began = time.perf_counter()
@@ -294,7 +293,7 @@ class RankProbe(Arm):
 def _run_rounds(
     probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: ProgressCallback
 ) -> tuple[dict[str, list[dict]], list[float]]:
-    """(blocks of every kind, run in turns; seconds of each exchange by itself)."""
+    """Runs blocks of all kinds in turns: ({kind: blocks}, seconds of each gradient exchange alone)."""
     blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "single_process")}
     exchanges, exchange, began = [], probe.exchange(), time.monotonic()
     for index in range(1, MAX_ROUNDS + 1):
@@ -315,7 +314,7 @@ def _run_rounds(
 
 
 def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Arm | None, dict[str, str]]:
-    """(on rank 0: the same training in one process, if memory suffices; on all ranks: why ``speedup`` is missing)."""
+    """(on rank 0: arm of the same training in one process; {"speedup": reason} on all ranks if there is none)."""
     single, why = None, ""
     if ranks.is_main_process:
         nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -323,7 +322,7 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
         try:
             # free_memory is this rank's part of its node, so a full batch needs a rank's memory times the nodes
             if probe.program.run.services.free_memory() < rank_bytes * nodes:
-                raise RunError("there may be too little memory to try one process")
+                raise RunError("the speed-up over one process is not measured: memory may not suffice for it")
             methods = drop_distributed(probe.plain_recipe).methods
             single = Arm(probe.task, methods, probe.device, probe.seed, SINGLE_PROCESS)
             with _single_process_threads():
@@ -336,7 +335,7 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
 
 @contextmanager
 def _single_process_threads() -> Iterator[None]:
-    """Inside, this rank has the threads that a single process would have; the other ranks wait and use none."""
+    """Context manager: gives this rank all threads of a single process, while the other ranks only wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(single_process_threads())
     try:
@@ -345,24 +344,18 @@ def _single_process_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _resource_factor(probe: RankProbe, ranks: ProcessGroupInfo) -> float:
-    """Devices (on the CPU: threads) of the job / those of a single process."""
-    on_cpu = probe.program.run.device.type == "cpu"
-    return ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
-
-
 def _slowest(rank_blocks: list[dict], kind: str, key: str) -> list[float]:
-    """The maximum over the ranks, of each block of a kind."""
+    """Maximum over the ranks of the value ``key``, for each block of a kind."""
     return [max(block[key] for block in blocks) for blocks in zip(*(rank[kind] for rank in rank_blocks), strict=True)]
 
 
 def _changes_communication(card: Card) -> bool:
-    """Whether a method changes how gradients are exchanged, rather than what each rank holds."""
+    """Whether a method makes the exchange of gradients faster, while each rank still holds all weights."""
     return DISTRIBUTED in card.applies_to and "backward" in card.accelerates and "full_weights" not in card.invalidates
 
 
 def _is_compatible(recipe: Recipe, name: str) -> bool:
-    """Whether a method can be added. Another strategy cannot: the phases of this one do not bound it."""
+    """Whether a method can be added to the recipe without a conflict; a second strategy always conflicts."""
     try:
         check_conflicts(make_methods(recipe.with_method(name)))
     except ConfigurationError:
@@ -373,7 +366,7 @@ def _is_compatible(recipe: Recipe, name: str) -> bool:
 def _advise(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], cost: dict, step: float
 ) -> tuple[list[Advice], list[NotAdvised]]:
-    """Advice. The exchange's ceiling bounds methods that change it; 16-bit gradients also pay for their rounding."""
+    """(advice, not advised) as ``advise``; gradient compression also pays for its own rounding."""
     recipe = probe.plain_recipe
     names = [name for name in method_names() if name not in recipe.methods and _is_compatible(recipe, name)]
     cards = {name: method_class(name).card for name in names}

@@ -1,7 +1,5 @@
 """The step profile of a run: blocks of its real steps, timed phase by phase, with page faults and flops."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -36,47 +34,30 @@ MANY_FAULTS = 100  # page faults a step; fewer are the background of the machine
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What was measured of a run. Times in seconds, shares between 0 and 1.
+    """What was measured of a run. Times in seconds, shares between 0 and 1; None for what could not be measured."""
 
-    Attributes:
-        plan: as ``Arm.build`` returned it, with ``build_seconds``.
-        phases: share of the run's wall clock of each phase; they sum to 1.
-        ceilings: those that can be measured in this one process.
-        step: seconds of a step, without evaluations.
-        sample: seconds per training sample, without evaluations.
-        evaluation: seconds of an evaluation; None if the task has no validation data.
-        timing_cost: relative increase of a step's time because its phases are timed.
-        faults_per_step: minor page faults.
-        system_share: share of the CPU time that is spent in the operating system.
-        host_reads_per_step: values that the host reads from the device; None if they could not be counted.
-        input: throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed.
-        flops: operations per second, the machine's peak and their quotient; None if they could not be counted.
-        facts: keys of ``FACTS`` that hold.
-        system_noise: how disturbed the machine was.
-    """
-
-    plan: dict
-    phases: dict[str, float]
-    ceilings: Ceilings
-    step: float
-    sample: float
-    evaluation: float | None
-    timing_cost: float
-    faults_per_step: float
-    system_share: float
-    host_reads_per_step: float | None
-    input: Any
-    flops: Flops | None
-    facts: frozenset[str]
-    system_noise: dict
+    plan: dict  # as ``Arm.build`` returned it, with ``build_seconds``
+    phases: dict[str, float]  # share of the run's wall clock of each phase; they sum to 1
+    ceilings: Ceilings  # those that can be measured in this one process
+    step: float  # seconds of a step, without evaluations
+    sample: float  # seconds per training sample, without evaluations
+    evaluation: float | None  # seconds of an evaluation; None if the task has no validation data
+    timing_cost: float  # relative increase of a step's time because its phases are timed
+    faults_per_step: float  # minor page faults
+    system_share: float  # of the CPU time, spent in the operating system
+    host_reads_per_step: float | None  # values that the host reads from the device
+    input: Any  # throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed
+    flops: Flops | None  # operations per second, the machine's peak and their quotient
+    facts: frozenset[str]  # keys of ``FACTS`` that hold
+    system_noise: dict  # how disturbed the machine was
 
     @property
     def has_many_faults(self) -> bool:
-        """Whether page faults are more than the background of the machine."""
+        """Whether a step causes at least MANY_FAULTS page faults, more than the background of the machine."""
         return self.faults_per_step >= MANY_FAULTS
 
     def seconds_per_run(self) -> float | None:
-        """Start, steps and evaluations of a whole run; None if the length of the data is unknown."""
+        """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown."""
         plan = self.plan
         if plan["steps"] is None:
             return None
@@ -97,19 +78,11 @@ def profile_steps(
     timeout: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> StepProfile:
-    """Profiles a task under a recipe with its real steps.
+    """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
-    Args:
-        task: what is trained.
-        recipe: with what methods.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        budget: seconds, approximately.
-        input_budget: seconds for the throughput of the input pipeline, beside ``budget``; 0: it is not measured.
-        ceilings: also measure the ceilings of phases; takes the larger part of the budget.
-        processes: number of ranks; the phases are those of rank 0.
-        timeout: seconds without progress after which several processes count as hanging.
-        watch: called with the progress.
+    With ``ceilings`` the larger part of the budget goes to the ceilings of phases. ``input_budget`` is for the
+    throughput of the input pipeline, beside ``budget``; 0: it is not measured. With several processes the phases are
+    those of rank 0, and ``timeout`` seconds without progress count as hanging.
 
     Raises:
         RunError: the run could not be built or trained.
@@ -132,9 +105,8 @@ def profile_steps(
             shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]}
             shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
             left = budget * (1 - TIMING_SHARE)
-            measured = measure_ceilings(
-                probe, shares, count=count, step=plan["step"], extra=extra, budget=left, watch=watch
-            )
+            times = {"count": count, "step": plan["step"], "extra": extra}
+            measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
         facts = probe.call("facts")
         operations = _call_if_possible(probe, "operations", count=COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
@@ -162,7 +134,7 @@ def profile_steps(
 
 
 def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
-    """Blocks of ``count`` steps with and without the phase timer, in turn."""
+    """Runs blocks of ``count`` steps, with and without phase timer in turn: (timed blocks, plain blocks)."""
     timed, plain, began = [], [], time.monotonic()
     while len(plain) < MIN_PAIRS or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
         timed.append(probe.call("timed_block", count=count))
@@ -171,11 +143,9 @@ def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple
 
 
 def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
-    """Shares of the wall clock of a run. "logging" is what no phase accounts for: the loop, its log, reading losses.
+    """Shares of the wall clock of a run, from timed blocks and the seconds of evaluation per training sample.
 
-    Args:
-        blocks: of steps whose phases were timed.
-        evaluation: seconds of evaluation per training sample.
+    "logging" is what no phase accounts for: the loop, its log, reading losses.
     """
     samples = _sum(blocks, "samples")
     total = _sum(blocks, "seconds") + samples * evaluation
@@ -191,7 +161,7 @@ def _flops_rates(flops: Mapping[str, float], samples_per_second: float) -> Flops
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
-    """The result of a measurement, or None for a run that does not allow it (a captured graph, a compiled step)."""
+    """Calls a measurement of the probe; None if the run does not allow it (CUDA graph, compiled step)."""
     try:
         return probe.call(method, **arguments)
     except RunError:

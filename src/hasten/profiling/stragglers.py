@@ -5,8 +5,6 @@ ranks train as they are. In "barrier" blocks (missing where they cannot be measu
 but meet in a barrier after every backward pass; ``wait_seconds`` of a block lists the seconds in each step's barrier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -33,7 +31,7 @@ CPU = {
 
 
 def rank_phase_times(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[dict]:
-    """One row per rank, in seconds of a step, each the median over the rank's blocks.
+    """One row per rank: seconds per step, each value the median over the rank's blocks.
 
     Returns:
         ``rank`` and ``phases``; if barrier blocks exist also ``phases_without_exchange``, ``cpu_seconds``,
@@ -60,13 +58,13 @@ def local_phases(row: Mapping) -> dict[str, float]:
 
 
 def skew_of(rows: list[dict]) -> dict[str, float]:
-    """Seconds between the slowest and the fastest rank, by phase, without the waits for each other."""
+    """Phase -> seconds per step between the slowest and the fastest rank, waits for each other excluded."""
     phases = [local_phases(row) for row in rows]
     return {name: max(row[name] for row in phases) - min(row[name] for row in phases) for name in phases[0]}
 
 
 def slowest_rank_shares(rows: list[dict], step: float) -> dict[str, float]:
-    """Shares of a step by phase, of the rank that takes longest, without waits for other ranks if these are known."""
+    """Phase -> fraction of ``step`` (seconds), on the rank whose phases take longest in all; waits excluded."""
     slowest = max((local_phases(row) for row in rows), key=lambda phases: sum(phases.values()))
     return {name: min(1.0, seconds / step) for name, seconds in slowest.items()}
 
@@ -78,17 +76,14 @@ def find_straggler(
     links: list[float],
     exposed: float | None,
 ) -> dict | None:
-    """Finds the rank that the others wait for.
+    """The rank that the others wait for: ``{rank, seconds, share, cause, why, sentence}``; None if there is none.
 
     Args:
-        rows: as ``rank_phase_times`` returns them.
-        rank_blocks: see the module.
-        step: seconds of a step.
+        rows: result of ``rank_phase_times``.
+        rank_blocks: timed blocks by rank and kind, see the module.
+        step: seconds per step.
         links: seconds that a message takes from each rank to the next one.
         exposed: seconds by which the exchange of gradients makes a step longer; None: unknown.
-
-    Returns:
-        ``{rank, seconds, share, cause, why, sentence}``, or None if there is no straggler.
     """
     late = _late_rank(rows, rank_blocks, step)
     if late is None:
@@ -101,7 +96,7 @@ def find_straggler(
 def _late_rank(
     rows: list[dict], rank_blocks: Sequence[Mapping[str, list[dict]]], step: float
 ) -> tuple[int, float] | None:
-    """(rank, seconds of a step that the others wait for it)."""
+    """(rank that waits least, seconds per step that others wait for it); None if short, or without barrier blocks."""
     if "wait_seconds" not in rows[0]:
         return None
     waits = _waits(rank_blocks)
@@ -113,7 +108,7 @@ def _late_rank(
 
 
 def _cause(rows: list[dict], rank: int, seconds: float) -> tuple[str, str]:
-    """(the group of phases that this rank takes longer for than the others, the reason)."""
+    """(group of phases in which ``rank`` loses most of the ``seconds``, the reason as text)."""
     own = _by_cause(rows[rank]["phases_without_exchange"])
     other_rows = _without(rows, rank)
     others = {cause: median(_by_cause(row["phases_without_exchange"])[cause] for row in other_rows) for cause in CAUSES}
@@ -127,7 +122,7 @@ def _cause(rows: list[dict], rank: int, seconds: float) -> tuple[str, str]:
 
 
 def _slow_link(links: list[float], step: float, exposed: float | None) -> dict | None:
-    """The rank whose links to both neighbors are slow, which slows the ring down. None for two ranks: undecidable."""
+    """The straggler whose links to both neighbors are slow; None without one, or with two ranks (undecidable)."""
     if len(links) < 3 or not exposed:
         return None
     best = [min(links[rank], links[rank - 1]) for rank in range(len(links))]
@@ -152,14 +147,14 @@ def format_ms(seconds: float) -> str:
 
 
 def _waits(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[list[float]]:
-    """Mean wait per step of each rank and block, beyond that of the latest rank, which is the cost of the barrier."""
+    """Mean wait per step by rank and block, in seconds, minus the shortest of all ranks (the barrier itself)."""
     waits = [[block["wait_seconds"] for block in blocks["barrier"]] for blocks in rank_blocks]
     least = [[min(step) for step in zip(*blocks, strict=True)] for blocks in zip(*waits, strict=True)]
     return [[fmean(block) - fmean(base) for block, base in zip(blocks, least, strict=True)] for blocks in waits]
 
 
 def _last_fractions(rank_blocks: Sequence[Mapping[str, list[dict]]]) -> list[float]:
-    """The share of the steps in which each rank was the latest."""
+    """For each rank, the fraction (0 to 1) of the steps in which it reached the barrier last."""
     waits = [[wait for block in blocks["barrier"] for wait in block["wait_seconds"]] for blocks in rank_blocks]
     steps = list(zip(*waits, strict=True))
     return [sum(step[rank] == min(step) for step in steps) / len(steps) for rank in range(len(waits))]

@@ -1,7 +1,5 @@
 """The diagnosis of one process in a sentence: the largest cause, and what removing it could give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
@@ -37,18 +35,13 @@ HOST_READ_COST = {
 
 
 def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[str, float]:
-    """The factor by which the run would be faster without each cause (1.0: no gain): measured, or a bound."""
+    """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     return bounds | {"system_time": amdahl(profile.system_share) if profile.has_many_faults else 1.0} | dict(ceilings)
 
 
 def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
-    """One sentence that names the largest cause and its gain.
-
-    Args:
-        profile: the measured run.
-        gains: as ``possible_gains`` returns them.
-    """
+    """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)
     if gains[cause] >= MIN_GAIN:

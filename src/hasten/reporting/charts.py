@@ -9,35 +9,21 @@ from math import ceil, floor, log, log10
 
 from markupsafe import Markup, escape
 
+from hasten.core.card import PHASES
 from hasten.reporting import formatting
 from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import ARMS, Json
 
 WIDE, NARROW = 820, 340
 MAX_POINTS = 160  # per line
-PHASE_CLASSES = (
-    "input",
-    "copy",
-    "forward",
-    "backward",
-    "grad_transform",
-    "optimizer_step",
-    "evaluation",
-    "logging",
-    "start",
-    "training",
-    "checkpoints",
-)
+PHASE_CLASSES = {*PHASES, "start", "training", "checkpoints"} - {"steps"}  # that page.css colors
 
 
 def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int) -> Markup:
-    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target.
+    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target, a dashed line.
 
-    Args:
-        arms: the result of ``view_model.arms``.
-        target: value of the metric, drawn as a dashed line; or None.
-        metric: ``{"name", "higher_is_better", "unit"}``.
-        width: in pixels.
+    ``arms`` is the result of ``view_model.arms``, ``metric`` is ``{"name", "higher_is_better", "unit"}``, ``width`` is
+    in pixels.
     """
     height, left, right, top, bottom = (340 if width > 500 else 280), 48, 14, 26, 38
     points = [point for arm in arms for line in arm["lines"] for point in line]
@@ -56,52 +42,30 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
     for value in ticks(0, longest / seconds, 8 if width > 500 else 4):
         parts.append(text(at(value * seconds, low)[0], floor_y + 17, f"{value:g}", "tick middle"))
     parts += [line(left, floor_y, width - right, floor_y, "axis"), text(width - right, height - 3, unit, "tick end")]
-    parts.append(
-        text(
-            0,
-            13,
-            f"{metric['name'] or 'metric'} ({'higher' if metric['higher_is_better'] else 'lower'} is better)",
-            "tick",
-        )
-    )
-    lines = [
-        element(
-            "polyline",
-            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thin_out(line))),
-            class_=f"curve {_arm_class(arm)}",
-        )
-        for arm in arms
-        for line in arm["lines"]
-    ]
+    name, better = metric["name"] or "metric", "higher" if metric["higher_is_better"] else "lower"
+    parts.append(text(0, 13, f"{name} ({better} is better)", "tick"))
+
+    def curve(arm: Json, points: list) -> Markup:
+        positions = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in thin_out(points)))
+        return element("polyline", points=positions, class_=f"curve {_arm_class(arm)}")
+
+    lines = [curve(arm, points) for arm in arms for points in arm["lines"]]
     parts.append(clipped(left, top, width - left - right, height - top - bottom, lines))
     if target is not None:
         y = at(0, target)[1]
-        worse_side = (
-            y + 17 if metric["higher_is_better"] else y - 8
-        )  # at the right end the curves are on the better side
+        # at the right end the curves are on the better side
+        worse_side = y + 17 if metric["higher_is_better"] else y - 8
+        label = f"target {formatting.plain(target, metric['unit'])}"
         parts.append(line(left, y, width - right, y, "target"))
-        parts.append(
-            text(width - right, worse_side, f"target {formatting.plain(target, metric['unit'])}", "small halo end")
-        )
+        parts.append(text(width - right, worse_side, label, "small halo end"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
-        parts += _drops(
-            [arm for arm in arms if arm["time"] is not None],
-            at,
-            target,
-            (top, floor_y),
-            metric["higher_is_better"],
-            width,
-        )
-    return svg(width, height, f"{metric['name'] or 'metric'} over wall-clock time", _curves_text(arms, target), parts)
+        timed = [arm for arm in arms if arm["time"] is not None]
+        parts += _drops(timed, at, target, (top, floor_y), metric["higher_is_better"], width)
+    return svg(width, height, f"{name} over wall-clock time", _curves_text(arms, target), parts)
 
 
 def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int) -> Markup:
-    """Stacked bars on one scale.
-
-    Args:
-        bars: (name, text at the right, {phase: seconds}) from top to bottom.
-        width: in pixels.
-    """
+    """Stacked bars on one scale, from top to bottom: (name, text at the right, {phase: seconds}). Width in pixels."""
     longest = max((sum(phases.values()) for _, _, phases in bars), default=0) or 1.0
     row, thick = 66, 30
     parts = []
@@ -110,16 +74,8 @@ def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int)
         parts += [text(0, y - 7, name, "label"), text(width, y - 7, note, "tick end")]
         for phase, seconds in phases.items():
             length = seconds / longest * width
-            parts.append(
-                box(
-                    x,
-                    y,
-                    max(length - 1, 0.75),
-                    thick,
-                    f"phase {phase_class(phase)}",
-                    f"{name}, {phase}: {formatting.seconds(seconds)}",
-                )
-            )
+            title = f"{name}, {phase}: {formatting.seconds(seconds)}"
+            parts.append(box(x, y, max(length - 1, 0.75), thick, f"phase {phase_class(phase)}", title))
             if length > 7.2 * len(phase) + 8:
                 parts.append(text(x + length / 2, y + 20, phase, f"small middle on {phase_class(phase)}"))
             x += length
@@ -148,23 +104,15 @@ def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Ma
 
     parts = bar(0, "baseline", formatting.seconds(start), 0, start, "bar baseline")
     for index, step in enumerate(steps, 1):
+        kind = "bar stair" if step["speedup"] else "bar combination"
         note = _ratio_with_interval(step["speedup"]) if step["speedup"] else "combined effect"
-        parts += bar(
-            index, step["name"], note, step["to"], step["from"], "bar stair" if step["speedup"] else "bar combination"
-        )
-        top = index * row + (9 if wide else 20)
+        parts += bar(index, step["name"], note, step["to"], step["from"], kind)
+        top, x = index * row + (9 if wide else 20), left + step["from"] * scale
         if wide:  # where names stand above the bars, a link would cross them
-            parts.append(
-                line(left + step["from"] * scale, top - (row - thick), left + step["from"] * scale, top, "link")
-            )
+            parts.append(line(x, top - (row - thick), x, top, "link"))
         if step["high_end"] - step["low_end"] > 0:
-            parts += whisker(
-                left + step["low_end"] * scale,
-                left + min(step["high_end"], start) * scale,
-                top + thick / 2,
-                5,
-                "whisker",
-            )
+            low, high = left + step["low_end"] * scale, left + min(step["high_end"], start) * scale
+            parts += whisker(low, high, top + thick / 2, 5, "whisker")
     last = len(steps) + 1
     parts += bar(last, "tuned", formatting.seconds(end), 0, end, "bar tuned")
     description = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
@@ -175,7 +123,7 @@ def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Ma
 
 
 def gate(difference: Json, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
-    """The interval of the difference in quality (tuned minus baseline, positive is better) and the margin."""
+    """Draws the interval of the difference in quality (tuned minus baseline; positive is better) and the margin."""
     height, y = 112, 50
     mean = difference["mean"]
     low, high = (difference[key] if difference[key] is not None else mean for key in ("low", "high"))
@@ -185,34 +133,20 @@ def gate(difference: Json, margin: float, unit: str, passed: bool | None, width:
     def at(value: float) -> float:
         return (value - left) / (right - left) * width
 
-    kind = "tuned" if passed else "bad"
+    kind, limit, limit_x = "tuned" if passed else "bad", formatting.plain(margin, unit, 2), at(-margin)
+    shown, *ends = (formatting.metric(value, unit, signed=True) for value in (mean, low, high))
     parts = [
-        box(0, 22, max(at(-margin), 0), 56, "forbidden"),
+        box(0, 22, max(limit_x, 0), 56, "forbidden"),
         text(8, 14, "worse than the margin: fails", "tick"),
         line(0, 78, width, 78, "axis"),
-        line(at(-margin), 22, at(-margin), 84, "limit"),
-        text(
-            at(-margin),
-            100,
-            f"margin {formatting.MINUS}{formatting.plain(margin, unit, 2)}",
-            "tick end" if at(-margin) > 100 else "tick",
-        ),
+        line(limit_x, 22, limit_x, 84, "limit"),
+        text(limit_x, 100, f"margin {formatting.MINUS}{limit}", "tick end" if limit_x > 100 else "tick"),
         line(at(0), 22, at(0), 84, "axis"),
         text(at(0), 100, "equal quality", "tick"),
         *whisker(at(low), at(high), y, 8, f"interval {kind}"),
         dot(at(mean), y, 6, f"dot {kind}"),
-        text(
-            min(max(at(mean), 40), width - 40),
-            y - 14,
-            formatting.metric(mean, unit, signed=True),
-            f"value middle halo {kind}",
-        ),
+        text(min(max(at(mean), 40), width - 40), y - 14, shown, f"value middle halo {kind}"),
     ]
-    shown, ends = (
-        formatting.metric(mean, unit, signed=True),
-        [formatting.metric(end, unit, signed=True) for end in (low, high)],
-    )
-    limit = formatting.plain(margin, unit, 2)
     description = f"The difference is {shown}, interval {ends[0]} to {ends[1]}; the margin is {limit}."
     return svg(width, height, "Quality difference and margin", description, parts)
 
@@ -229,11 +163,8 @@ def ratio_mark(ratio: Json, domain: tuple[float, float], good: bool) -> Markup:
 
     kind = "tuned" if good else "baseline"
     ends = [ratio[key] if ratio[key] is not None else ratio["median"] for key in ("low", "high")]
-    parts = [
-        line(at(1), 1, at(1), height - 1, "axis"),
-        *whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}"),
-    ]
-    parts.append(dot(at(ratio["median"]), middle, 3.5, f"dot {kind}"))
+    interval = whisker(at(ends[0]), at(ends[1]), middle, 3, f"interval thin {kind}")
+    parts = [line(at(1), 1, at(1), height - 1, "axis"), *interval, dot(at(ratio["median"]), middle, 3.5, f"dot {kind}")]
     return svg(width, height, formatting.with_interval(ratio), "", parts, class_="mark")
 
 
@@ -243,7 +174,7 @@ def phase_class(phase: str) -> str:
 
 
 def ticks(low: float, high: float, limit: int) -> list[float]:
-    """Round numbers within [low, high], about ``limit`` of them at most."""
+    """Round numbers within [low, high] for the labels of an axis, about ``limit`` at most."""
     span = high - low
     if not span > 0:
         return [low]
@@ -255,7 +186,7 @@ def ticks(low: float, high: float, limit: int) -> list[float]:
 
 
 def thin_out(points: list, limit: int = MAX_POINTS) -> list:
-    """At most ``limit`` points of a line, including both ends."""
+    """Selects at most ``limit`` points of a line at equal distances, including both ends."""
     if len(points) <= limit:
         return points
     return [points[round(index * (len(points) - 1) / (limit - 1))] for index in range(limit)]
@@ -267,7 +198,7 @@ def _ratio_with_interval(ratio: Json) -> Markup:
 
 
 def _metric_range(values: list[float], target: float | None, higher: bool) -> tuple[float, float]:
-    """The axis of the metric. The worst fifth of the values, from the first steps of a training, may lie outside."""
+    """(low, high) of the metric's axis. The worst fifth of the values, from early steps, may lie outside."""
     ordered = sorted(values)
     cut = len(ordered) // 5
     shown = (ordered[cut:] if higher else ordered[: len(ordered) - cut]) + ([] if target is None else [target])
@@ -292,18 +223,14 @@ def _drops(
         at_right = x + 8 * len(label) + 7 > width
         text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
         parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm_class(arm)}"))
-        parts.append(
-            text(
-                x + (-7 if at_right else 7), text_y, label, f"label halo {_arm_class(arm)}{' end' if at_right else ''}"
-            )
-        )
+        kind = f"label halo {_arm_class(arm)}{' end' if at_right else ''}"
+        parts.append(text(x + (-7 if at_right else 7), text_y, label, kind))
     return parts
 
 
 def _time_unit(longest: float) -> tuple[str, float]:
-    return next(
-        ((name, size) for name, size in (("hours", 3600.0), ("minutes", 60.0)) if longest >= 4 * size), ("seconds", 1.0)
-    )
+    units = ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0)
+    return next(unit for unit in units if longest >= 4 * unit[1] or unit[1] == 1)
 
 
 def _curves_text(arms: Sequence[Json], target: float | None) -> str:

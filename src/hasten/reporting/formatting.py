@@ -7,7 +7,7 @@ UNKNOWN, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # en dash, minus and multi
 
 
 def seconds(value: float | None) -> str:
-    """``420 µs``, ``12 ms``, ``8.2 s``, ``2 min 31 s``, ``1 h 23 min``."""
+    """A duration in seconds as text: ``420 µs``, ``8.2 s``, ``2 min 31 s``, ``1 h 23 min``; an en dash for None."""
     if value is None:
         return UNKNOWN
     if value == 0:
@@ -20,12 +20,12 @@ def seconds(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """``1.04x``, ``5.1x``, ``23x``, with a true multiplication sign."""
+    """A ratio as text: ``1.04x``, ``23x``, with a true multiplication sign; an en dash for None."""
     return UNKNOWN if value is None else f"{_ratio_digits(value)}{TIMES}"
 
 
 def with_interval(interval: Mapping[str, float | None]) -> str:
-    """``5.1x (4.6 to 5.7x)``; without the brackets if the interval is unknown."""
+    """{"median", "low", "high"} as text: ``5.1x (4.6 to 5.7x)``; ``5.1x`` if the interval is unknown."""
     limits = between(interval)
     return ratio(interval["median"]) + ("" if limits == UNKNOWN else f" ({limits})")
 
@@ -45,7 +45,7 @@ def between(interval: Mapping[str, float | None]) -> str:
 
 
 def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
-    """Four decimals for values below 10, four significant digits for others."""
+    """A metric as text: four decimals below 10, else four significant digits; ``signed`` adds a plus sign."""
     if value is None:
         return UNKNOWN
     sign, kind = "+" if signed else "", ".4g" if abs(value) >= 10 else ".4f"
@@ -54,24 +54,24 @@ def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
 
 
 def plain(value: float | None, unit: str = "", digits: int = 4) -> str:
-    """As few digits as the number needs, at most ``digits`` significant ones."""
+    """A number as text with as few digits as it needs, at most ``digits`` significant ones, and its unit."""
     return UNKNOWN if value is None else f"{value:.{digits}g} {unit}".strip()
 
 
 def count(value: float | None, singular: str, plural: str) -> str:
-    """``1 run``, ``23 runs``."""
+    """A number with its noun: ``1 run``, ``23 runs``; an en dash for None."""
     return UNKNOWN if value is None else f"{value:,.0f} {singular if round(value) == 1 else plural}"
 
 
 def percent(share: float | None) -> str:
-    """``71 %`` of a share of 0.71."""
+    """A share from 0 to 1 as text: 0.71 as ``71 %``; an en dash for None."""
     if share is None:
         return UNKNOWN
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
 def file_size(value: float) -> str:
-    """``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
+    """Bytes as text: ``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= unit:
             return f"{plain(value / unit, digits=3)} {name}"

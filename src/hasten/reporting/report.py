@@ -61,6 +61,7 @@ def _tune(result: Json) -> Json:
     times = {arm["name"]: arm["time"] for arm in arms} | measured_times
     baseline, tuned = times.get("baseline"), times.get("tuned")
     steps = view_model.staircase(baseline, tuned, view_model.contributions(result)) if won else []
+    curves = _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
     strong_baseline = Recipe(result["strong_baseline_recipe"])
     return {
         "title": f"{headline}: {result['task']}",
@@ -73,9 +74,7 @@ def _tune(result: Json) -> Json:
         "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
         "best": view_model.best_trial(result["trials"]),
         "arms": arms,
-        "curves": _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
-        if arms
-        else (),
+        "curves": curves if arms else (),
         "waterfall": _drawings(charts.waterfall, baseline, tuned, steps) if steps else (),
         "without_gain": view_model.without_gain(result["contributions"]),
         "gate": _gate(quality, metric["unit"]),
@@ -134,7 +133,7 @@ _CONTEXTS = {"tune": _tune, "train": _train, "compare": _compare, "diagnose": _d
 
 
 def _drawings(chart: Callable[..., Markup], *args: Any) -> tuple[Markup, Markup]:
-    """The chart for a desktop and for a phone; the page shows the one that fits."""
+    """Calls ``chart(*args, width)`` for a desktop and a phone; the page shows the drawing that fits."""
     return chart(*args, width=charts.WIDE), chart(*args, width=charts.NARROW)
 
 
@@ -154,7 +153,7 @@ def _bars(arms: Mapping[str, Json], rows: Iterable[Json]) -> list[tuple[str, str
 
 
 def _environment(directory: Path, result: Json) -> Json:
-    """Machine, versions and noise as rows; those of a training are in environment.json beside its result."""
+    """Machine, versions and noise for the report; those of a training come from environment.json."""
     machine, versions = result["machine"], result["versions"]
     path = directory / "environment.json"
     if not machine and not versions and path.is_file():
@@ -188,7 +187,7 @@ def _facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _recipe(directory: Path, result: Json) -> Json:
-    """The recipe as TOML and the command that trains with it. A recipe.toml in the run directory has precedence."""
+    """The recipe as TOML (recipe.toml, else from the result), and the command that trains with it."""
     path = directory / "recipe.toml"
     methods = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(methods if isinstance(methods, dict) else {})
@@ -205,16 +204,15 @@ def _with_fixed_spaces(function: Callable[..., str]) -> Callable[..., str]:
 
 
 def _breakable(name: str) -> Markup:
-    """A name that may be wrapped after its punctuation."""
+    """HTML of a name that the browser may wrap after punctuation."""
     return Markup(re.sub(r"([:/,_])", r"\1<wbr/>", str(escape(name))))
 
 
 @cache
 def _templates() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
     for function in (charts.phase_class, charts.ratio_mark, view_model.is_success, formatting.between):

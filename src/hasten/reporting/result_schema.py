@@ -70,20 +70,20 @@ class Point(TypedDict, total=False):
 
 
 class Evaluation(Point, total=False):
-    """A point with its optimizer step."""
+    """An evaluation on the validation data: a ``Point`` with its optimizer step."""
 
     step: Amount
 
 
 class Curve(TypedDict, total=False):
-    """The evaluations of one run."""
+    """The learning curve of one run: its seed and its evaluations."""
 
     seed: Number
     points: Sequence[Point]
 
 
 class Contribution(TypedDict, total=False):
-    """How much slower the recipe is without a method."""
+    """How many times as slow the recipe is without a method (ratio of times)."""
 
     method: Text
     speedup: Interval | None
@@ -117,14 +117,14 @@ class Advice(TypedDict):
 
 
 class NotAdvised(TypedDict):
-    """A method that cannot pay."""
+    """A method that cannot pay in this run, with the reason."""
 
     method: Text
     why: Text
 
 
 class Flops(TypedDict, total=False):
-    """Arithmetic throughput; ``share`` is that of the measured peak."""
+    """Floating-point operations per second; ``share``: fraction of the measured peak."""
 
     achieved_gflops: Amount
     peak_gflops: Amount
@@ -158,7 +158,7 @@ class Operations(TypedDict):
 
 
 class SkippedRow(TypedDict, total=False):
-    """A row that could not be read."""
+    """A row of the data that could not be read and was skipped."""
 
     row: Amount
     where: Text
@@ -214,6 +214,7 @@ class TuneResult(Result, total=False):
     curves: Mapping[str, Sequence[Curve]]
     step_profile: Mapping[str, Mapping[str, Amount]]
     contributions: Sequence[Contribution]
+    effects: Mapping[str, Text]
     offered: Sequence[Offered]
     trials: Sequence[Trial]
     remembered_trials: Amount
@@ -238,6 +239,7 @@ class CompareResult(Result, total=False):
     seconds_per_1000_samples: Mapping[str, Amount]
     evaluation_seconds: Mapping[str, Amount]
     start_seconds: Mapping[str, Amount]
+    effects: Mapping[str, Mapping[str, Text]]
     seconds: Amount
 
 
@@ -286,6 +288,7 @@ class TrainResult(Result, total=False):
     device: Text
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
+    effects: Mapping[str, Text]
     recipe: Text
     evaluations: Sequence[Evaluation]
 
@@ -298,17 +301,13 @@ MAX_TEXT = 400  # characters
 
 
 def read_result(directory: str | Path) -> dict[str, Any]:
-    """Read and validate ``result.json`` of a run directory.
-
-    Raises:
-        ConfigurationError: no such directory, no result in it, an incomplete or foreign file, or a value of the wrong
-            type.
+    """Read and validate ``result.json`` of a run directory. ConfigurationError if there is no such directory, no result
+    in it, an incomplete or foreign file, or a value of the wrong type.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise ConfigurationError(
-            f"there is no directory {directory}; give the run directory of `hasten tune` or `hasten train`"
-        )
+        problem = f"there is no directory {directory}"
+        raise ConfigurationError(f"{problem}; give the run directory of `hasten tune` or `hasten train`")
     path = directory / "result.json"
     if not path.is_file():
         raise ConfigurationError(
@@ -318,14 +317,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
 
 
 def validate(result: Any, where: str = "the result") -> dict[str, Any]:
-    """The result with every key of its schema and no other key.
-
-    Args:
-        result: a result of any command.
-        where: the beginning of error messages.
-
-    Raises:
-        ConfigurationError: not a result, or a value of the wrong type; the message names the key.
+    """The result of any command, with every key of its schema and no other key. ConfigurationError if it is no result
+    or a value has the wrong type; the message begins with ``where`` and names the key.
     """
     if not isinstance(result, dict):
         raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
@@ -336,11 +329,7 @@ def validate(result: Any, where: str = "the result") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, is larger than MAX_FILE_BYTES, or is incomplete.
-    """
+    """The content of a JSON file; ConfigurationError if it cannot be read, exceeds MAX_FILE_BYTES, or is incomplete."""
     try:
         size = path.stat().st_size
         value = json.loads(path.read_text(encoding="utf-8")) if size <= MAX_FILE_BYTES else None
@@ -355,10 +344,7 @@ def read_json(path: Path) -> Any:
 
 def coerce(value: Any, schema: Any, where: str) -> Any:
     """Convert ``value`` to a schema: a TypedDict, ``Sequence[...]``, ``Mapping[str, ...]`` or one of the scalar types
-    above.
-
-    Raises:
-        ConfigurationError: a value of the wrong type. The message begins with ``where`` and names the key.
+    above. ConfigurationError for a value of the wrong type; the message begins with ``where`` and names the key.
     """
     if get_origin(schema) in (Union, UnionType):
         schema = get_args(schema)[0]
@@ -403,14 +389,14 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
 
 
 def _limit(value: float) -> float | None:
-    """None for NaN and values beyond MAX_NUMBER; 0 for values below its inverse."""
+    """The value; None for NaN and magnitudes above MAX_NUMBER; 0 for magnitudes below 1 / MAX_NUMBER."""
     if not abs(value) <= MAX_NUMBER:
         return None
     return value if abs(value) >= 1 / MAX_NUMBER else 0
 
 
 def _clean(text: str) -> str:
-    """One line of printable characters, at most MAX_TEXT."""
+    """The text as one line of printable characters, cut to MAX_TEXT."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
@@ -422,12 +408,5 @@ def _guess_kind(result: dict[str, Any]) -> str | None:
 
 
 def _type_name(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

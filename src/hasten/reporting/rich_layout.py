@@ -11,7 +11,7 @@ GOOD, DIM, BOLD = "bold cyan", "dim", "bold"
 
 
 def headline(text: str, task: str, good: bool) -> Text:
-    """A bold line, colored if it is good news, followed by the task."""
+    """``text`` as a bold line, colored if ``good``, followed by the name of the task."""
     return Text.assemble((text, GOOD if good else BOLD), (f"  {task}" if task else "", DIM))
 
 
@@ -33,7 +33,7 @@ def grid(*heads: str) -> Table:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    """Two columns: names and values."""
+    """A table of (name, value) rows in two columns."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, DIM, no_wrap=True), Text(value, overflow="fold"))
@@ -41,5 +41,5 @@ def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def indented(renderable: RenderableType) -> Padding:
-    """Indent by two characters."""
+    """The renderable, indented by two characters."""
     return Padding(renderable, (0, 0, 0, 2))

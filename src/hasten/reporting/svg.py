@@ -6,7 +6,7 @@ from markupsafe import Markup, escape
 
 
 def svg(width: float, height: float, title: str, description: str, parts: Sequence[Markup], class_: str = "") -> Markup:
-    """A complete drawing. Without a class it scales with the page and is the wide or the narrow one of a pair."""
+    """A complete ``<svg>`` of ``parts``. Without ``class_`` it is the wide or narrow drawing of a pair."""
     head = [element("title", title)] + ([element("desc", description)] if description else [])
     size = {"width": width, "height": height} if class_ else {}
     kind = class_ or ("wide" if width > 500 else "narrow")
@@ -19,7 +19,7 @@ def clipped(x: float, y: float, width: float, height: float, parts: Sequence[Mar
 
 
 def whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
-    """A horizontal interval with caps at its ends."""
+    """An error bar from x ``low`` to ``high`` at height ``y``, caps of ``cap`` up and down; ``kind``: CSS class."""
     caps = (line(x, y - cap, x, y + cap, kind) for x in (low, high))
     return [line(low, y, high, y, kind), *caps]
 
@@ -36,7 +36,7 @@ def box(x: float, y: float, width: float, height: float, kind: str, title: str =
 
 
 def dot(x: float, y: float, radius: float, kind: str) -> Markup:
-    """A circle."""
+    """A circle; ``kind`` is its CSS class."""
     return element("circle", cx=x, cy=y, r=radius, class_=kind)
 
 
@@ -48,9 +48,8 @@ def text(x: float, y: float, content: str, kind: str, title: str = "") -> Markup
 
 def element(name: str, *children: str, **attributes: float | str | None) -> Markup:
     """An element. ``class_`` becomes ``class``; attributes without a value are omitted."""
-    written = "".join(
-        f' {key.rstrip("_")}="{escape(_number(value))}"' for key, value in attributes.items() if value not in ("", None)
-    )
+    present = [(key.rstrip("_"), value) for key, value in attributes.items() if value not in ("", None)]
+    written = "".join(f' {key}="{escape(_number(value))}"' for key, value in present)
     return Markup(f"<{name}{written}>{''.join(escape(child) for child in children)}</{name}>")
 
 

@@ -45,12 +45,11 @@ def tune_answer(result: Json) -> RenderableType:
         parts += _contributions(view_model.contributions(result))
     else:
         best = view_model.best_trial(view_model.unsuccessful(result["trials"]))
-        rows = (
-            [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
-            if best
-            else []
-        )
-        parts.append(pairs([*rows, *_single_process(result), _search_cost(result)]))
+        rows = [*_single_process(result), _search_cost(result)]
+        if best:
+            outcome = f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}"
+            rows.insert(0, ("best trial", outcome))
+        parts.append(pairs(rows))
     return Group(*parts, *_unsuccessful(result["trials"]), *_next_commands(result, won))
 
 
@@ -68,6 +67,7 @@ def compare_answer(result: Json) -> RenderableType:
         rows.append(("processes", f"{result['processes']:.0f} in each arm"))
     blocks = formatting.count(result["blocks"], "block", "blocks")
     rows.append(("measured", f"{blocks}, arms interleaved{_noise(result['system_noise'])}"))
+    rows += _effects(result["effects"].get("a", {}) | result["effects"].get("b", {}))
     return Group(
         headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster"),
         *([Text(result["why"])] if result["why"] else []),
@@ -85,10 +85,8 @@ def diagnose_answer(result: Json) -> RenderableType:
     longest = max((row["before"] for row in rows), default=1) or 1
     phases = grid("phase", "", ">share", ">ceiling")
     for row in rows:
-        ceiling = formatting.ratio(ceilings.get(row["phase"]))
-        phases.add_row(
-            row["phase"], bar(row["before"] / longest, BAR_WIDTH), formatting.percent(row["before"]), ceiling
-        )
+        share, ceiling = formatting.percent(row["before"]), formatting.ratio(ceilings.get(row["phase"]))
+        phases.add_row(row["phase"], bar(row["before"] / longest, BAR_WIDTH), share, ceiling)
     for name, value in view_model.other_ceilings(ceilings, result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
     return Group(
@@ -125,17 +123,15 @@ def train_answer(result: Json) -> RenderableType:
         where = "; stored in recipe.toml" if result["out"] else ""
         rows.append(("autotuned", f"{Recipe(result['tuned_settings'])}{where}"))
     rows += [("no effect", ": ".join(pair)) for pair in result["no_effect"]]
+    rows += _effects(result["effects"])
     if result["out"]:
         rows.append(("directory", result["out"]))
     return Group(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
 
 
 def methods_table(methods: Sequence[Json]) -> RenderableType:
-    """The catalogue, grouped by exactness class.
-
-    Args:
-        methods: ``{"name", "summary", "exactness": value of the class, "gain": (low, high) or None, "not_here": reason
-            or None}``.
+    """The catalogue, grouped by exactness class. A method is ``{"name", "summary", "exactness": value of the class,
+    "gain": (low, high) or None, "not_here": reason or None}``.
     """
     table = grid("", ">claimed", "")
     for exactness, meaning in EXACTNESS_MEANINGS.items():
@@ -155,10 +151,9 @@ def methods_table(methods: Sequence[Json]) -> RenderableType:
 def method_page(method: Json) -> RenderableType:
     """One method: its card, options, position among the other methods, conflicts and records.
 
-    Args:
-        method: the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
-            default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what,
-            verdict, ratio}]) and ``not_here``.
+    ``method`` has the fields of the card by name, and, where known, ``text``, ``hooks``, ``options`` ([{name, type,
+    default, range}]), ``wraps``, ``wrapped_by``, ``conflicts`` ([{method, why}]), ``records`` ([{task, what, verdict,
+    ratio}]) and ``not_here``.
     """
     meanings = {exactness.value: meaning for exactness, meaning in EXACTNESS_MEANINGS.items()}
     rows = [
@@ -228,7 +223,12 @@ def _evidence(result: Json) -> list[tuple[str, str]]:
     if over_strong["median"] is not None:
         strong = str(Recipe(result["strong_baseline_recipe"]) or "the task without methods")
         rows.append(("strong baseline", f"{formatting.with_interval(over_strong)} over {strong}"))
-    return [*rows, *_single_process(result), _search_cost(result)]
+    return [*rows, *_effects(result["effects"]), *_single_process(result), _search_cost(result)]
+
+
+def _effects(effects: Json) -> list[tuple[str, str]]:
+    """What shows that each method acted."""
+    return [("effect" if index == 0 else "", f"{name}: {seen}") for index, (name, seen) in enumerate(effects.items())]
 
 
 def _search_cost(result: Json) -> tuple[str, str]:
@@ -236,7 +236,7 @@ def _search_cost(result: Json) -> tuple[str, str]:
 
 
 def _single_process(result: Json) -> list[tuple[str, str]]:
-    """Speed of a single process, without methods and with the recipe, relative to the job of this search."""
+    """(name, text) rows: speed of a single process, without methods and with the recipe, against several."""
     rows = []
     ratio, winner = result["one_process"], result["winner_in_one_process"]
     if ratio["median"] is not None:
@@ -289,9 +289,8 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
     if recipe:
         parts.append(Text(f"Recipe: {Recipe(recipe)}", style=DIM))
     if result["out"]:
-        parts.append(
-            Text(f"Run directory: {result['out']}; report: hasten report {shlex.quote(result['out'])}", style=DIM)
-        )
+        report = f"hasten report {shlex.quote(result['out'])}"
+        parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))
     if recipe and result["recipe_file"]:
         command = formatting.train_command(result["task"], recipe, result["recipe_file"], result["processes"])
         parts.append(Text(command))
@@ -326,7 +325,7 @@ def _input_throughput(measured: Json) -> list[RenderableType]:
 
 
 def _option(option: Json) -> str:
-    """``decay = 0.99 (float, above 0)``."""
+    """A method's option as text: ``decay = 0.99 (float, above 0)``."""
     name, default, kind = (option[key] for key in ("name", "default", "type"))
     allowed = f", {option['range']}" if option.get("range") else ""
     if default is None:
@@ -337,7 +336,7 @@ def _option(option: Json) -> str:
 
 
 def _record(record: Json) -> str:
-    """A trial of the method in a published search."""
+    """One line about a trial of the method in a published search: task, what was tried, verdict, ratio."""
     ratio = (record.get("ratio") or {}).get("median")
     return f"{record['task']}: {record['what']} {record['verdict']}{f', {ratio:.2f}x' if ratio else ''}"
 

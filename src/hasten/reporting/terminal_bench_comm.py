@@ -12,7 +12,7 @@ EXAMPLE_BYTES = 100e6  # gradients of 25 million float32 parameters
 
 
 def bench_comm_answer(result: Json) -> RenderableType:
-    """The headline is the time of the faster all-reduce, which data parallel training waits for in every step."""
+    """The table of all collectives, under a headline: the faster all-reduce, which every DDP step waits for."""
     collectives = result["collectives"]
     table = grid("", *(f">{name.replace('all-reduce by', 'by')}" for name in collectives))
     times = {
@@ -23,11 +23,8 @@ def bench_comm_answer(result: Json) -> RenderableType:
         table.add_row(file_size(size), *(formatting.seconds(by_size.get(size)) for by_size in times.values()))
     table.add_row("latency", *(formatting.seconds(measured["latency"]) for measured in collectives.values()))
     table.add_row("bandwidth", *(f"{file_size(measured['bandwidth'])}/s" for measured in collectives.values()))
-    fastest = min(
-        measured["latency"] + EXAMPLE_BYTES / measured["bandwidth"]
-        for name, measured in collectives.items()
-        if name.startswith("all-reduce")
-    )
+    all_reduces = [measured for name, measured in collectives.items() if name.startswith("all-reduce")]
+    fastest = min(measured["latency"] + EXAMPLE_BYTES / measured["bandwidth"] for measured in all_reduces)
     text = f"An all-reduce of the gradients of 25 million parameters takes about {formatting.seconds(fastest)}"
     nodes = formatting.count(result["nodes"], "node", "nodes")
     where = f"{result['processes']} processes on {nodes}, {result['backend']}"

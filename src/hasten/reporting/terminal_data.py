@@ -61,9 +61,8 @@ def convert_answer(result: Json) -> RenderableType:
         ("on one core", f"{_rate(gain['before'])} before, {_rate(gain['after'])} now" if gain["ratio"] else ""),
         ("open it with", result["open"]),
     ]
-    return Group(
-        headline(_conversion_headline(result["to"], gain), result["out"], gain["verdict"] == "faster"), _non_empty(rows)
-    )
+    head = headline(_conversion_headline(result["to"], gain), result["out"], gain["verdict"] == "faster")
+    return Group(head, _non_empty(rows))
 
 
 def _rate(rows: float | None) -> str:
@@ -71,7 +70,7 @@ def _rate(rows: float | None) -> str:
 
 
 def _round(number: float) -> str:
-    """Three significant digits."""
+    """A number as text with three significant digits and thousands separators."""
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
@@ -103,24 +102,19 @@ def _bad_rows(bad: Sequence[Json]) -> str:
     """The number of unreadable files and rows, and one line for each of the first."""
     files = sum(entry["row"] is None for entry in bad)
     summary = _files_and_rows(files, len(bad) - files)
-    reasons = [
-        entry["why"] if entry["where"] in entry["why"] else f"{entry['where']}: {entry['why']}"
-        for entry in bad[:MAX_BAD]
-    ]
+    shown = [(entry["where"], entry["why"]) for entry in bad[:MAX_BAD]]
+    reasons = [why if where in why else f"{where}: {why}" for where, why in shown]
     more = [f"and {len(bad) - MAX_BAD} more"] if len(bad) > MAX_BAD else []
     return summary and "\n".join([f"{summary} that could not be read:", *reasons, *more])
 
 
 def _files_and_rows(files: int, rows: int) -> str:
-    counts = (
-        formatting.count(files, "file", "files") if files else "",
-        formatting.count(rows, "row", "rows") if rows else "",
-    )
-    return " and ".join(filter(None, counts))
+    counts = (files, "file", "files"), (rows, "row", "rows")
+    return " and ".join(formatting.count(*each) for each in counts if each[0])
 
 
 def _classes(names: Sequence[str] | None) -> str:
-    """``3: bird, cat, dog``, in the order of their labels."""
+    """Class names as text: ``3: bird, cat, dog``, in the order of their labels."""
     names = names or []
     shown = ", ".join(names[:MAX_COLUMNS])
     return shown and f"{len(names)}: {shown}{', ...' if len(names) > MAX_COLUMNS else ''}"

@@ -25,15 +25,12 @@ Json = dict[str, Any]
 
 def is_proven_faster(result: Json) -> bool:
     """Whether the verdict is "faster" and the quality gate passed. A missing gate counts as failed."""
-    return (
-        result["verdict"] == "faster"
-        and result["quality"]["passed"] is True
-        and result["speedup"]["median"] is not None
-    )
+    passed, speedup = result["quality"]["passed"], result["speedup"]["median"]
+    return result["verdict"] == "faster" and passed is True and speedup is not None
 
 
 def tune_headline(result: Json) -> str:
-    """The largest line of the report."""
+    """The headline of the report of ``tune``."""
     if is_proven_faster(result):
         return f"{formatting.ratio(result['speedup']['median'])} faster"
     if result["verdict"] == "faster":
@@ -54,13 +51,13 @@ def tune_sentence(result: Json) -> str:
 
 
 def target_text(metric: Json) -> str:
-    """``accuracy 0.97``: metric and target."""
+    """Name and target of the metric as text: ``accuracy 0.97``."""
     name = metric["name"] or "the target"
     return name if metric["target"] is None else f"{name} {formatting.plain(metric['target'], metric['unit'])}"
 
 
 def compare_headline(result: Json) -> str:
-    """``b is 2.7x faster``."""
+    """The headline of a comparison: ``b is 2.7x faster``."""
     verdict, ratio = result["verdict"], result["ratio"]["median"]
     if verdict in ("faster", "slower") and ratio:
         return f"b is {formatting.ratio(ratio if verdict == 'faster' else 1 / ratio)} {verdict}"
@@ -80,7 +77,7 @@ def break_even(result: Json) -> str:
 
 
 def quality_sentence(quality: Json, unit: str) -> str:
-    """Whether the quality gate passed, with its margin."""
+    """A sentence: whether the quality gate was passed, and the margin (``unit``: that of the metric)."""
     if quality["passed"] is None:
         return "The quality was not tested."
     if not quality["passed"]:
@@ -102,18 +99,11 @@ def target_point(points: Sequence[Json], target: float | None, higher_is_better:
 
 
 def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapping[str, float | None]) -> list[Json]:
-    """The learning curves of every arm, ready to draw.
+    """The learning curves of every arm, ready to draw, from {arm: [{"seed", "points"}]}.
 
-    Args:
-        curves: {arm: [{"seed", "points"}]}.
-        target: the value of the metric that counts as trained, or None.
-        higher_is_better: direction of the metric.
-        times: {arm: measured seconds to the target}. Arms without a time get the median over their curves, if most
-            reach the target.
-
-    Returns:
-        ``{"name", "label", "lines": [[(seconds, metric)]], "target_points": [(seconds, metric)], "time"}`` per arm with
-        points.
+    ``times`` is {arm: measured seconds to the target}; arms without a time get the median over their curves, if most
+    reach the target. Returns ``{"name", "label", "lines": [[(seconds, metric)]], "target_points": [(seconds, metric)],
+    "time"}`` per arm with points.
     """
     rows = []
     for name in sorted(curves, key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm)):
@@ -252,7 +242,7 @@ def step_profile(before: Json, after: Json) -> list[Json]:
 
 
 def ceiling_medians(ceilings: Json) -> dict[str, float]:
-    """The median of each ceiling that was measured."""
+    """Name -> median of each measured ceiling (time with a phase / time without it)."""
     return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
 
 
@@ -268,9 +258,8 @@ def staircase(start: float | None, end: float | None, shares: Sequence[Json]) ->
     speed-up: methods that reinforce each other exceed it, methods that do the same work fall short. Shares that exceed
     it are scaled down in proportion to their logarithms; a shortfall becomes a last step, "combination".
 
-    Returns:
-        ``{"name", "from", "to", "low_end", "high_end", "speedup"}`` per step, in seconds. ``low_end`` and ``high_end``
-        are the ends of the step if the share were at the ends of its interval. ``speedup`` is None for "combination".
+    A step is ``{"name", "from", "to", "low_end", "high_end", "speedup"}``, in seconds. ``low_end`` and ``high_end`` are
+    its ends if the share were at the ends of its interval. ``speedup`` is None for "combination".
     """
     if not start or not end or start <= end:
         return []
@@ -306,7 +295,7 @@ def contributions(result: Json) -> list[Json]:
 
 
 def without_gain(shares: Sequence[Json]) -> list[str]:
-    """Members of the recipe without a measurable contribution."""
+    """Names of the recipe's methods without a measurable contribution."""
     ratios = {share["method"]: share["speedup"]["median"] for share in shares}
     return [method for method, ratio in ratios.items() if ratio is not None and ratio <= MIN_GAIN]
 
@@ -354,7 +343,7 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
 
 
 def is_success(trial: Json) -> bool:
-    """Whether a trial was adopted."""
+    """Whether the search adopted the method of this trial."""
     return trial["verdict"] in ("kept", "won", "faster", "passed")
 
 

@@ -1,7 +1,5 @@
 """The checks of the contract. Each takes a Subject and raises AssertionError, or SkipTest if it does not apply here."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math
@@ -82,7 +80,7 @@ class Subject:
         """The first task on which the method has an effect.
 
         Raises:
-            SkipTest: There is none on this machine.
+            SkipTest: The method has no effect on any of the tasks on this machine.
         """
         if self._task is not None:
             return self._task
@@ -97,7 +95,7 @@ class Subject:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """The recipe with the given options; without options, one for each preset of the card."""
+        """The recipe with the given options; without options, one recipe for each preset of the card."""
         if self.options:
             return [self.recipe]
         return [Recipe().with_method(self.name, **preset) for preset in self.method.card.presets]
@@ -157,7 +155,7 @@ def restores_process_state(subject: Subject) -> None:
 
 
 def _companions() -> dict[str, dict[str, Any]]:
-    """Methods with an effect in every run, with options; the recipe may name them before or after the subject."""
+    """Methods -> options, to put into a recipe before or after the checked method; they act in every run."""
     remedies = {name: card for name, card in cards_that_state("remedy_for").items() if "divergence" in card.remedy_for}
     baseline = {name: card for name, card in cards_that_state("strong_baseline").items() if not card.applies_to}
     return {name: card.presets[-1] for name, card in (remedies | baseline).items()}
@@ -174,9 +172,8 @@ def is_independent_of_recipe_order(subject: Subject) -> None:
                 first, second = (weights(trained(subject.task, Recipe(dict(order)))) for order in (pair, pair[::-1]))
             except ConfigurationError:  # the cards exclude the combination
                 continue
-            assert _same_bits(first, second), (
-                f"the weights depend on whether {subject.name} or {companion} is named first"
-            )
+            problem = f"the weights depend on whether {subject.name} or {companion} is named first"
+            assert _same_bits(first, second), problem
 
 
 def is_as_exact_as_its_card_states(subject: Subject) -> None:
@@ -202,13 +199,12 @@ def saves_its_state(subject: Subject) -> None:
         assert new.keys() == old.keys(), f"a new run has the state of {sorted(new)}, the old one of {sorted(old)}"
         for name, state in new.items():
             state.load_state_dict(loaded[name])
-            assert bitwise_equal(state.state_dict(), saved[name]), (
-                f"the state of {name} is not restored as it was saved"
-            )
+            is_restored = bitwise_equal(state.state_dict(), saved[name])
+            assert is_restored, f"the state of {name} is not restored as it was saved"
 
 
 class InterruptedRunError(Exception):
-    """Interrupts a run of ``resumes_bit_identically``."""
+    """Raised by the check ``resumes_bit_identically`` to interrupt its first run."""
 
 
 def resumes_bit_identically(subject: Subject) -> None:
@@ -216,7 +212,7 @@ def resumes_bit_identically(subject: Subject) -> None:
     with restored(), TemporaryDirectory() as folder:
         half = trained(subject.task, subject.recipe).run.progress.step // 2
         if not half:
-            raise SkipTest("the run has one step only")
+            raise SkipTest("a run of one step cannot be interrupted and resumed")
 
         def interrupt(records: list[dict[str, Any]]) -> None:
             if any(record["step"] > half for record in records):
@@ -283,7 +279,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 
 
 def weights(program: Program) -> dict[str, torch.Tensor]:
-    """A copy of the exported weights."""
+    """A copy of the exported model's parameters and buffers, by name."""
     return {name: value.detach().clone() for name, value in program.export().state_dict().items()}
 
 
@@ -292,6 +288,6 @@ def _same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def _qualified_name(cls: type[Method]) -> str:
-    """The name by which a recipe finds the class."""
+    """``module:Class``: the name by which a recipe finds a method class."""
     package, _, module = cls.__module__.rpartition(".")
     return module if package.startswith("hasten.methods") else f"{cls.__module__}:{cls.__qualname__}"

@@ -4,8 +4,6 @@ Each is a function that returns a new ``Task``; keyword arguments replace fields
 ``perceptron(epochs=3, batch_size=8)``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -88,7 +86,7 @@ class SmallTransformer(nn.Module):
 
 
 def perceptron(**changes: Any) -> Task:
-    """Two layers on vectors of length 12, with Adam."""
+    """A task: a perceptron of two layers on vectors of length 12, with Adam."""
     return _task(
         changes,
         name="perceptron",
@@ -116,7 +114,7 @@ def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
 
 
 def transformer(dropout: float = 0.0, **changes: Any) -> Task:
-    """Three causal blocks of width 16 on windows of 8 letters, with AdamW."""
+    """A task: three causal transformer blocks of width 16 on windows of 8 letters, with AdamW."""
     return _task(
         changes,
         name="transformer",

@@ -1,7 +1,5 @@
 """Leave-one-out ablation: the contribution of each member of a recipe, as the recipe without it against the recipe."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from hasten.core.card import Exactness
@@ -13,15 +11,12 @@ MIN_CONTRIBUTION = 1.01  # a member with a lower speed-up leaves the recipe
 
 
 def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
-    """Removes members without a contribution from the best recipe, one at a time.
-
-    Returns:
-        ``[{method, speedup}]`` of the members that remain.
-    """
+    """Removes members without a contribution from the best recipe; ``[{method, speedup}]`` of those that remain."""
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best)):
         found = measured
-        useless = [row for row in found if _is_useless(row["speedup"])]
+        # a single timed run has no interval, and is not enough to decide
+        useless = [row for row in found if row["speedup"]["low"] and row["speedup"]["median"] < MIN_CONTRIBUTION]
         if not useless:
             break
         worst = min(useless, key=lambda row: row["speedup"]["median"])
@@ -31,24 +26,18 @@ def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
     return [row for row in found if row["method"] in incumbents.best.methods]
 
 
-def _is_useless(speedup: dict) -> bool:
-    """Whether a member may leave. A single timed run, which has no interval, is not enough to decide."""
-    return speedup["low"] is not None and speedup["median"] < MIN_CONTRIBUTION
-
-
 def contributions(study: Study, recipe: Recipe) -> list[dict]:
-    """``[{method, speedup}]`` of the members that can be measured before the budget ends."""
+    """``[{method, speedup}]`` of the recipe's methods, as many as can be measured before the budget ends."""
     rows = []
     with suppress(OutOfBudgetError):
         for name in recipe.methods:
-            speedup = _contribution(study, recipe, name)
-            if speedup:
+            if speedup := _contribution(study, recipe, name):
                 rows.append({"method": name, "speedup": speedup})
     return rows
 
 
 def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
-    """How many times as fast the recipe reaches the target as without a member; None if that cannot be measured."""
+    """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
     without, samples_without = recipe.drop(name), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
         full, reduced = study.run(recipe, study.seed), study.run(without, study.seed)
@@ -67,6 +56,6 @@ def _contribution(study: Study, recipe: Recipe, name: str) -> dict | None:
 
 
 def _trains_better(study: Study, full: dict, reduced: dict) -> bool:
-    """Whether the full recipe needs fewer samples or ends better; if not, it can only be faster per sample."""
+    """Whether the run ``full`` needs fewer samples to the target than ``reduced``, or ends with a better metric."""
     better = full["metric"] > reduced["metric"] if study.higher_is_better else full["metric"] < reduced["metric"]
     return better or full["samples_to_target"] < reduced["samples_to_target"]

@@ -22,40 +22,31 @@ MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 @dataclass
 class Candidates:
-    """What to try.
+    """What to try: methods that change the speed of the same steps, and methods that change the training.
 
-    Attributes:
-        systems: methods that are judged by the speed of the same steps.
-        training: methods that change the training, and are judged by the time to the target.
-        communication: of these, methods that reduce communication so much that every later trial gets shorter; tried
-            first.
-        not_tried: (method, reason).
+    The first are judged by their speed, the others by the time to the target. Methods that reduce communication so much
+    that every later trial gets shorter are tried first.
     """
 
     systems: list[Candidate] = field(default_factory=list)
     training: list[Candidate] = field(default_factory=list)
-    not_tried: list[tuple[str, str]] = field(default_factory=list)
+    not_tried: list[tuple[str, str]] = field(default_factory=list)  # (method, reason)
     communication: list[Candidate] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """The methods that the user asked for.
+    """The methods that the user asked for."""
 
-    Attributes:
-        only: the only methods to try; None: all.
-        offered: methods from files, to try besides.
-    """
-
-    only: Recipe | None
-    offered: Recipe
+    only: Recipe | None  # the only methods to try; None: all
+    offered: Recipe  # methods from files, to try besides
 
     @staticmethod
     def of(methods: Iterable[str] | None, extra: Iterable[str]) -> MethodSelection:
-        """Checks every name and option before anything is measured.
+        """The selection of a user: ``methods`` and ``extra`` of ``tune``. Checks every name and option.
 
         Raises:
-            ConfigurationError: an unknown method, a wrong option, or one that could be tried but never be confirmed.
+            ConfigurationError: an unknown method, a wrong option, or one whose speed blocks of steps cannot show.
         """
         only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
@@ -64,7 +55,7 @@ class MethodSelection:
         return MethodSelection(only, offered)
 
     def source_hashes(self) -> dict[str, str]:
-        """Hash of the file of each method from a file: changed code makes another trial."""
+        """Method -> hash of its file, for methods from the user's files: changed code is measured again."""
         names = [name for recipe in (self.only or Recipe(), self.offered) for name in recipe.methods if ":" in name]
         files = {name: inspect.getsourcefile(method_class(name)) for name in names}
         return {name: sha256(Path(file).read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
@@ -83,9 +74,7 @@ def _refuse_warmup(recipe: Recipe) -> None:
 def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> Candidates:
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
-    Args:
-        diagnosis: as ``diagnose`` returns it; its ``advice`` holds the bounds, its ``not_advised`` the reasons.
-        selection: what the user asked for.
+    The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
     """
     found, only = Candidates(), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
@@ -93,8 +82,7 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
         name = advice["method"]
         if only is not None and name not in only.methods:
             continue
-        why = method_class(name).card.not_searched
-        if why:
+        if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
             chosen.append(candidate(name, advice["bound"], None if only is None else only.methods[name]))
@@ -132,20 +120,15 @@ def _order(item: Candidate) -> tuple:
     card = item.card
     classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
     exactness = 0 if card.exactness in EXACT else classes.index(card.exactness)
-    saves_memory = (
-        "full_weights" in card.invalidates
-    )  # more communication: pays only if the model does not fit otherwise
-    is_strategy = "parallelize" in card.replaces
-    gain = card.gain[1] if card.gain else 1.0
     return (
         not item.offered,
         exactness,
-        saves_memory,
-        not is_strategy,
+        "full_weights" in card.invalidates,  # more communication: pays only if the model does not fit otherwise
+        "parallelize" not in card.replaces,
         card.high_setup_cost,
         not card.strong_baseline,
         -card.trial_priority,
         -(item.bound or 1.0),
-        -gain,
+        -(card.gain[1] if card.gain else 1.0),
         item.name,
     )

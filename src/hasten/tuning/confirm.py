@@ -7,8 +7,6 @@ the next one would, an exact recipe follows: a few seeds prove it, so there is a
 passes wins.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,36 +37,22 @@ ERROR = 0.05
 
 @dataclass
 class Confirmation:
-    """The results of a recipe on fresh seeds.
-
-    Attributes:
-        speedup: in the time to the target; one of the next two.
-        block_speedup: seconds per sample from the interleaved comparison, samples from the paired runs.
-        measured_speedup: seconds of the paired runs.
-        uses_measured: ``measured_speedup`` counts, because it is clearly lower.
-        over_strong_baseline: the speed-up over the strong baseline.
-        baseline_runs, tuned_runs: by seed; the recipe may have further seeds.
-        comparison: of speed with the original, see ``Study.compare_speed``.
-        samples: to the target, one tuple a seed; see ``time_to_target``.
-        seconds: to the target: baseline, strong_baseline, tuned.
-        looks: how many times the seeds were judged.
-        over: more seeds would not change the result.
-    """
+    """The results of a recipe on fresh seeds."""
 
     recipe: Recipe
     gate: NonInferiorityResult
-    speedup: Ratio | None = None
-    block_speedup: Ratio | None = None
-    measured_speedup: Ratio | None = None
-    uses_measured: bool = False
+    speedup: Ratio | None = None  # in the time to the target; one of the next two
+    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the paired runs
+    measured_speedup: Ratio | None = None  # seconds of the paired runs
+    uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower
     over_strong_baseline: Ratio | None = None
-    baseline_runs: dict[int, dict] = field(default_factory=dict)
-    tuned_runs: dict[int, dict] = field(default_factory=dict)
-    comparison: dict = field(default_factory=dict)
-    samples: list[tuple[int, ...]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    looks: int = 0
-    over: bool = False
+    baseline_runs: dict[int, dict] = field(default_factory=dict)  # by seed
+    tuned_runs: dict[int, dict] = field(default_factory=dict)  # by seed; there may be further seeds
+    comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
+    samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, by seed, see ``time_to_target``
+    seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
+    looks: int = 0  # how many times the seeds were judged
+    over: bool = False  # more seeds would not change the result
     why: str = ""
 
     @property
@@ -78,25 +62,17 @@ class Confirmation:
 
     @property
     def passed(self) -> bool:
-        """Surely as good, and surely faster."""
+        """Whether the recipe passed the quality gate and is surely faster."""
         return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
-        """Ends the attempt."""
         self.over, self.why = True, why
 
 
 def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: float) -> Confirmation | None:
-    """Finds the fastest recipe that passes. Every attempt is noted.
+    """The fastest recipe that passes; without one the fastest finalist, or None if there is none.
 
-    Args:
-        study: the measurements.
-        incumbents: of the search.
-        baseline: of the search.
-        seconds: budget of a comparison of speed.
-
-    Returns:
-        The winner; without one the fastest finalist, or None if there is none.
+    Every attempt is noted. ``seconds`` is the budget of each comparison of speed.
     """
     no_seed = gate.not_passed("no seed was run", baseline.margin)
     attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(incumbents.recipes)]
@@ -121,7 +97,7 @@ def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: f
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
-    """The fastest recipes, the fastest first, and among them the fastest that is exact, if there is one.
+    """The recipes to confirm, fastest first: at most MAX_FINALISTS, the fastest exact one always among them.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
     """
@@ -135,12 +111,12 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def _quality_risks(recipe: Recipe) -> Recipe:
-    """The members that may cost quality: all but the catalogue's exact methods. A user's card is unverified."""
+    """The recipe without hasten's exact methods: what may cost quality. A user's card is not trusted."""
     return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
 
 
 def _next(attempts: list[Confirmation]) -> int | None:
-    """The attempt to look at next: the fastest once, then those close to passing, exact ones, the least looked at."""
+    """Index of the attempt to run more seeds of; None if all are decided. Prefers those close to passing."""
 
     def order(index: int) -> tuple:
         attempt = attempts[index]
@@ -156,7 +132,7 @@ def _next(attempts: list[Confirmation]) -> int | None:
 
 
 def _promising(attempt: Confirmation) -> bool:
-    """Whether the next look would pass it if the difference stays as it is."""
+    """Whether more seeds with the same mean difference in quality would let the attempt pass."""
     result, difference = attempt.gate, attempt.gate.difference
     if result.passed or not difference or not 0 < attempt.looks < len(LOOKS):
         return result.passed
@@ -165,7 +141,7 @@ def _promising(attempt: Confirmation) -> bool:
 
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
-    """False if a faster one has passed, or a slower one that is nearly as fast."""
+    """Whether attempt ``index`` could still win: none that is faster, or nearly as fast, has passed."""
     speedup = attempts[index].speedup
     passed = max((other.speedup.median for other in attempts if other.passed and other.speedup), default=0.0)
     faster_passed = any(faster.passed for faster in attempts[:index])
@@ -178,7 +154,9 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
     attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
-    check = _check_exactness(study, attempt.recipe)
+    check = {}  # of the whole recipe; impossible if a member may cost quality
+    if not _quality_risks(attempt.recipe):
+        check = study.check_exactness(Recipe(), attempt.recipe, _loosest_exactness(attempt.recipe))
     attempt.looks += 1
     for enough in sorted({EXACT_PAIRS if check.get("passed") else MIN_SEEDS, pairs}):
         try:
@@ -190,7 +168,7 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
             return attempt.finish(why)
         _judge(attempt, index, baseline, check)
         if attempt.over:
-            return None
+            break
     return None
 
 
@@ -198,18 +176,13 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
     return study.compare_speed(a, b, looks=SPEED_LOOKS, seconds=seconds, salt="confirmation")
 
 
-def _check_exactness(study: Study, recipe: Recipe) -> dict:
-    """The exactness check of the whole recipe; {} if a member may cost quality."""
-    return {} if _quality_risks(recipe) else study.check_exactness(Recipe(), recipe, _loosest_exactness(recipe))
-
-
 def _loosest_exactness(recipe: Recipe) -> Exactness:
-    """What the whole recipe may promise."""
+    """The exactness class of the whole recipe: the loosest among its methods."""
     return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
-    """Both arms on ``pairs`` seeds, then the recipe alone on further ones if cheap; why the recipe lost, or None."""
+    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why it lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
@@ -226,12 +199,12 @@ def fresh_seeds(seed: int, count: int) -> list[int]:
 
 
 def further_seeds(seed: int, count: int) -> list[int]:
-    """Fresh seeds for the recipe alone."""
+    """Seeds on which only the recipe is run; the search and ``fresh_seeds`` have not used them."""
     return [seed + FIRST_FURTHER_SEED + SEED_STEP * index for index in range(count)]
 
 
 def _further_per_pair(attempt: Confirmation) -> int:
-    """Runs of the recipe alone that each pair is worth. None of an exact recipe, which is compared seed by seed."""
+    """Runs of the recipe alone per pair of runs; more if it is faster. 0 for an exact one, compared seed by seed."""
     if _loosest_exactness(attempt.recipe) in EXACT:
         return 0
     arms = attempt.baseline_runs, attempt.tuned_runs
@@ -240,7 +213,7 @@ def _further_per_pair(attempt: Confirmation) -> int:
 
 
 def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> str | None:
-    """Both arms on one seed, in alternating order; why the recipe lost, or None."""
+    """Runs both arms on one seed, in alternating order. Returns why the recipe lost, or None."""
     arms = [(attempt.recipe, attempt.tuned_runs), (Recipe(), attempt.baseline_runs)]
     for recipe, runs in arms if len(attempt.paired) % 2 == 0 else reversed(arms):
         runs[seed] = run = study.run(recipe, seed)
@@ -248,16 +221,11 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
             return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
         if recipe and run["seconds_to_target"] is None:
             return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
-    tuned, original = attempt.tuned_runs[seed], attempt.baseline_runs[seed]
-    if _must_be_identical(study, attempt.recipe) and _metrics(tuned) != _metrics(original):
+    is_bit_exact = not _quality_risks(attempt.recipe) and _loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
+    tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
+    if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"
     return None
-
-
-def _must_be_identical(study: Study, recipe: Recipe) -> bool:
-    """Whether a run of the recipe must be the original's bit for bit. On a GPU not even two original runs are."""
-    is_bit_exact = not _quality_risks(recipe) and _loosest_exactness(recipe) is Exactness.BIT_EXACT
-    return study.device == "cpu" and is_bit_exact
 
 
 def _metrics(run: dict) -> list[float]:
@@ -303,10 +271,8 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     comparison. If the measured seconds of the paired runs show clearly less, a run pays for something that no block
     shows (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
 
-    Args:
-        attempt: with at least two pairs.
-        same_steps: the exactness check passed, so that both arms train the same steps. Rounding may still carry a seed
-            across the target one evaluation earlier or later; both are then read at the original's evaluation.
+    With ``same_steps`` the exactness check has passed, and both arms train the same steps. Rounding may still carry a
+    seed across the target one evaluation earlier or later; both are then read at the original's evaluation.
     """
     arms = [(attempt.baseline_runs[seed], attempt.tuned_runs[seed]) for seed in attempt.paired]
     pairs = [_evaluations_at_target(original, tuned) for original, tuned in arms]
@@ -385,7 +351,7 @@ def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tupl
     speed-up adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
 
     Args:
-        comparison: of speed, see ``Study.compare_speed``.
+        comparison: result of ``Study.compare_speed``.
         samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train
             differently, followed by (of a, of b) since the evaluation before that one.
     """
@@ -401,10 +367,8 @@ def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tupl
 def _mean_ratio(times: list[tuple[float, float]], min_spread: float = 0.0, half_width: float = 0.0) -> Ratio:
     """The mean ratio of paired times with its t interval.
 
-    Args:
-        times: pairs of seconds.
-        min_spread: least standard deviation of the logarithms to assume.
-        half_width: of the interval of an independent error of the logarithm, which is added.
+    ``min_spread`` is the least standard deviation of the logarithms to assume; ``half_width`` that of the interval of
+    an independent error of the logarithm, which is added.
     """
     logs = [math.log(x / y) for x, y in times]
     count, center, of_seeds = len(logs), fmean(logs), 0.0

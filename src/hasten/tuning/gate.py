@@ -5,8 +5,6 @@ stay inside the margin. An arm that is cheap may be run on further seeds: its ow
 fails closed: a missing, constant or non-finite metric has not passed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,34 +20,23 @@ MIN_SEEDS = LOOKS[0]
 
 @dataclass(frozen=True)
 class NonInferiorityResult:
-    """The result of the gate after some seeds.
+    """The result of the gate after some seeds."""
 
-    Attributes:
-        baseline, tuned: mean of the final metrics of each arm.
-        margin: in the metric's unit.
-        difference: ``mean``, ``low`` and ``high``; positive is better, whatever the metric's direction.
-        seeds: those that both arms were run on.
-        passed: the recipe is not worse by more than the margin.
-        settled: more seeds would not change the result.
-        why: the reason, in words.
-    """
-
-    baseline: float | None
-    tuned: float | None
-    margin: float
-    difference: dict[str, float] | None
-    seeds: list[int]
-    passed: bool
-    settled: bool
-    why: str
+    baseline: float | None  # mean of the final metrics
+    tuned: float | None  # the same, with the recipe
+    margin: float  # in the metric's unit
+    difference: dict[str, float] | None  # mean, low and high; positive is better, whatever the metric's direction
+    seeds: list[int]  # those that both arms were run on
+    passed: bool  # the recipe is not worse by more than the margin
+    settled: bool  # more seeds would not change the result
+    why: str  # the reason, in words
 
     def to_json(self) -> dict:
-        """All attributes as plain data."""
         return asdict(self)
 
 
 def not_passed(why: str, margin: float, seeds: Sequence[int] = (), settled: bool = False) -> NonInferiorityResult:
-    """A result without a comparison."""
+    """A result that has not passed, for the reason ``why``, without metrics to compare."""
     return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)
 
 
@@ -75,8 +62,8 @@ def quality_gate(
     """Tests that the tuned metric is not worse than the baseline's by more than the margin.
 
     Args:
-        baseline: final metric by fresh seed.
-        tuned: the same; MIN_SEEDS seeds must be in both, and further ones inform about their own arm.
+        baseline: final metric of the original by fresh seed.
+        tuned: final metric of the recipe; MIN_SEEDS seeds must be in both, further ones inform about their own arm.
         margin: how much worse counts as no worse, in the metric's unit.
         higher_is_better: the direction of the metric.
         more_baseline: final metrics of the baseline at other seeds; they inform about its spread, not its mean.
@@ -102,9 +89,8 @@ def quality_gate(
         return NonInferiorityResult(*means, margin, None, seeds, False, False, why)
     error, freedom = _standard_error(known, after, len(before))
     if not error:
-        return not_passed(
-            "no seed changes the metric of either arm: it measures nothing", margin, seeds, settled=enough
-        )
+        why = "no seed changes the metric of either arm: it measures nothing"
+        return not_passed(why, margin, seeds, settled=enough)
     mean = (means[1] - means[0]) * (1 if higher_is_better else -1)
     half_width = float(stdtrit(freedom, confidence)) * error
     low, high = mean - half_width, mean + half_width

@@ -1,7 +1,5 @@
 """The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,39 +22,29 @@ from hasten.tuning.study import Study, exactness_of
 
 @dataclass
 class SearchState:
-    """What a search has found so far.
+    """What a search has found so far."""
 
-    Attributes:
-        diagnosis: as ``diagnose`` returned it.
-        one_process: speed-up of the task's own training in one process over the job of several.
-        winner_in_one_process: speed-up of the winner, without its distributed methods, in one process over the job.
-        comparison_seconds: budget of a comparison of the confirmation.
-        strong_baseline: what an experienced user sets by hand.
-        ablated: the recipe that ``contributions`` belong to: the best of the search, or the winner.
-        step_profiles: seconds of each phase per 1000 samples, of "baseline" and "tuned".
-    """
-
-    diagnosis: dict = field(default_factory=dict)
+    diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
-    one_process: Ratio | None = None
-    winner_in_one_process: Ratio | None = None
-    comparison_seconds: float = 0.0
-    strong_baseline: Recipe = field(default_factory=Recipe)
+    one_process: Ratio | None = None  # speed-up of the task's own training in one process over the job of several
+    winner_in_one_process: Ratio | None = None  # the same of the winner, without its distributed methods
+    comparison_seconds: float = 0.0  # budget of a comparison of the confirmation
+    strong_baseline: Recipe = field(default_factory=Recipe)  # what an experienced user sets by hand
     incumbents: Incumbents = field(default_factory=Incumbents)
-    ablated: Recipe = field(default_factory=Recipe)
+    ablated: Recipe = field(default_factory=Recipe)  # the recipe that the contributions belong to
     contributions: list[Any] = field(default_factory=list)
-    step_profiles: dict[str, dict] = field(default_factory=dict)
+    step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     confirmation: Confirmation | None = None
 
     @property
     def winner(self) -> Confirmation | None:
-        """The confirmation, if it passed."""
+        """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
     @property
     def one_process_is_faster(self) -> bool:
-        """Whether one process is surely faster than the best job: with the task as it is, or the winner's recipe."""
+        """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""
         best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
@@ -76,13 +64,9 @@ class SearchState:
 
 
 def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
-    """Everything as plain data. Speed-up and quality come from the confirmation alone.
+    """The content of result.json. Speed-up and quality come from the confirmation alone.
 
-    Args:
-        study: its measurements and notes.
-        state: what it found.
-        metric: its name.
-        offered: methods that the user offered.
+    ``metric`` is the name of the task's metric, and ``offered`` holds the methods that the user offered.
     """
     confirmation, baseline = state.confirmation, state.baseline
     assert baseline is not None
@@ -112,6 +96,7 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
         "contributions": state.contributions if winner and recipe == state.ablated else [],
+        "effects": _effects(winner),
         "step_profile": state.step_profiles,
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
@@ -127,27 +112,26 @@ def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe)
     return result
 
 
+def _effects(winner: Confirmation | None) -> dict[str, str]:
+    """Method of the winner -> what shows that it acted, from one of its runs."""
+    runs = winner.tuned_runs.values() if winner else ()
+    return next((run["effects"] for run in runs if run.get("effects")), {})
+
+
 def _interval(ratio: Ratio | None) -> Any:
     return ratio and ratio.to_json()
 
 
 def write(folder: Path, result: Any) -> None:
-    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
+    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result."""
     result["recipe_file"] = str(folder / "recipe.toml")
-    texts = {
-        "recipe.toml": Recipe(result["recipe"]).to_toml(),
-        "result.json": json.dumps(result, indent=1, allow_nan=False),
-    }
-    for name, text in texts.items():
-        atomic_write(folder / name, lambda file, text=text: file.write(text.encode()))
+    toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
+    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))
+    atomic_write(folder / "result.json", lambda file: file.write(text.encode()))
 
 
 def machine_and_versions(device: str) -> dict:
-    """The ``machine`` and the ``versions`` that the measurements belong to."""
+    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
     machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
@@ -180,7 +164,7 @@ def _why(study: Study, state: SearchState) -> str:
 
 
 def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
-    """Of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
+    """Runs of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
@@ -191,19 +175,20 @@ def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
         key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}
         for key in ("samples_to_target", "seconds_to_target")
     }
-    curves = {
-        arm: [_curve(seed, run) for seed, run in runs.items() if "evaluations" in run] for arm, runs in arms.items()
-    }
-    return to_target | {"curves": curves}
+    return to_target | {"curves": {arm: _curves(runs) for arm, runs in arms.items()}}
 
 
-def _curve(seed: int, run: dict) -> Curve:
-    points = [Point(**{key: row[key] for key in ("seconds", "samples", "metric")}) for row in run["evaluations"]]
-    return {"seed": seed, "points": points}
+def _curves(runs: dict[int, dict]) -> list[Curve]:
+    keys, curves = ("seconds", "samples", "metric"), []
+    for seed, run in runs.items():
+        if "evaluations" in run:
+            points = [Point(**{key: row[key] for key in keys}) for row in run["evaluations"]]
+            curves.append(Curve(seed=seed, points=points))
+    return curves
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
-    """The result of a method that the user offered."""
+    """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
     reasons = [trial["why"] for trial in trials if name in trial["what"]]
     why = reasons[-1] if reasons else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}

@@ -32,23 +32,17 @@ MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to try.
-
-    Attributes:
-        presets: options to try, mildest first.
-        bound: the highest speed-up that it could give; None: unknown.
-        offered: it comes from a file of the user. Its card is unverified, so its exactness is checked first.
-    """
+    """A method to try."""
 
     name: str
     card: Card
-    presets: tuple[dict, ...]
-    bound: float | None = None
-    offered: bool = False
+    presets: tuple[dict, ...]  # options to try, mildest first
+    bound: float | None = None  # the highest speed-up that it could give; None: unknown
+    offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
 
 
 def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
-    """A candidate from the card of a method; options that the user gave are the only ones tried."""
+    """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
     card = method_class(name).card
     return Candidate(name, card, (options,) if options else card.presets, bound, offered)
 
@@ -65,11 +59,11 @@ class Baseline:
 
     @property
     def metric(self) -> float:
-        """Mean of the final metrics."""
+        """Mean over the seeds of the final metric."""
         return fmean(run["metric"] for run in self.runs)
 
     def samples_to_target(self) -> float:
-        """Median over the seeds."""
+        """Median over the seeds of the training samples until the target."""
         samples = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
         return samples[len(samples) // 2]
 
@@ -88,11 +82,9 @@ class Incumbents:
 
     @property
     def best(self) -> Recipe:
-        """The recipe to beat."""
         return self.recipes[-1]
 
     def push(self, recipe: Recipe) -> None:
-        """Adds a better recipe."""
         self.recipes.append(recipe)
 
 
@@ -101,14 +93,8 @@ def search_systems(
 ) -> None:
     """Tries methods that only change the speed of the same steps.
 
-    A method is accepted if it is surely faster, earns back the time of its start, and passes its exactness check.
-
-    Args:
-        study: the measurements.
-        incumbents: gets the accepted recipes.
-        candidates: in the order in which to try them.
-        samples: that a run trains until its target; the start of a method is spread over them.
-        seconds: budget of each comparison.
+    A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run trains
+    until its target, and passes its exactness check. ``seconds`` is the budget of each comparison.
     """
     for item in candidates:
         base, best, losses = incumbents.best, None, 0
@@ -127,7 +113,7 @@ def search_systems(
 def _try_preset(
     study: Study, base: Recipe, item: Candidate, options: dict, samples: float, seconds: float
 ) -> tuple[Recipe, float] | None:
-    """(recipe, gain) if the candidate is accepted; the trial is noted either way."""
+    """Tries one preset: (``base`` with it, speed-up) if it is accepted, else None; notes the trial."""
     stage = "precision" if item.card.exactness is Exactness.REDUCED_PRECISION else "systems"
     text = str(Recipe({item.name: options}))
     recipe = add_or_replace(base, item.name, options)
@@ -166,7 +152,7 @@ def _try_preset(
 
 
 def _check_verdict(check: dict) -> tuple[str, str]:
-    """(verdict, why) of an exactness check that failed, or that could not be finished."""
+    """(verdict for the report, reason) of an exactness check that failed or could not be finished."""
     return ("failed", check["failed"]) if "failed" in check else ("refused", check["why"])
 
 
@@ -175,12 +161,9 @@ def _failure_verdict(message: str) -> str:
 
 
 def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
-    """Speed-up of a whole run by b over a, the start of both included.
+    """Speed-up of a whole run of ``samples`` by b over a, the start of both included.
 
-    Args:
-        outcome: of ``Study.compare_speed``.
-        samples: that b trains.
-        samples_of_a: that a trains, if different.
+    ``outcome`` is that of ``Study.compare_speed``; ``samples_of_a`` is the number that a trains, if different.
     """
     start, seconds_of_a = outcome["start_seconds"], outcome["seconds_per_1000_samples"]["a"]
     a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * seconds_of_a
@@ -188,7 +171,7 @@ def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None
 
 
 def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
-    """The recipe with one more method, which may replace one that it conflicts with; or why there is no such recipe."""
+    """``base`` with one more method, in place of one that it conflicts with; or, as text, why that is impossible."""
     recipe = base.with_method(name, **options)
     conflict = conflict_reason(recipe)
     if conflict is None:
@@ -198,7 +181,7 @@ def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
 
 
 def conflict_reason(recipe: Recipe) -> str | None:
-    """Why the methods of a recipe exclude each other, or None."""
+    """Why the methods of a recipe exclude each other; None if they do not."""
     try:
         check_conflicts(sort_methods(make_methods(recipe)))
     except ConfigurationError as error:
@@ -208,23 +191,16 @@ def conflict_reason(recipe: Recipe) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a recipe on the search's seeds.
+    """The result of a recipe on the search's seeds."""
 
-    Attributes:
-        verdict: "kept", "no gain", "refused", "failed" or "no effect".
-        why: the reason.
-        runs: results of ``Study.run``, in the order of the search's seeds.
-        fastest: an earlier incumbent that reached the target sooner and ended worse.
-    """
-
-    verdict: str
+    verdict: str  # "kept", "no gain", "refused", "failed" or "no effect"
     why: str
-    runs: tuple[dict, ...]
-    fastest: Outcome | None = None
+    runs: tuple[dict, ...]  # results of ``Study.run``, in the order of the search's seeds
+    fastest: Outcome | None = None  # an earlier incumbent that reached the target sooner and ended worse
 
     @property
     def seconds(self) -> float:
-        """What the runs cost."""
+        """Seconds that all runs of this recipe took, added up."""
         return sum(run["trial_seconds"] for run in self.runs)
 
     def to_target(self, unit: str, seeds: int | None = None) -> float | None:
@@ -239,12 +215,12 @@ class Outcome:
         return best_seconds / seconds if seconds and best_seconds else None
 
     def needs_fewer(self, best: Outcome) -> bool:
-        """Whether it needed fewer samples to the target, on the seeds that both were run on."""
+        """Whether this recipe needed clearly fewer samples to the target than ``best``, on the seeds of both."""
         most, samples = best.to_target("samples", len(self.runs)), self.to_target("samples", len(best.runs))
         return most is None or (samples is not None and samples < FEWER_SAMPLES * most)
 
     def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
-        """Whether it is nearly as fast as any and ends surely better, by a margin, on the seeds of both."""
+        """Whether this recipe is nearly as fast as any before, and its metric surely better than that of ``best``."""
         both, gain = min(len(self.runs), len(best.runs)), self.gain_over(best.fastest or best)
         ends, best_ends = (fmean(run["metric"] for run in outcome.runs[:both]) for outcome in (self, best))
         better = ends - best_ends if baseline.higher_is_better else best_ends - ends
@@ -258,7 +234,7 @@ class Outcome:
 
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
-        """Judges runs of which the last is new; the earlier ones have been found good enough."""
+        """Judges a recipe by its runs so far, on one seed each; all but the last have been found good enough."""
         run = runs[-1]
 
         def outcome(verdict: str, why: str) -> Outcome:
@@ -320,14 +296,8 @@ def search_training(study: Study, incumbents: Incumbents, candidates: list[Candi
 def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
-    Args:
-        study: the measurements.
-        recipe: what is run.
-        best: what it is compared with.
-        baseline: of the search.
-        seen: evaluations of the other presets on the first seed; those of this one are added. A preset that changes
-            nothing in a run of this length is no gain, because only the noise of the measured seconds could make it
-            faster.
+    ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
+    changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
     """
     runs, best_seconds = [], best.to_target("seconds", 1)
     time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)

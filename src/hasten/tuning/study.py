@@ -3,8 +3,6 @@
 A Study knows what has been tried and what it cost. It makes no decisions; ``search`` and ``confirm`` do.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,24 +29,17 @@ PROFILE_SECONDS = 3.0
 
 
 class OutOfBudgetError(Exception):
-    """Ends the search or a part of it; what is proven by now is the answer."""
+    """Raised when the budget of the search, or of a part of it, is spent; what is proven by then is the answer."""
 
 
 @dataclass
 class Budget:
-    """The seconds of a search.
-
-    Attributes:
-        total: may be spent.
-        spent: a trial from the store counts the seconds that it took when it was measured.
-        reserved: not to be spent now, because the confirmation needs them.
-        exhausted: a part of the search ended before all its candidates were tried.
-    """
+    """The seconds of a search."""
 
     total: float
-    spent: float = 0.0
-    reserved: float = 0.0
-    exhausted: bool = False
+    spent: float = 0.0  # a trial from the store counts the seconds that it took when it was measured
+    reserved: float = 0.0  # not to be spent now, because the confirmation needs them
+    exhausted: bool = False  # a part of the search ended before all its candidates were tried
 
     def left(self) -> float:
         """Seconds that may be spent now."""
@@ -56,7 +47,7 @@ class Budget:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Inside, only a share of what is left may be spent; reaching its end ends the part, not the search."""
+        """Context manager: at most ``share`` (0 to 1) of the seconds left is spent inside; then the block ends."""
         withheld = (1 - share) * max(0.0, self.left())
         self.reserved += withheld
         try:
@@ -67,28 +58,14 @@ class Budget:
             self.reserved -= withheld
 
     def check(self) -> None:
-        """Called before each trial. A trial that has begun is finished.
-
-        Raises:
-            OutOfBudgetError: nothing is left.
-        """
+        """Raises OutOfBudgetError if nothing is left. Called before each trial; one that has begun is finished."""
         if self.left() <= 0:
             raise OutOfBudgetError
 
 
 @dataclass
 class Study:
-    """The measurements of one task.
-
-    Attributes:
-        processes: number of ranks that train together.
-        timeout: seconds without progress after which a job counts as hanging.
-        target: of the metric; None until the baseline has been run.
-        source_hashes: hash of the file of each method from a file.
-        charged: keys of the trials that are paid for.
-        complete: whole runs by (recipe, seed), whatever time limit they were started with.
-        trials: notes for the report about every trial, losers too.
-    """
+    """The measurements of one task."""
 
     task: TaskRef
     device: str
@@ -96,14 +73,14 @@ class Study:
     budget: Budget
     watch: ProgressCallback
     seed: int = 0
-    processes: int = 1
-    timeout: float = TIMEOUT_S
+    processes: int = 1  # number of ranks that train together
+    timeout: float = TIMEOUT_S  # seconds without progress after which a job counts as hanging
     higher_is_better: bool = True
-    target: float | None = None
-    source_hashes: dict[str, str] = field(default_factory=dict)
-    charged: set[str] = field(default_factory=set)
-    complete: dict[tuple[str, int], dict] = field(default_factory=dict)
-    trials: list[Any] = field(default_factory=list)
+    target: float | None = None  # of the metric; None until the baseline has been run
+    source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
+    charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
+    complete: dict[tuple[str, int], dict] = field(default_factory=dict)  # whole runs by (recipe, seed)
+    trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
         """A whole run: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
@@ -133,33 +110,25 @@ class Study:
         salt: str = "",
         single_process: bool = False,
     ) -> dict:
-        """Which of two recipes trains the same samples faster.
+        """Which of two recipes trains the same samples faster: ``run_interleaved`` as plain data, or ``failed``.
 
-        Args:
-            a: a recipe.
-            b: a recipe; a ratio above 1 means that it is faster.
-            looks: pairs of blocks after which the comparison may stop.
-            seconds: budget.
-            salt: makes a new trial of a comparison that is in the store.
-            single_process: ``b`` trains in one process.
-
-        Returns:
-            The result of ``run_interleaved`` as plain data, or ``failed``.
+        A ratio above 1 means that ``b`` is faster; with ``single_process`` it trains in one process. The comparison
+        stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``. Another ``salt`` makes a new
+        trial of a comparison that is in the store.
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
 
         def measure(watch: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            return run_interleaved(
-                self.task, a, b, budget=seconds, looks=looks, longest=longest, watch=watch, **where
-            ).to_json()
+            limits = {"budget": seconds, "looks": looks, "longest": longest}
+            return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Anything else that is measured once a search: the duration of a run, the diagnosis."""
+        """Result of ``measure``, called once per search and stored, such as the diagnosis; charged to the budget."""
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
@@ -188,28 +157,20 @@ class Study:
         return outcome.get("phases", {})
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
-        """Adds a trial to ``trials``."""
         trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
         self.trials.append(trial | {"seconds": round(seconds, 2)})
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
         """Seconds and samples when the target was reached for good, and the samples when it was first reached."""
-        target, metrics = self.target, [evaluation["metric"] for evaluation in evaluations]
-        index = first_sustained_target(metrics, target, self.higher_is_better)
-        reached = evaluations[index] if index is not None else {}
+        target, known = self.target, [row for row in evaluations if row["metric"] is not None]
+        index = first_sustained_target([row["metric"] for row in evaluations], target, self.higher_is_better)
+        held = evaluations[index] if index is not None else {}
         sign = 1 if self.higher_is_better else -1
-        first = next(
-            (
-                evaluation["samples"]
-                for evaluation, metric in zip(evaluations, metrics, strict=True)
-                if metric is not None and target is not None and sign * metric >= sign * target
-            ),
-            None,
-        )
+        reached = (row["samples"] for row in known if target is not None and sign * row["metric"] >= sign * target)
         return {
-            "seconds_to_target": reached.get("seconds"),
-            "samples_to_target": reached.get("samples"),
-            "first_samples": first,
+            "seconds_to_target": held.get("seconds"),
+            "samples_to_target": held.get("samples"),
+            "first_samples": next(reached, None),
         }
 
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:
@@ -221,11 +182,7 @@ class Study:
     def _charge(
         self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
     ) -> dict:
-        """The outcome of a trial, from the store or measured now; its seconds are charged once.
-
-        Raises:
-            OutOfBudgetError: the trial is not in the store and nothing is left.
-        """
+        """The outcome of a trial, from the store or, if the budget allows, measured now; its seconds count once."""
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what
         if (kind, what) not in self.store:
@@ -252,5 +209,5 @@ class Study:
 
 
 def exactness_of(name: str) -> Exactness:
-    """The exactness class of a method."""
+    """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness

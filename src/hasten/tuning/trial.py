@@ -1,7 +1,5 @@
 """A trial, inside its own process or as one rank of a job: a whole run or an exactness check. It leaks nothing."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -23,37 +21,23 @@ RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seco
 
 
 class Trial:
-    """One task, one recipe, one seed."""
+    """A trial of one task with one recipe and one seed, in this process."""
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.watch = no_progress
 
     def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
-        """A whole run.
+        """A whole run: RESULT_KEYS of the result of ``train``, and whether the run was ``pruned``.
 
-        Args:
-            target: of the metric.
-            time_limit: seconds after which a run that has not reached the target ends, because it can no longer win.
-
-        Returns:
-            RESULT_KEYS of the result of ``train``, and whether it was ``pruned`` by the time limit.
-
-        Raises:
-            RunError: a method has no effect, or the metric is missing or not finite.
+        A run that has not reached the target of the metric after ``time_limit`` seconds is pruned: it can no longer
+        win. Raises RunError if a method has no effect, or the metric is missing or not finite.
         """
         recipe = self.recipe
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
-        result = train(
-            self.task.load(),
-            recipe,
-            device=self.device,
-            seed=self.seed,
-            timeout=COLLECTIVE_TIMEOUT_S,
-            watch=self.watch,
-            require_effect=True,
-        )
+        where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S, "require_effect": True}
+        result = train(self.task.load(), recipe, watch=self.watch, **where)
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
@@ -62,15 +46,9 @@ class Trial:
         return {**{key: result[key] for key in RESULT_KEYS}, "pruned": result["stopped"] and late and missed}
 
     def check_exactness(self, base: dict, exactness: str, seconds: float) -> dict:
-        """Checks on this task what the candidate's exactness class promises.
+        """Checks what the candidate's exactness class promises, against the methods ``base``.
 
-        Args:
-            base: methods of the recipe to compare with.
-            exactness: name of the class.
-            seconds: budget.
-
-        Returns:
-            ``{"passed", "number", "why"}``.
+        Returns an ``ExactnessCheck`` as plain data.
         """
         with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
@@ -96,7 +74,6 @@ class TimeLimitPruner(Method):
     card = Card(summary="ends a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
-        """Adds the time limit to the conditions that stop the run."""
         inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
 
         def stop(history: list[Evaluation]) -> bool:

@@ -4,12 +4,11 @@ One JSON line per trial, with a key made of everything that its outcome depends 
 started again makes the same decisions, and finds the outcomes here.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,17 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
 
 
 class TrialStore:
-    """The trials of one search.
-
-    Attributes:
-        settings: what all trials share (task, device, versions, machine); part of every key.
-        outcomes: by key.
-        reused: number of trials that were answered from the file of an earlier search.
-    """
+    """The trials of one search. ``settings``, part of every key: what all share (task, device, versions, machine)."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
-        self.outcomes: dict[str, dict] = {}
-        self.reused = 0
+        self.outcomes: dict[str, dict] = {}  # by key
+        self.reused = 0  # number of trials that were answered from the file of an earlier search
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / LOCK).open("a")  # released when the process ends, however it ends
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = (folder / LOCK).open("a")
+            weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
             message = f"another search is running in {folder}; wait for it or choose another --out"
@@ -66,12 +60,8 @@ class TrialStore:
     ) -> tuple[str, dict]:
         """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
-        Args:
-            kind: of the trial.
-            what: the rest of the key, as plain data.
-            measure: returns the outcome, with ``failed`` if the trial failed.
-            failure_lasts: whether a failure would happen again. False for the task's own failures, which the user may
-                fix.
+        The key is made of ``kind`` and ``what``. The outcome has ``failed`` if the trial failed; it is written to the
+        file unless ``failure_lasts`` is False, as for the task's own failures, which the user may fix.
 
         Raises:
             RunError: the file cannot be written.

@@ -6,8 +6,7 @@ The margin and the target are fixed before the first candidate is tried. Everyth
 that was killed continues where it stopped.
 """
 
-from __future__ import annotations
-
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,11 +47,8 @@ MIN_BUDGET_S = 160.0  # below this the worker processes themselves are the cost
 SYSTEMS_SHARE, TRAINING_SHARE = 0.4, 0.75  # of the budget left when each begins
 MIN_COMPARISON_S, SCREENING_S = 5.0, 8.0  # budget of a comparison of the search
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
-MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = (
-    30.0,
-    1 / 8,
-    2.0,
-)  # seconds, of the budget, runs of the task: the largest
+# the timeout is the largest of: seconds, share of the budget, runs of the task
+MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
 RESERVED_RUNS = 5.0  # runs of the task reserved for the confirmation: three seeds of both arms, and further ones
 
 
@@ -88,7 +84,7 @@ def tune(
         timeout: seconds without progress after which a job of several processes counts as hanging; by default a part of
             the budget.
         device: "cpu" or "cuda"; None picks one.
-        seed: of the search.
+        seed: seed of the search.
         watch: called with the progress.
 
     Returns:
@@ -110,7 +106,7 @@ def tune(
             "tune needs a task with validation_data and a metric, to check that the quality does not suffer"
         )
     higher, selection = higher_is_better(loaded), MethodSelection.of(methods, extra)  # checked before anything runs
-    folder = Path(out) if out is not None else Path("runs") / f"tune-{_file_name(str(task))}"
+    folder = Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(task)))
     settings = {
         "task": task.fingerprint(),
         "target": loaded.target,
@@ -158,9 +154,8 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
     )["seconds"]
     total = study.budget.total = budget if budget is not None else max(MIN_BUDGET_S, BUDGET_RUNS * seconds)
     study.timeout = timeout or max(MIN_TIMEOUT_S, total * TIMEOUT_FRACTION, TIMEOUT_RUNS * seconds)
-    message = (
-        f"one run of the task takes about {_format_duration(seconds)}; the search may take {_format_duration(total)}"
-    )
+    run_time, search_time = _format_duration(seconds), _format_duration(total)
+    message = f"one run of the task takes about {run_time}; the search may take {search_time}"
     warnings.warn(message, ProgressWarning, stacklevel=3)
     if total / seconds < MIN_BUDGET_RUNS:
         message = (
@@ -172,7 +167,7 @@ def _set_budget(study: Study, budget: float | None, timeout: float | None) -> fl
 
 
 def _measure_baseline(study: Study, state: SearchState, selection: MethodSelection, margin: float | None) -> None:
-    """Diagnosis and baseline: where the time goes, what is worth trying, what has to be beaten."""
+    """Runs the diagnosis and the baseline: which methods are worth trying, and what they have to beat."""
     total = study.budget.total
     seconds = min(40.0, total / 8)
 
@@ -220,7 +215,7 @@ def _run_baseline(study: Study, margin: float | None) -> Baseline:
 
 
 def _search(study: Study, state: SearchState) -> None:
-    """Finds the best recipe and what each of its members contributes, until its part of the budget ends."""
+    """Finds the best recipe and what each of its methods contributes, until the search's part of the budget ends."""
     baseline, budget, incumbents, candidates = state.baseline, study.budget, state.incumbents, state.candidates
     assert baseline is not None
     screening = min(SCREENING_S, max(MIN_COMPARISON_S, state.comparison_seconds / 2))
@@ -257,7 +252,7 @@ def _reserve_for_incumbent(study: Study, state: SearchState) -> None:
 
 
 def _confirm(study: Study, state: SearchState) -> None:
-    """Confirms; then compares a winner with one process and the strong baseline, and profiles and ablates it."""
+    """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
     assert state.baseline is not None
     comparisons = bool(state.strong_baseline) + (study.processes > 1)
@@ -294,7 +289,7 @@ def _compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, 
 
 
 def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
-    """The fastest of what an experienced user sets by hand. Methods without effect are left out."""
+    """The fastest recipe of ``strong_baselines``, without methods that have no effect here."""
     best, no_effect = Recipe(), set()
     for form in strong_baselines(study.device, max(1, cores() // study.processes)):
         while True:
@@ -314,10 +309,6 @@ def _find_strong_baseline(study: Study, seconds: float) -> Recipe:
                 best = recipe
             break
     return best
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
 def _format_duration(seconds: float) -> str:

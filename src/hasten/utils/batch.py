@@ -64,10 +64,8 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
 
 
 def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional inputs, keyword inputs, target) of a batch, for a task with a loss.
-
-    Raises:
-        RunError: The batch is no tuple, list, mapping or dataclass, or names no target.
+    """(positional inputs, keyword inputs, target) of a batch, for a task with a loss. RunError if the batch is no
+    tuple, list, mapping or dataclass, or names no target.
     """
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), {}, batch[-1]
@@ -84,7 +82,7 @@ def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], 
 
 
 def target_of(batch: Batch) -> Any:
-    """The target of a batch; None where the batch names none."""
+    """The target of a batch by its name (see TARGET_NAMES); None where the batch has no such field."""
     try:
         return split_inputs_target(batch)[2]
     except RunError:

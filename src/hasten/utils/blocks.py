@@ -6,7 +6,7 @@ import torch
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost composite modules that share a ModuleList or Sequential with another module of their class."""
+    """Outermost modules with children that share a ModuleList or Sequential with another module of their class."""
     repeated: list[torch.nn.Module] = []
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
         classes = [type(child) for child in model]

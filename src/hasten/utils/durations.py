@@ -9,14 +9,8 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def parse_duration(duration: float | str, name: str = "") -> float:
-    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; a number is in seconds already.
-
-    Args:
-        duration: The number or text.
-        name: What the error message calls it.
-
-    Raises:
-        ConfigurationError: It is neither, or not above 0.
+    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; a number is in seconds already. ConfigurationError, which begins
+    with ``name``, if it is neither or not above 0.
     """
     value = duration
     if isinstance(duration, str):
@@ -28,5 +22,5 @@ def parse_duration(duration: float | str, name: str = "") -> float:
 
 
 def parse_budget(budget: float | str) -> float:
-    """A budget in seconds, as ``parse_duration``."""
+    """A budget (number of seconds, or text such as ``10m``) in seconds; errors as in ``parse_duration``."""
     return parse_duration(budget, "budget")

@@ -81,3 +81,12 @@ def observe_collectives(*names: str) -> Generator[None, None, str]:
     if not any(calls.values()):
         raise NoEffectError(f"the step called no {' or '.join(name.strip('_') for name in names)}")
     return ", ".join(f"{count} x {name.strip('_')}" for name, count in calls.items() if count) + " in the observed step"
+
+
+def observe_seldom_communication(period: int) -> Generator[None, None, str]:
+    """Effect check of a method with which ranks communicate every ``period`` steps only."""
+    with OpRecorder() as recorder:
+        yield
+    calls = recorder.count("allreduce_")
+    exchanged = f"the observed step called {calls} x allreduce" if calls else "the observed step called no allreduce"
+    return f"{exchanged}; the ranks average their weights every {period} steps"

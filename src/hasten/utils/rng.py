@@ -1,7 +1,5 @@
 """The random state of a process (torch on every device, Python, NumPy): set, saved, restored, derived."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator
@@ -52,7 +50,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
-    """Restores the process's generators, and ``generators``, on exit."""
+    """Restores the global generators (torch, Python, NumPy), and those in ``generators``, on exit."""
     state, generator_states = get_rng_state(), [generator.get_state() for generator in generators]
     try:
         yield
@@ -64,10 +62,8 @@ def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Starts every CPU generator from ``seed``; restores torch's on exit.
-
-    Python's and NumPy's generators are not restored: saving them costs more than reading a small batch, and models draw
-    from torch's.
+    """Starts every CPU generator from ``seed``; restores torch's on exit. Python's and NumPy's generators are not
+    restored: saving them costs more than reading a small batch, and models draw from torch's.
     """
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)

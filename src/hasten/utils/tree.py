@@ -14,14 +14,8 @@ import torch
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Returns ``tree`` with ``function`` applied to every leaf, in new containers of the same types.
-
-    A tensor is always a leaf, and so is everything that is not a container.
-
-    Args:
-        function: Called with every leaf.
-        tree: Containers of any nesting.
-        is_leaf: Nodes for which this returns True are leaves too.
+    """Returns ``tree`` with ``function`` applied to every leaf, in new containers of the same types. A tensor is always
+    a leaf, and so is everything that is not a container, and a node for which ``is_leaf`` is true.
     """
     if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
         return function(tree)

@@ -38,32 +38,25 @@ class File:
 def download(file: File) -> Path:
     """Returns the path of the file, with a verified checksum; downloads it if it is in no data folder.
 
-    Raises:
-        ConfigurationError: The file exists and has another checksum.
-        RunError: The download failed; the message names the address, and the path to put the file at by hand.
+    ConfigurationError if the file exists and has another checksum. RunError if the download failed; the message names
+    the address, and the path to put the file at by hand.
     """
     path = find_file(file.path)
     if path is None:
         return create_file(file.path, lambda partial: _download(file, partial))
     if (actual := _sha256(path)) != file.sha256:
-        raise ConfigurationError(
-            f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…); "
-            f"remove it, or replace it with {file.address}"
-        )
+        problem = f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…)"
+        raise ConfigurationError(f"{problem}; remove it, or replace it with {file.address}")
     return path
 
 
 def find_file(path: str) -> Path | None:
-    """The first data folder's file with this relative path; None if no folder has it."""
+    """The file with this relative path in the first data folder that has it; None if none has."""
     return next((folder / path for folder in _folders() if (folder / path).is_file()), None)
 
 
 def create_file(path: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file in the download folder: ``write`` gets a temporary path, which is renamed when it is complete.
-
-    Raises:
-        RunError: The file cannot be written.
-    """
+    """Creates a file in the download folder: ``write`` gets a temporary path, which is renamed when it is complete."""
     target = _download_folder() / path
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -74,9 +67,8 @@ def create_file(path: str, write: Callable[[Path], None]) -> Path:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(
-            f"cannot write {target}: {error.strerror or error}; set HASTEN_DATA to a folder that has {path}"
-        ) from None
+        problem = f"cannot write {target}: {error.strerror or error}"
+        raise RunError(f"{problem}; set HASTEN_DATA to a folder that has {path}") from None
     return target
 
 
@@ -84,10 +76,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every file in a tar.gz, in order; nothing is written to disk.
 
     ``tarfile`` takes 2.5 s for the images of CIFAR-10, and every measuring process waits for them. Names of more than
-    100 characters are not supported.
-
-    Raises:
-        ConfigurationError: The archive is damaged, or no tar.gz.
+    100 characters are not supported. ConfigurationError if the archive is damaged, or no tar.gz.
     """
     try:
         content, offset = gzip.decompress(path.read_bytes()), 0
@@ -95,20 +84,17 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
             size = int(header[124:136].strip(b" \0"), 8)
             if size < 0 or offset + TAR_BLOCK_BYTES + size > len(content):
                 raise EOFError("it is truncated")
+            offset += TAR_BLOCK_BYTES
             if header[156:157] in (b"0", b"\0"):
-                yield (
-                    header[:100].rstrip(b"\0").decode(),
-                    content[offset + TAR_BLOCK_BYTES : offset + TAR_BLOCK_BYTES + size],
-                )
-            offset += TAR_BLOCK_BYTES + -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
+                yield header[:100].rstrip(b"\0").decode(), content[offset : offset + size]
+            offset += -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read as a tar.gz archive ({error}); remove it to download it again"
-        ) from None
+        problem = f"{path} cannot be read as a tar.gz archive ({error})"
+        raise ConfigurationError(f"{problem}; remove it to download it again") from None
 
 
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
-    """Writes a tar.gz of (name, content) pairs."""
+    """Writes (name, content) pairs as a tar.gz at ``path``."""
     with tarfile.open(path, "w:gz", compresslevel=6) as tar:
         for name, content in files:
             member = tarfile.TarInfo(name)
@@ -138,10 +124,8 @@ def _download(file: File, path: Path) -> None:
             sink.write(chunk)
             digest.update(chunk)
     if digest.hexdigest() != file.sha256:
-        raise RunError(
-            f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…); "
-            f"put the right one at {_download_folder() / file.path}"
-        )
+        problem = f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…)"
+        raise RunError(f"{problem}; put the right one at {_download_folder() / file.path}")
 
 
 def _chunks(file: File) -> Iterator[bytes]:
@@ -156,9 +140,8 @@ def _chunks(file: File) -> Iterator[bytes]:
                 yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise RunError(
-            f"cannot download {file.address}: {reason}; put the file at {_download_folder() / file.path} by hand"
-        ) from None
+        problem = f"cannot download {file.address}: {reason}"
+        raise RunError(f"{problem}; put the file at {_download_folder() / file.path} by hand") from None
 
 
 @contextmanager

@@ -50,9 +50,8 @@ def adult() -> Task:
 
 
 class People(Dataset):
-    """Sample: (6 standardized numbers, float32; 8 category codes, int64; 1 for more than 50,000 dollars, else 0).
-
-    A category that is not in the training data has code 0.
+    """Sample: (6 standardized numbers, float32; 8 category codes, int64; 1 for more than 50,000 dollars, else 0). A
+    category that is not in the training data has code 0.
     """
 
     def __init__(self, rows: list[list[str]], scale: tuple[numpy.ndarray, numpy.ndarray], categories: list[list[str]]):
@@ -85,7 +84,7 @@ class Tabular(nn.Module):
 
 
 def _rows(name: str) -> list[list[str]]:
-    """The fields of every person; adult.test begins with a line that is no person."""
+    """The fields of every person in file ``name``; skips the first line of adult.test, which is no person."""
     text = download(File(f"adult/{name}", ADDRESS + name, FILES[name])).read_text(encoding="ascii")
     rows = [line.split(", ") for line in text.splitlines()]
     return [row for row in rows if len(row) == LABEL + 1]

@@ -46,10 +46,8 @@ def cifar10() -> Task:
 
 
 class Photographs(Dataset):
-    """Sample: (normalized float32 image of shape (3, 32, 32), decoded from JPEG; class, 0 to 9).
-
-    Args:
-        split: "train" or "test".
+    """Sample: (normalized float32 image of shape (3, 32, 32), decoded from JPEG; class, 0 to 9). Split: "train" or
+    "test".
     """
 
     def __init__(self, split: str):
@@ -109,10 +107,8 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
             files.append(content)
             labels.append(CLASSES.index(label))
     if len(files) != IMAGES[split]:
-        raise ConfigurationError(
-            f"{path} holds {len(files)} images {split}/CLASS/NUMBER.jpg, expected {IMAGES[split]}; "
-            "remove it to create it again"
-        )
+        problem = f"{path} holds {len(files)} images {split}/CLASS/NUMBER.jpg, expected {IMAGES[split]}"
+        raise ConfigurationError(f"{problem}; remove it to create it again")
     return files, labels
 
 
@@ -129,11 +125,10 @@ def _to_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _pillow():
-    """The module ``PIL.Image``."""
+    """Imports and returns ``PIL.Image``; ``ConfigurationError`` if pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
-        raise ConfigurationError(
-            "the workload cifar10 needs the package pillow; pip install 'hasten[images]'"
-        ) from None
+        problem = "the workload cifar10 needs the package pillow"
+        raise ConfigurationError(f"{problem}; pip install 'hasten[images]'") from None
     return Image

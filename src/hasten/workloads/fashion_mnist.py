@@ -40,11 +40,7 @@ def fashion_mnist() -> Task:
 
 
 class Clothes(Dataset):
-    """Sample: (normalized float32 image of shape (1, 28, 28); class, 0 to 9).
-
-    Args:
-        split: "train" or "t10k".
-    """
+    """Sample: (normalized float32 image of shape (1, 28, 28); class, 0 to 9). Split: "train" or "t10k"."""
 
     def __init__(self, split: str):
         self.images = _read_idx(f"{split}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)

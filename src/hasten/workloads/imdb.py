@@ -95,9 +95,8 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        raise ConfigurationError(
-            "the workload imdb needs the package transformers; pip install 'hasten[text]'"
-        ) from None
+        problem = "the workload imdb needs the package transformers"
+        raise ConfigurationError(f"{problem}; pip install 'hasten[text]'") from None
     return transformers
 
 
@@ -109,10 +108,8 @@ def _reviews() -> dict[str, list[tuple[str, int]]]:
         _, split, folder, _ = name.split("/")
         reviews[split].append((content.decode(), int(folder == "pos")))
     if any(len(reviews[split]) != 2 * LIMITS[split] for split in LIMITS):
-        raise ConfigurationError(
-            f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, expected 10000 and 5000; "
-            "remove it to create it again"
-        )
+        problem = f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, expected 10000 and 5000"
+        raise ConfigurationError(f"{problem}; remove it to create it again")
     return reviews
 
 

@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP of two layers."""
+    """A transformer block: causal self-attention, then an MLP of two layers."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

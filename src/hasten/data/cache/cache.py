@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy
@@ -27,8 +26,8 @@ from hasten.data.batch_builder import CollateError, Map, collate_nested, is_buil
 from hasten.data.cache.cache_disk import CacheDirectory
 from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
-from hasten.data.io.cache_folder import default_folder
-from hasten.data.progress import progress_warner, with_rate
+from hasten.data.io.metadata_cache import default_folder
+from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
@@ -45,11 +44,7 @@ def cached(
     folder: str | Path | None,
     watch: ProgressCallback | None,
 ) -> Cache:
-    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``.
-
-    Raises:
-        ConfigurationError: An argument has a wrong value.
-    """
+    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
         raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
     check_positive("cache(gigabytes=)", gigabytes)
@@ -66,7 +61,7 @@ def cached(
 
 
 class Mapped(Source):
-    """A source whose samples pass through maps and are stacked into columns again."""
+    """A source that applies sample maps to another source's rows and stacks the results into columns."""
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
@@ -116,21 +111,16 @@ class Cache(Source):
     ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
     changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
 
-    Attributes:
-        gigabytes: Limit of the size; a larger cache is an error. None: half of the free memory or disk space.
-        watch: Progress callback while the cache is filled.
-        identity: Identity of the source that the cache was filled from.
-        columns: The columns of all rows; None until the cache is filled.
-        lists: Indices of the columns that are returned as lists of rows.
-        bad: Rows that could not be read: {row: (location, reason)}.
+    ``gigabytes``: limit of the size; a larger cache is an error. None: half of the free memory or disk space.
+    ``watch``: progress callback while the cache is filled.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
         self.source, self.gigabytes, self.watch = source, gigabytes, watch
-        self.identity: dict | None = None
-        self.columns: Any = None
-        self.lists: list[int] = []
-        self.bad: dict[int, tuple[str, str]] = {}
+        self.identity: dict | None = None  # identity of the source that the cache was filled from
+        self.columns: Any = None  # the columns of all rows; None until the cache is filled
+        self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
+        self.bad: dict[int, tuple[str, str]] = {}  # rows that could not be read: {row: (location, reason)}
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"identity": None, "columns": None}  # a spawned process fills its own cache
@@ -172,19 +162,18 @@ class Cache(Source):
 
     @abstractmethod
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
-        """Returns (columns of all rows as tensors, ``lists``, ``bad``); ``identity`` is that of the source."""
+        """Reads all rows: (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
 
     def chunks(
         self, like: Any, identity: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
     ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
-        Raises:
-            RunError: More rows are bad than allowed, or the data changed meanwhile.
-            ConfigurationError: The shape or dtype of a row differs from the first rows.
+        RunError if more rows are bad than allowed or the data changed meanwhile, ConfigurationError if the shape or
+        dtype of a row differs from the first rows.
         """
-        size = max(1, CHUNK // max(1, bytes_of(like, 1)))
-        watch, start, rows = self.watch or progress_warner(), perf_counter(), len(self)
+        size, rows = max(1, CHUNK // max(1, bytes_of(like, 1))), len(self)
+        report = rate_reporter(what, rows, watch=self.watch)
 
         def make(index: int) -> tuple[Any, list[BadRow]]:
             chunk = numpy.arange(index * size, min((index + 1) * size, rows))
@@ -195,32 +184,27 @@ class Cache(Source):
                 faults.record(bad_row)
                 bad[bad_row.row] = (bad_row.where, bad_row.why)
             yield index * size, columns
-            done = min(1.0, (index + 1) * size / rows)
-            elapsed = perf_counter() - start
-            watch(with_rate(what, done * rows, elapsed), done, elapsed * (1 - done) / done)
+            report(min(rows, (index + 1) * size))
         self.source.prepare(runner, faults)
         if _differ(source_identity(self.source), identity):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-        """Reads the first rows as tensors, and ``lists``, if all rows like them fit into ``free`` bytes and the limit.
-
-        Raises:
-            ConfigurationError: They need more than allowed, or have no common shape.
-            RunError: More rows are bad than allowed.
+        """Returns the first rows as tensors, and ``lists``. ConfigurationError if all rows like them exceed the limit
+        (without one, half of ``free`` bytes), or have no common shape.
         """
         first, lists = read_first(self.source, faults)
         needed = bytes_of(first, len(self))
         allowed = self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:
             limit = "were allowed" if self.gigabytes else f"are half of what is free {where}"
-            message = f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {allowed / 1e9:.3g} GB {limit}"
-            raise ConfigurationError(f"{message}; allow more with gigabytes=, or cache less of every sample")
+            limit = f"{allowed / 1e9:.3g} GB {limit}; allow more with gigabytes=, or cache less of every sample"
+            raise ConfigurationError(f"a cache of {len(self)} rows needs {needed / 1e9:.3g} GB, and {limit}")
         return first, lists
 
 
 class MemoryCache(Cache):
-    """Holds one tensor per column in memory."""
+    """A cache that holds all rows in memory, one tensor per column."""
 
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         first, lists = self.read_first_within(free_memory(), "in memory", faults)
@@ -234,7 +218,7 @@ class MemoryCache(Cache):
 
 
 class DiskCache(Cache):
-    """Holds one memory-mapped row-major file per column; all processes that read it share its pages."""
+    """A cache on disk: one memory-mapped, row-major file per column, whose pages all processes share."""
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
         super().__init__(source, gigabytes, watch)
@@ -252,7 +236,7 @@ class DiskCache(Cache):
 
 
 def source_identity(source: Source) -> dict:
-    """Returns what distinguishes the rows of a source from all others: class, code, length and fingerprint, as JSON."""
+    """Returns what identifies the rows of a source: class, code, length and fingerprint, as JSON values."""
     kind = type(source)
     name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
     return _to_json({"source": name, "code": code, "rows": len(source), "of": source.fingerprint()})

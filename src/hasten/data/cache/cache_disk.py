@@ -11,8 +11,6 @@ KEY is a hash of the identity of the source (its class, files with sizes and tim
 format, and of the version of this package, because another version may read files differently.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -43,21 +41,15 @@ LOCK_POLL_INTERVAL_S = 0.1
 
 
 def free_disk(folder: Path) -> int:
-    """Returns the free bytes on the disk of a folder, which need not exist yet.
-
-    Raises:
-        RunError: The file system does not report it.
+    """Returns the free bytes on the disk of a folder, which need not exist yet; RunError if the system does not report
+    them.
     """
     with _disk_errors(folder):
         return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)), "/")).free
 
 
 class CacheDirectory:
-    """The cache in ``folder`` of the source with this identity.
-
-    Attributes:
-        path: Directory of the complete cache.
-    """
+    """The cache in ``folder`` of the source with this identity; once complete, it is in the directory ``path``."""
 
     def __init__(self, folder: Path, identity: dict):
         key_content = json.dumps([identity, FORMAT, __version__, sys.byteorder], sort_keys=True)
@@ -66,16 +58,10 @@ class CacheDirectory:
         self._partial, self._lock = folder / f"{key}.making", folder / f"{key}.lock"
 
     def open(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
-        """Opens the cache; creates it first if it does not exist.
+        """Returns (memory-mapped columns, indices of the columns that are lists of rows, bad rows).
 
-        Args:
-            fill: ``(write) -> (lists, bad rows)``; calls ``write(columns)`` for all rows in order.
-
-        Returns:
-            (memory-mapped columns, indices of the columns that are lists of rows, bad rows).
-
-        Raises:
-            RunError: The disk is full or not writable.
+        If the cache does not exist, ``fill(write) -> (lists, bad rows)`` creates it by ``write(columns)`` of all rows
+        in order. RunError if the disk is full or not writable.
         """
         with suppress(*DAMAGE_ERRORS):
             return self._map()
@@ -121,7 +107,7 @@ class CacheDirectory:
 
 
 class _ColumnWriter:
-    """Writes the files of a cache."""
+    """Appends rows to the files of a disk cache, one file per column."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -168,10 +154,8 @@ def _disk_errors(folder: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def file_lock(lock: Path, waiting_message: str) -> Iterator[None]:
-    """Holds an exclusive lock file and removes it afterwards; warns if another process holds it.
-
-    Raises:
-        RunError: The file system does not support locks, or the file cannot be written.
+    """Holds an exclusive lock file and removes it afterwards; warns if another process holds it. RunError if the file
+    system does not support locks, or the file cannot be written.
     """
     warned = False
     while (file := _try_lock(lock)) is None:
@@ -211,14 +195,14 @@ def _try_lock(lock: Path) -> BinaryIO | None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Makes a rename in the folder survive a power failure."""
+    """Flushes a folder to the disk, so that a rename in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def _nest(nesting: Any, columns: list) -> Any:
-    """Arranges the columns as described: a number stands for a column, an object for a dict, an array for a tuple."""
+    """Nests columns as the JSON ``nesting`` describes: a number is a column's index, an array becomes a tuple."""
     if isinstance(nesting, dict):
         return {name: _nest(part, columns) for name, part in nesting.items()}
     if isinstance(nesting, list):

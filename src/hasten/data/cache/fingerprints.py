@@ -12,8 +12,6 @@ another hash in every process for classes in ``__main__``, sets and torch module
 inserted above the function.
 """
 
-from __future__ import annotations
-
 import copyreg
 import dis
 import functools
@@ -40,13 +38,8 @@ NOT_BEHAVIOR |= {"__firstlineno__", "__static_attributes__"}
 
 
 def fingerprint(function: Callable) -> str:
-    """Returns a hash that changes when the function does, equal in every process with the same Python.
-
-    Returns:
-        32 hexadecimal digits.
-
-    Raises:
-        ConfigurationError: The function depends on something that cannot be hashed (an open file, a lock, a generator).
+    """Returns 32 hexadecimal digits that change when the function does, equal in every process with the same Python.
+    ConfigurationError if the function depends on what cannot be hashed (an open file, a lock, a generator).
     """
     return _digest(function, getattr(function, "__qualname__", type(function).__qualname__)).hex()
 
@@ -126,14 +119,14 @@ def _function_parts(function: types.FunctionType) -> list:
 
 
 def _code_parts(code: types.CodeType) -> list:
-    """Everything except file names and line numbers; of local variables, only the names of arguments."""
+    """The parts of a code object to hash: all except file names, line numbers and names of local variables."""
     arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
     names = [*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
     return [code.co_code, code.co_exceptiontable, code.co_flags, arguments, names, list(code.co_consts)]
 
 
 def _with_attributes(value: Any, names: list[str], around: tuple = ()) -> list:
-    """A value; for a module of the user's, also the attributes that the code refers to, recursively."""
+    """[value]; for one of the user's modules, also those of its attributes that code refers to as ``names``."""
     if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
         return [value]
     attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
@@ -141,7 +134,7 @@ def _with_attributes(value: Any, names: list[str], around: tuple = ()) -> list:
 
 
 def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleType | str]:
-    """Yields what code and its inner functions import: modules of the user's, names of installed and missing ones."""
+    """Yields what code imports: the user's modules as such, installed and missing ones by name."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, parts, step in zip(steps, steps[1:], steps[2:], strict=False):
         if step.opname == "IMPORT_NAME" and not level.argval and _is_installed(step.argval):
@@ -157,7 +150,7 @@ def _imported(code: types.CodeType, namespace: dict) -> Iterator[types.ModuleTyp
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The globals and attributes that code and the functions inside it refer to."""
+    """Names of the globals and attributes that code, and functions defined inside it, refer to."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
@@ -170,7 +163,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _unwrap(part: Any) -> Any:
-    """The functions inside a descriptor of a class."""
+    """The functions in a property, classmethod or the like; any other class attribute as it is."""
     if isinstance(part, (staticmethod, classmethod)):
         return part.__func__
     if isinstance(part, property):
@@ -179,7 +172,7 @@ def _unwrap(part: Any) -> Any:
 
 
 def _is_importable(function: types.FunctionType) -> bool:
-    """Whether the name and version of its module identify a function."""
+    """Whether a function is found by name in an installed module, so that name and version identify it."""
     return _is_installed(function.__module__) and not function.__closure__ and "<locals>" not in function.__qualname__
 
 
@@ -198,7 +191,7 @@ def _is_installed(module: str | None) -> bool:
 
 @functools.cache
 def _versioned(module: str) -> str:
-    """A module's name with its version."""
+    """A module's name with the version of its package or of Python."""
     package = module.partition(".")[0]
     try:
         return f"{module} {metadata.version(package)}"

@@ -1,7 +1,5 @@
 """Reads rows for a cache: all of one shape and dtype, bad rows as zeros."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 
@@ -18,14 +16,10 @@ UNIFORM_ROWS_HINT = "a cache requires rows of one shape and dtype: use images(re
 
 
 def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-    """Reads the first readable rows, and records the bad rows before them.
+    """Returns the first readable rows as (columns as tensors, indices of the columns that the source returns as lists).
 
-    Returns:
-        (columns as tensors, indices of the columns that the source returns as lists of rows).
-
-    Raises:
-        RunError: More rows are bad than allowed.
-        ConfigurationError: No row can be read, or the rows have no common shape.
+    Records the bad rows before them; RunError if these are more than allowed, ConfigurationError if no row can be read
+    or the rows have no common shape.
     """
     for begin in range(0, len(source), PROBED_ROWS):
         columns, _, bad_rows = faults.readable(source, numpy.arange(begin, min(begin + PROBED_ROWS, len(source))))
@@ -66,8 +60,8 @@ def _check_like(columns: Any, like: Any, rows: numpy.ndarray) -> None:
     for index, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
         expected, actual = _describe(first[0]), _describe(column[0])
         if actual != expected:
-            message = f"column {index} is {expected} in the first rows and {actual} in rows {rows[0]} to {rows[-1]}"
-            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
+            later = f"{actual} in rows {rows[0]} to {rows[-1]}; {UNIFORM_ROWS_HINT}"
+            raise ConfigurationError(f"column {index} is {expected} in the first rows and {later}")
 
 
 def _describe(row: torch.Tensor) -> str:
@@ -75,10 +69,8 @@ def _describe(row: torch.Tensor) -> str:
 
 
 def _as_tensors(columns: Any) -> Any:
-    """Stacks the columns that are lists of tensors.
-
-    Raises:
-        ConfigurationError: A list contains something else, or tensors of several shapes or dtypes.
+    """Stacks the columns that are lists of tensors; ConfigurationError for other lists, and for several shapes or
+    dtypes.
     """
     indices = count()
 
@@ -91,8 +83,8 @@ def _as_tensors(columns: Any) -> Any:
             raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
         kinds = [*dict.fromkeys(map(_describe, column))]
         if len(kinds) > 1:
-            message = f"column {index} of the samples holds rows of {kinds[0]} and of {kinds[1]}"
-            raise ConfigurationError(f"{message}; {UNIFORM_ROWS_HINT}")
+            both = f"rows of {kinds[0]} and of {kinds[1]}"
+            raise ConfigurationError(f"column {index} of the samples holds {both}; {UNIFORM_ROWS_HINT}")
         return torch.stack(column)
 
     return map_columns(stack, columns)

@@ -1,7 +1,5 @@
 """Rows in memory or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hasten.core.errors import ConfigurationError

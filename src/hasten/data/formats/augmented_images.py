@@ -6,8 +6,6 @@ then the same number of values from another start, and gathering it is the copy 
 are identical to the bit.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -17,22 +15,14 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.data import transforms
 from hasten.data.array_source import Arrays
 from hasten.data.batch_builder import Map
 from hasten.data.buffer_pool import alloc_huge, thread_scratch
 from hasten.data.pipeline import Pipeline
 from hasten.data.rng import SampleRng
 from hasten.data.source import Source
-from hasten.data.transforms import (
-    SEAM,
-    decode_choices,
-    inside_masks,
-    moments,
-    num_choices,
-    random_crop,
-    scaled,
-    seam_masks,
-)
+from hasten.data.transforms import SEAM
 from hasten.data.unpacking import (
     FOOTER_BYTES,
     can_unpack,
@@ -73,13 +63,13 @@ def augmented_images(
         ConfigurationError: As for these functions; also for a map before ``batch``, where no images exist yet.
     """
     source = RowNumbers(Arrays(images if labels is None else (images, labels)))
-    random_crop(padding, mirror)  # checks the arguments
-    gather = Gather(source.images, padding, mirror, *moments(mean, std))
+    transforms.random_crop(padding, mirror)  # checks the arguments
+    gather = Gather(source.images, padding, mirror, *transforms.moments(mean, std))
     return AugmentedPipeline(source, batch_maps=(Map(gather, stage=0),))
 
 
 class AugmentedPipeline(Pipeline):
-    """A pipeline whose images are made a batch at a time."""
+    """A pipeline that creates its images a batch at a time, so that ``map`` is allowed after ``batch`` only."""
 
     def map(self, function: Callable) -> Pipeline:
         if self.batch_size is None:
@@ -88,7 +78,7 @@ class AugmentedPipeline(Pipeline):
 
 
 class RowNumbers(Source):
-    """Row indices in place of the images, and the labels."""
+    """A source that returns row indices in place of images, which ``Gather`` replaces; and the labels."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -122,7 +112,8 @@ class Gather:
     def __init__(
         self, images: torch.Tensor, padding: int, mirror: bool, means: tuple[float, ...], stds: tuple[float, ...]
     ) -> None:
-        self.shape, self.num_choices, self.means, self.stds = images.shape[1:], num_choices(padding), means, stds
+        self.shape, self.means, self.stds = images.shape[1:], means, stds
+        self.num_choices = transforms.num_choices(padding)
         *planes, height, width = self.shape
         self.planes, self.plane = math.prod(planes), height * width
         self.footers: numpy.ndarray | None = None
@@ -140,7 +131,7 @@ class Gather:
             rows = self.values[begin : begin + copy].view(-1, stored)
             rows[:, : self.plane] = version.reshape(-1, self.plane)
             rows[:, self.plane :] = 0
-        top, left, mirrored = decode_choices(torch.arange(self.num_choices), padding)
+        top, left, mirrored = transforms.decode_choices(torch.arange(self.num_choices), padding)
         first_of_choice: Any = first
         if mirror:
             left = torch.where(mirrored, 2 * padding - left, left)  # random_crop shifts first and flips then
@@ -150,9 +141,9 @@ class Gather:
         self.seams: torch.Tensor | None = None
         self.inside: torch.Tensor | None = None
         if self.footers is not None and width % SEAM == 0 and 2 * padding <= SEAM:
-            self.seams = seam_masks(left, padding)
+            self.seams = transforms.seam_masks(left, padding)
         else:
-            self.inside = inside_masks(top, left, padding, height, width, images.dtype.itemsize)
+            self.inside = transforms.inside_masks(top, left, padding, height, width, images.dtype.itemsize)
         self.tries = FRESH_TRIES
         if self.footers is not None:
             retain_freed_memory()
@@ -168,11 +159,11 @@ class Gather:
             images = self._unpack(planes).view(len(rows), *self.shape)
         else:
             self.tries = self.tries - 1 if self.tries > -TWO_PASS_BATCHES else FRESH_TRIES
-            images = scaled(planes[:, : self.plane].view(len(rows), *self.shape), self.means, self.stds)
+            images = transforms.scaled(planes[:, : self.plane].view(len(rows), *self.shape), self.means, self.stds)
         return (images, *batch[1:]) if labeled else images
 
     def _gather(self, choices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the planes of all images, shape (planes, values and footer), in memory that the next call reuses."""
+        """Returns the shifted planes of ``rows``, shape (planes, values + footer); the next call reuses the memory."""
         count, plane = len(rows), self.plane
         begins = self.begins.index_select(0, choices).add_(rows.unsqueeze(1), alpha=self.size).view(-1)
         used = len(begins) * self.pitch * self.values.dtype.itemsize
@@ -193,9 +184,8 @@ class Gather:
         return planes
 
     def _unpack(self, planes: torch.Tensor) -> torch.Tensor:
-        """Returns the floats, in memory that torch allocates.
-
-        If that memory is fresh, a second pass would be cheaper, so the number of remaining tries decreases.
+        """Returns the floats, in memory that torch allocates. If that memory is fresh, a second pass would be cheaper,
+        so the number of remaining tries decreases.
         """
         before = page_faults()
         floats = unpack_planes(planes)

@@ -1,7 +1,5 @@
 """CRC-32C, the checksum of TFRecord files, computed by ``google-crc32c``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -11,11 +9,7 @@ from hasten.core.errors import ConfigurationError
 
 
 def crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
-    """Returns the checksum of every piece, uint32, shape (pieces,).
-
-    Raises:
-        ConfigurationError: ``google-crc32c`` is not installed.
-    """
+    """Returns the checksum of every piece, uint32, shape (pieces,)."""
     return numpy.fromiter(map(_crc32c(), pieces), numpy.uint32, len(pieces))
 
 
@@ -26,16 +20,10 @@ def masked(checksums: numpy.ndarray) -> numpy.ndarray:
 
 
 def crc32c_of_rows(rows: numpy.ndarray) -> numpy.ndarray:
-    """Returns the checksum of every row for short rows of equal length, uint32, shape (rows,).
+    """Returns the checksum of every row of ``rows``, uint8, shape (rows, bytes), as uint32, shape (rows,).
 
     A CRC is linear over XOR, so that one table look-up for each byte position suffices. For a million rows of 8 bytes
     (the lengths of records) this takes 0.06 s; one call of ``google-crc32c`` for each row takes 0.32 s.
-
-    Args:
-        rows: uint8, shape (rows, bytes).
-
-    Raises:
-        ConfigurationError: ``google-crc32c`` is not installed.
     """
     of_zeros, tables = _tables(rows.shape[1])
     checksums = numpy.full(len(rows), of_zeros, numpy.uint32)
@@ -46,9 +34,8 @@ def crc32c_of_rows(rows: numpy.ndarray) -> numpy.ndarray:
 
 @cache
 def _tables(length: int) -> tuple[int, list[numpy.ndarray]]:
-    """Returns the checksum of ``length`` zero bytes, and for each position what each byte value changes about it.
-
-    A table of changes is uint32, shape (256,).
+    """Returns the checksum of ``length`` zero bytes, and for each position what each byte value changes about it. A
+    table of changes is uint32, shape (256,).
     """
     value, zeros = _crc32c(), bytes(length)
     of_zeros = value(zeros)

@@ -8,8 +8,6 @@ torchvision's ``Resize`` and ``CenterCrop`` do. A JPEG that is more than four ti
 1/2 of its size, but never below twice the requested size. EXIF orientation is ignored.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -29,22 +27,17 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns (height, width) of the argument ``resize``.
-
-    Raises:
-        ConfigurationError: It is no size, or it has more than ``pixels`` pixels; ``pixels`` is no positive integer.
-    """
+    """Returns (height, width) of the argument ``resize``; at most ``pixels`` pixels."""
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None
     sides = resize if isinstance(resize, (tuple, list)) else (resize, resize)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise ConfigurationError(
-            f"resize must be the side of a square or (height, width) in pixels, not {resize!r:.80}"
-        )
+        expected = "the side of a square or (height, width) in pixels"
+        raise ConfigurationError(f"resize must be {expected}, not {resize!r:.80}")
     if sides[0] * sides[1] > pixels:
-        what = f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {pixels} are allowed"
-        raise ConfigurationError(f"{what}; use a smaller size, or a higher limit: pixels=")
+        limit = f"{pixels} are allowed; use a smaller size, or a higher limit: pixels="
+        raise ConfigurationError(f"resize={resize!r} makes images of {sides[0] * sides[1]} pixels, and {limit}")
     return sides[0], sides[1]
 
 
@@ -59,15 +52,9 @@ def decode_images(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Decodes a batch of images: uint8, shape (rows, 3, *size), or a list of tensors (3, height, width) without a size.
 
-    Args:
-        rows: Row index of each image, for errors.
-        where: File of each image, for errors.
-        contents: Bytes of the files, in order; raises ValueError for a file that cannot be read.
-        size: (height, width), or None for the sizes of the files.
-        pixels: Largest number of pixels of an image.
-
-    Raises:
-        BadRow: An image cannot be decoded.
+    ``contents`` yields the bytes of the files in order, and raises ValueError for one that cannot be read. ``rows`` and
+    ``where`` (row and file of each image) are for the BadRow that is raised if an image cannot be decoded or has more
+    than ``pixels`` pixels.
     """
     batch: Any = [None] * len(rows) if size is None else acquire((len(rows), 3, *size), torch.uint8)
     for position, row in enumerate(rows):
@@ -85,14 +72,8 @@ def decode_images(
 def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | None = None) -> numpy.ndarray:
     """Decodes a JPEG or PNG file to RGB: uint8, shape (height, width, 3).
 
-    Args:
-        content: Bytes of the file.
-        pixels: Largest number of pixels.
-        size: The size to which the image will be resized. A large JPEG may then be decoded smaller, into memory that
-            the next call in the same thread overwrites.
-
-    Raises:
-        ValueError: The file is damaged, has too many pixels, or is no image.
+    ValueError if the file is damaged, is no image or has more than ``pixels`` pixels. With ``size``, to which the image
+    will be resized, a large JPEG may be decoded smaller, into memory that the next call in the same thread overwrites.
     """
     if content[:2] == b"\xff\xd8" and _simplejpeg():
         try:
@@ -127,23 +108,23 @@ def _decode_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) ->
     readers = {b"\xff\xd8\xff": JpegImagePlugin.JpegImageFile, b"\x89PN": PngImagePlugin.PngImageFile}
     reader = readers.get(content[:3])
     if reader is None:
-        raise ValueError("it is not a JPEG or PNG image")
+        raise ValueError("the file is not a JPEG or PNG image")
     try:
         with reader(io.BytesIO(content)) as image:
             _check_pixels(image.height, image.width, pixels)
             if image.mode.startswith("I"):
-                raise ValueError("it has 16 bits per channel; convert it to 8")
+                raise ValueError("the image has 16 bits per channel; convert it to 8")
             if size is not None:
                 image.draft(image.mode, (MIN_SCALE * size[1], MIN_SCALE * size[0]))  # only JPEG can
             return numpy.array(image.convert("RGB"))
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # for damaged files Pillow raises nearly any type
-        raise ValueError(f"it cannot be decoded ({format_error(error)})") from None
+        raise ValueError(f"the image cannot be decoded ({format_error(error)})") from None
 
 
 class _TooLargeError(ValueError):
-    """The image has more pixels than allowed."""
+    """The image has more pixels than the limit ``pixels`` allows."""
 
 
 def _check_pixels(height: int, width: int, pixels: int, when: str = "") -> None:
@@ -154,7 +135,7 @@ def _check_pixels(height: int, width: int, pixels: int, when: str = "") -> None:
 
 @cache
 def _simplejpeg() -> Any:
-    """Returns the module, or None if it is not installed."""
+    """Returns the module simplejpeg, or None if it is not installed."""
     try:
         import simplejpeg
     except ImportError:
@@ -174,9 +155,7 @@ def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))
-    _check_pixels(
-        scaled[0], scaled[1], pixels, " when its shorter side is scaled to fit"
-    )  # a narrow image becomes long
+    _check_pixels(*scaled, pixels, " when its shorter side is scaled to fit")  # a narrow image becomes long
     layers = torch.from_numpy(pixels_in).permute(2, 0, 1)[None]
     if scaled != (height, width):
         layers = torch.nn.functional.interpolate(layers, scaled, mode="bilinear", antialias=True)

@@ -1,7 +1,5 @@
 """Images: folders and lists of JPEG and PNG files, with a class for each folder."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -53,11 +51,7 @@ def images(
 
 
 class Images(Source):
-    """Image files.
-
-    Attributes:
-        classes: Class names in the order of their indices; empty if the labels are not folders.
-    """
+    """Image files; ``classes`` are the class names in the order of their indices, empty without folders as labels."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
@@ -90,17 +84,13 @@ class Images(Source):
         return {"images": digest.hexdigest(), "labels": labels, **decoder_fingerprint(self.size, self.pixels)}
 
     def raw(self, rows: list[int], paths: list[str]) -> Iterator[bytes]:
-        """Yields the undecoded bytes of ``paths`` in order; ``rows`` serve to find files that have changed."""
+        """Yields the undecoded bytes of the files ``paths`` of ``rows`` in order; ``RunError`` if one has changed."""
         fetched = fetch_ranges([(path, None, None) for path in paths]) if is_remote(paths[0]) else [None] * len(paths)
         for row, path, content in zip(rows, paths, fetched, strict=True):
             yield self._read_file(row, path) if content is None else content
 
     def _read_file(self, row: int, path: str) -> bytes:
-        """Reads a file.
-
-        Raises:
-            RunError: A local file has changed since it was first read or since ``fingerprint``.
-        """
+        """Reads a file; RunError if a local one has changed since it was first read or since ``fingerprint``."""
         with _blame_file(path), open_file(path) as file:
             if not is_remote(path):
                 status = os.fstat(file.fileno())
@@ -112,12 +102,7 @@ class Images(Source):
 
 
 def content_of(path: str) -> bytes:
-    """Returns the bytes of an image file.
-
-    Raises:
-        ConfigurationError: This file cannot be read.
-        RunError: No file at this place can be read.
-    """
+    """Returns the bytes of an image file; ConfigurationError if this one cannot be read, RunError if none there can."""
     with _blame_file(path), open_file(path) as file:
         return file.read()
 
@@ -133,7 +118,7 @@ def _list_files(paths: Any) -> Manifest:
 
 
 def _signature(path: str) -> list:
-    """Returns the file signature; only the path for a file that cannot be read, which is a bad row."""
+    """Returns [path, size, version] of a file; [path] for one that cannot be read, which will be a bad row."""
     try:
         with _blame_file(path):
             return file_signature(path)
@@ -148,7 +133,7 @@ def _version(size: int, modified_ns: int) -> int:
 
 @contextmanager
 def _blame_file(path: str) -> Iterator[None]:
-    """Turns a ConfigurationError into a RunError if the cause is not this file, such as an expired login."""
+    """Context manager: makes a ConfigurationError a RunError if the cause is not this file but, say, the login."""
     try:
         yield
     except ConfigurationError as error:
@@ -158,13 +143,13 @@ def _blame_file(path: str) -> Iterator[None]:
 
 
 def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
-    """Returns (class names, class index of each file)."""
+    """Returns (class names, sorted; class index of each file): folders below the root, or that hold the files."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.relative_path(int((files.parents == names.index("")).argmax()))
-        why = f"{example} is in no folder that could be its class"
-        raise ConfigurationError(f"{why}; pass labels=None, or labels={{file name: number}}")
+        advice = "pass labels=None, or labels={file name: number}"
+        raise ConfigurationError(f"{example} is in no folder that could be its class; {advice}")
     classes = sorted(set(names))
     index_of = {name: index for index, name in enumerate(classes)}
     indices = numpy.array([index_of[name] for name in names])

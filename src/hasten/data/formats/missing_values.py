@@ -1,26 +1,21 @@
 """Replacement of missing values in tables: one number for all numeric columns, or a value for each named column."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as compute
+import pyarrow.types as types
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
 
 
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the argument ``fill``: None, a number, or a dict from column to value.
-
-    Args:
-        fill: The argument.
-        types: Arrow types of the columns that are read; a column of a struct is named ``struct.column``.
-        columns: All columns of the files.
-
-    Raises:
-        ConfigurationError: It is neither a number nor a dict, or names an unknown column.
+    """Returns the argument ``fill``: None, a number, or a dict from column to value. ``types`` are the Arrow types of
+    the columns that are read, ``columns`` all columns of the files. A column of a struct is named ``struct.column``.
     """
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
@@ -34,22 +29,13 @@ def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> A
 
 
 def filled(array: Any, fill: Any, name: str, where: str) -> Any:
-    """Returns an Arrow array without missing values.
+    """Returns an Arrow array whose missing values are replaced by those of ``fill``.
 
-    Args:
-        array: Arrow array.
-        fill: A number for all numeric columns, or a dict from column to value.
-        name: Column.
-        where: File and chunk, for errors.
-
-    Raises:
-        ConfigurationError: Values are missing, and ``fill`` has no value for this column, or one of another type.
+    ``fill`` is a number for all numeric columns, or a dict from column to value. ConfigurationError if it has no value
+    for this column ``name``, or one of another type; ``where`` is the file and chunk, for the error.
     """
     if not array.null_count:
         return array
-    import pyarrow as pa
-    import pyarrow.types as types
-
     if isinstance(fill, Mapping):
         value = fill.get(name)
     else:
@@ -64,31 +50,26 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
             return pa.repeat(converted, len(array))
         return array.fill_null(pa.scalar(converted, array.type))
     except (pa.ArrowException, NotImplementedError, ValueError, ArithmeticError) as error:
-        why = f"column {name!r} is of type {array.type}, which {value!r:.80} cannot fill"
-        raise ConfigurationError(f"{why}: {format_error(error)}") from None
+        reason = f"{value!r:.80} cannot fill: {format_error(error)}"
+        raise ConfigurationError(f"column {name!r} is of type {array.type}, which {reason}") from None
 
 
 def missing(name: str, array: Any, what: str, where: str) -> str:
-    """Returns the first part of the error message for missing values."""
+    """Begins an error message: how many of ``what`` (values, lists) are missing in column ``name``, and where."""
     return f"column {name!r} lacks {array.null_count} of its {len(array)} {what} in {where}"
 
 
 def check_no_nulls(name: str, array: Any, where: str) -> None:
     """Raises ConfigurationError if structs or lists are missing, which no value can fill."""
-    import pyarrow.types as types
-
     if array.null_count:
         what = "structs" if types.is_struct(array.type) else "lists"
         raise ConfigurationError(f"{missing(name, array, what, where)}, which no value can fill; leave the column out")
 
 
 def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
-    """Casts columns with missing values to the common type of all files, which determines how they are filled.
-
-    For tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
+    """Casts columns with missing values to the common type of all files, which determines how they are filled. For
+    tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
     """
-    import pyarrow.types as types
-
     for index, name in enumerate(table.schema.names):
         column, arrow_type = table.column(index), common_types[name]
         if (column.null_count or types.is_null(column.type)) and plain(column.type) != arrow_type:
@@ -101,9 +82,6 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
 def empty_to_null(table: Any, name: str) -> Any:
     """Replaces empty strings of a column by missing values, which CSV cannot express otherwise."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
     words = table.column(name)
     empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
     words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,35 +90,28 @@ def empty_to_null(table: Any, name: str) -> Any:
 
 def _convert(value: Any, arrow_type: Any) -> Any:
     """Returns ``value`` as the Python type for an Arrow type; Arrow itself would truncate a float for an integer.
-
-    Raises:
-        ValueError: It would become another value.
-        ArithmeticError: It is NaN or infinite, and the type is not a float.
+    ValueError if it would become another value; ArithmeticError if it is NaN or infinite, and the type is not a float.
     """
-    import pyarrow.types as types
-
     if not is_number(arrow_type):
         return value
     if not isinstance(value, (Real, Decimal)):
-        raise ValueError("it is not a number")
+        raise ValueError("the value is not a number")
     value = cast(Any, value)
     if types.is_decimal(arrow_type):
         return Decimal(str(value))
     if types.is_boolean(arrow_type):
         if value not in (0, 1):
-            raise ValueError("it is neither true nor false")
+            raise ValueError("the value is neither true nor false")
         return bool(value)
     if types.is_integer(arrow_type):
         if value != int(value):
-            raise ValueError("it is not an integer")
+            raise ValueError("the value is not an integer")
         return int(value)
     return float(value)
 
 
 def _struct_columns(path: str, arrow_type: Any) -> Iterator[str]:
     """Yields the names of the columns of a struct, and of the structs in it."""
-    import pyarrow.types as types
-
     for field in arrow_type if types.is_struct(arrow_type) else ():
         yield f"{path}.{field.name}"
         yield from _struct_columns(f"{path}.{field.name}", field.type)

@@ -5,13 +5,14 @@ form until their rows are read. Every column is created for a known number of ro
 ``put``, and returns rows by ``read``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import pyarrow as pa
+import pyarrow.compute as compute
+import pyarrow.types as types
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
@@ -26,8 +27,6 @@ MAX_EXACT_FLOAT32 = 1 << 24  # up to here float32 represents every integer
 
 def column(arrow_type: Any, rows: int, name: str) -> Any:
     """Returns an empty column for a plain Arrow type."""
-    import pyarrow.types as types
-
     if types.is_struct(arrow_type):
         fields = {field.name: column(plain(field.type), rows, f"{name}.{field.name}") for field in arrow_type}
         return StructColumn(fields, name)
@@ -38,7 +37,7 @@ def column(arrow_type: Any, rows: int, name: str) -> Any:
 
 
 class NumberColumn:
-    """One tensor of shape (rows, *shape); ``dtype`` may differ from that of the file."""
+    """A numeric column as one tensor of shape (rows, *shape), converted to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, rows: int, shape: tuple[int, ...] = (), name: str = "") -> None:
         self.tensor, self.name, self._filled = torch.empty((rows, *shape), dtype=dtype), name, 0
@@ -46,8 +45,8 @@ class NumberColumn:
     def put(self, array: Any, fill: Any, where: str) -> None:
         values = to_numbers(array, fill, self.name, where)
         if values.dtype == numpy.uint64 and len(values) and values.max() > MAX_INT64:
-            what = f"column {self.name!r} holds {values.max()} in {where}"
-            raise ConfigurationError(f"{what}; a tensor holds integers up to {MAX_INT64}: leave the column out")
+            advice = f"a tensor holds integers up to {MAX_INT64}: leave the column out"
+            raise ConfigurationError(f"column {self.name!r} holds {values.max()} in {where}; {advice}")
         rows = values.reshape(len(array), *self.tensor.shape[1:])
         self.tensor.numpy()[self._filled : self._filled + len(array)] = rows
         self._filled += len(array)
@@ -60,12 +59,8 @@ class MatrixColumn:
     """Many numeric columns as one float32 tensor, shape (rows, columns), row-major.
 
     ``pyarrow.RecordBatch.to_tensor(row_major=True)`` does the same in twice the time: 12 ms instead of 6.3 ms for
-    200,000 rows of 20 float32 columns (pyarrow 26, one core).
-
-    Args:
-        names: Columns.
-        rows: Number of rows.
-        warned: Columns about whose rounding the user has been warned; extended here.
+    200,000 rows of 20 float32 columns (pyarrow 26, one core). ``warned`` collects the columns about whose rounding the
+    user has been warned.
     """
 
     def __init__(self, names: Sequence[str], rows: int, warned: set[str]) -> None:
@@ -86,41 +81,35 @@ class MatrixColumn:
         return gathered(self.tensor, index)
 
     def _warn_of_rounding(self, columns: list[numpy.ndarray]) -> None:
-        """Warns once about large integers, such as identifiers or times, that rounding would make equal to others."""
+        """Warns once per column of integers above 2**24: float32 rounds them, so that different ones become equal."""
         for name, values in zip(self.names, columns, strict=True):
             if name in self._warned or values.dtype.kind not in "iu" or values.dtype.itemsize < 4 or not len(values):
                 continue
             largest = max(int(values.max()), -int(values.min()))
             if largest > MAX_EXACT_FLOAT32:
                 self._warned.add(name)
-                what = (
-                    f"column {name!r} holds integers up to {largest}; a float32 matrix rounds above {MAX_EXACT_FLOAT32}"
-                )
+                limit = f"a float32 matrix rounds above {MAX_EXACT_FLOAT32}"
+                what = f"column {name!r} holds integers up to {largest}; {limit}"
                 hint = "leave it out (columns=[...]), or read a dict of columns (no target=)"
                 warnings.warn(f"{what}; {hint}", HastenWarning, stacklevel=2)
 
 
 class ClassColumn:
-    """Text or dictionary values as class indices: one int64 tensor."""
+    """A text target as class indices: one int64 tensor. Arrow dictionaries of text are accepted, too."""
 
     def __init__(self, classes: Sequence[str], rows: int, name: str) -> None:
-        import pyarrow as pa
-
         self._indices, self.name = NumberColumn(torch.int64, rows, (), name), name
         self._classes = pa.array(classes, pa.large_string())
 
     def put(self, array: Any, fill: Any, where: str) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as compute
-
         # the cast gives a type to a chunk in which all values are missing
         words = filled(_to_plain_array(array).cast(pa.large_string()), fill, self.name, where)
         indices = compute.index_in(words, self._classes)  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
         if indices.null_count:
             unknown = words.filter(indices.is_null())[0].as_py()
             classes = ", ".join(self._classes.slice(0, 10).to_pylist())
-            what = f"column {self.name!r} holds {unknown!r} in {where}"
-            raise ConfigurationError(f"{what}, which is not one of its classes: {classes}")
+            problem = f"which is not one of its classes: {classes}"
+            raise ConfigurationError(f"column {self.name!r} holds {unknown!r} in {where}, {problem}")
         self._indices.put(indices, None, where)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
@@ -128,18 +117,13 @@ class ClassColumn:
 
 
 class ListColumn:
-    """Text, bytes, lists of different lengths: a Python list of rows; lists of numbers are tensors."""
+    """Text, bytes or lists of different lengths: returned as a list of rows; a row of numbers is a tensor."""
 
     def __init__(self, name: str, arrow_type: Any) -> None:
-        import pyarrow.types as types
-
         self.name, self._type, self._chunks = name, arrow_type, []
         self._holds_numbers = types.is_large_list(arrow_type) and is_number(arrow_type.value_type)
 
     def put(self, array: Any, fill: Any, where: str) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as compute
-
         array = filled(_to_plain_array(array).cast(self._type), fill, self.name, where)
         if self._holds_numbers and array.flatten().null_count:
             starts = compute.subtract(array.offsets, array.offsets[0])  # pyright: ignore[reportAttributeAccessIssue]
@@ -147,8 +131,6 @@ class ListColumn:
         self._chunks.append(array)
 
     def read(self, index: torch.Tensor) -> list:
-        import pyarrow as pa
-
         if len(self._chunks) != 1:
             self._chunks = [pa.chunked_array(self._chunks, self._type).combine_chunks()]
         rows = self._chunks[0].take(pa.array(index.numpy()))
@@ -160,7 +142,7 @@ class ListColumn:
 
 
 class StructColumn:
-    """A struct: a dict of its columns."""
+    """A struct column: returned as a dict of its columns."""
 
     def __init__(self, columns: dict[str, Any], name: str) -> None:
         self._columns, self.name = columns, name
@@ -176,14 +158,7 @@ class StructColumn:
 
 
 def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
-    """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used.
-
-    Raises:
-        ConfigurationError: Values are missing, and ``fill`` has none for this column.
-    """
-    import pyarrow as pa
-    import pyarrow.types as types
-
+    """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used."""
     array = _to_plain_array(array)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -200,9 +175,6 @@ def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
 
 def _to_plain_array(array: Any) -> Any:
     """Returns a column, which may have several chunks, as one array of its plain type."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     if isinstance(array, pa.RunEndEncodedArray):

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import psutil
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.data.formats import argument_checks
-from hasten.data.formats.table_types import has_references
 from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
+from hasten.data.validation import check_names
 
+MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
 MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
 MISREAD = "are the delimiter and the header right?"
@@ -34,51 +34,48 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds.
+    """What one file holds."""
 
-    Attributes:
-        schema: Arrow schema; None for a file that cannot be opened.
-        chunks: Number of rows of each chunk.
-        bytes: Size after decompression.
-        bad: Index of a chunk -> why it cannot be read, as far as known before reading.
-    """
-
-    schema: Any
-    chunks: list[int]
-    bytes: int
+    schema: Any  # Arrow schema; None for a file that cannot be opened
+    chunks: list[int]  # number of rows of each chunk
+    bytes: int  # size after decompression
+    # index of a chunk -> why it cannot be read, as far as known before reading
     bad: dict[int, str] = field(default_factory=dict)
 
 
 class Format(Protocol):
-    """How files of one format are read. Several threads may call ``chunk`` at once.
+    """How files of one format are read. Several threads may call ``chunk`` at once."""
 
-    Attributes:
-        name: Of the format.
-        chunk_name: Of a chunk, if a file can have several.
-        suffixes: Of the files.
-        settings: JSON values on which the rows depend besides the file.
-    """
-
-    name: str
-    chunk_name: str
-    suffixes: tuple[str, ...]
-    settings: dict
+    name: str  # of the format
+    chunk_name: str  # of a chunk, if a file can have several
+    suffixes: tuple[str, ...]  # of the files
+    settings: dict  # JSON values on which the rows depend besides the file
 
     def manifest(self, path: str) -> Manifest: ...
 
     def chunk(self, path: str, index: int, columns: list[str]) -> Any: ...
 
     def release(self) -> None:
-        """Drops open files and parsed rows, which only make reading faster."""
+        """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
 
 
-class Parquet:
-    """Parquet files; a chunk is a row group."""
-
-    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
+class _ArrowFormat:
+    """A format whose open files are held between two chunks."""
 
     def __init__(self) -> None:
         self._open_files = _OpenFile(self._open)
+
+    def release(self) -> None:
+        self._open_files = _OpenFile(self._open)
+
+    def _open(self, path: str, *columns: str) -> Any:
+        raise NotImplementedError
+
+
+class Parquet(_ArrowFormat):
+    """Parquet files; a chunk is a row group."""
+
+    name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
     def manifest(self, path: str) -> Manifest:
         with opened_arrow(path) as file, _translate_errors(path, self.name):
@@ -92,22 +89,16 @@ class Parquet:
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path,].read_row_group(index, columns)
 
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
-    def _open(self, path: str) -> Any:
+    def _open(self, path: str, *columns: str) -> Any:
         from pyarrow.parquet import ParquetFile
 
         return ParquetFile(opened_arrow(path), page_checksum_verification=True)  # free for pages without checksums
 
 
-class Feather:
+class Feather(_ArrowFormat):
     """Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
-
-    def __init__(self) -> None:
-        self._open_files = _OpenFile(self._open)
 
     def manifest(self, path: str) -> Manifest:
         import pyarrow as pa
@@ -124,13 +115,9 @@ class Feather:
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path, *columns].get_batch(index)
 
-    def release(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
     def _open(self, path: str, *columns: str) -> Any:
-        """Opens a file so that only the given columns are decompressed.
-
-        The file is not memory-mapped, because a process that truncates a mapped file would kill this one.
+        """Opens a file so that only the given columns are decompressed. The file is not memory-mapped, because a
+        process that truncates a mapped file would kill this one.
         """
         from pyarrow.ipc import IpcReadOptions, open_file
 
@@ -140,7 +127,7 @@ class Feather:
 
 
 class Csv:
-    """A CSV file is parsed completely when its rows are counted, and kept until they have been read."""
+    """CSV files. A file is parsed completely when its rows are counted, and held until ``release``."""
 
     name, chunk_name, suffixes = "CSV", "", (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz")
 
@@ -149,7 +136,7 @@ class Csv:
         if delimiter is not None and (not is_character or delimiter in NO_DELIMITERS):
             what = "csv(delimiter=) must be one character that separates fields, as in delimiter=';'"
             raise ConfigurationError(f"{what}, not {delimiter!r:.80}")
-        names = None if header is None else argument_checks.names("csv(header=)", header)
+        names = None if header is None else check_names("csv(header=)", header)
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}
 
@@ -194,8 +181,8 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                what = f"{path} has more than {MAX_BAD_LINES:,} lines with too few fields or too many"
-                raise ConfigurationError(f"{what}; {MISREAD}") from None
+                bad = f"{MAX_BAD_LINES:,} lines with too few fields or too many"
+                raise ConfigurationError(f"{path} has more than {bad}; {MISREAD}") from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
@@ -209,11 +196,10 @@ class Csv:
             return table
 
     def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:
-        """Returns {position among all rows: error} of the rows that Arrow skipped.
+        """Returns {index of the row in the file: error} of the rows with too few or too many fields.
 
-        Raises:
-            ValueError: The quote of a skipped row has swallowed other rows.
-            ConfigurationError: At least as many rows are bad as good, so the delimiter or the header is wrong.
+        ValueError if the quote of a skipped row has swallowed other rows. ConfigurationError if at least as many rows
+        are bad as good, so that the delimiter or the header is wrong.
         """
         first, bad = 1 if self.settings["header"] else 2, {}  # Arrow's number of the first row
         for row in skipped:
@@ -225,8 +211,8 @@ class Csv:
             fields = f"{row.actual_columns} field{'s' * (row.actual_columns != 1)}"
             bad[position] = f"{where} has {fields}, not {row.expected_columns}"
         if bad and len(bad) >= good:
-            what = f"{path} has no more good lines than bad ones"
-            raise ConfigurationError(f"{what}: {next(iter(bad.values()))}; {MISREAD}")
+            example = next(iter(bad.values()))
+            raise ConfigurationError(f"{path} has no more good lines than bad ones: {example}; {MISREAD}")
         return bad
 
 
@@ -239,12 +225,12 @@ class _ParsedCsv:
 
     @cached_property
     def positions(self) -> list[int]:
-        """The positions of the bad rows, ascending."""
+        """Indices in the file of the bad rows, ascending."""
         return sorted(self.bad)
 
     @cached_property
     def chunk_offsets(self) -> list[int]:
-        """The first row of every chunk, and the end. A bad row is a chunk, and so are the good rows between two."""
+        """First row of every chunk, and the end. Each bad row is a chunk, and so are the good rows between two."""
         rows = len(self.good) + len(self.bad)
         inner = {offset for position in self.positions for offset in (position, position + 1)} - {0, rows}
         return [0, *sorted(inner), rows]
@@ -255,7 +241,7 @@ class _ParsedCsv:
 
 
 def _decompressed(path: str) -> Any:
-    """Opens a CSV file for Arrow; a gzipped one is decompressed."""
+    """Opens a CSV file for Arrow, decompressing it if its name ends in ``.gz``."""
     import pyarrow as pa
 
     file = opened_arrow(path)
@@ -263,7 +249,7 @@ def _decompressed(path: str) -> Any:
 
 
 def _check_utf8(path: str) -> None:
-    """Raises ValueError if a file is not UTF-8; about a skipped row that is not, Arrow prints to stderr only."""
+    """Raises ValueError if a file is not UTF-8: in a skipped row Arrow would only print that to stderr."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with _decompressed(path) as file:
         while block := file.read(1 << 20):
@@ -272,13 +258,11 @@ def _check_utf8(path: str) -> None:
 
 
 def check(chunk: Any, rows: int) -> None:
-    """Checks that a decoded chunk has ``rows`` rows, and that its text and lists do not point outside their columns.
+    """Raises ValueError unless a chunk has ``rows`` rows, and its text and lists do not point outside their columns."""
+    from hasten.data.formats.table_types import has_references
 
-    Raises:
-        ValueError: It is damaged.
-    """
     if chunk.num_rows != rows:
-        raise ValueError(f"it has {chunk.num_rows} rows, and the file declares {rows}")
+        raise ValueError(f"the chunk has {chunk.num_rows} rows, and the file declares {rows}")
     chunk.validate()
     for arrow_type, column in zip(chunk.schema.types, chunk.columns, strict=True):
         if has_references(arrow_type):
@@ -286,11 +270,8 @@ def check(chunk: Any, rows: int) -> None:
 
 
 def opened_arrow(path: str, mapped: bool = False) -> Any:
-    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``.
-
-    Raises:
-        ConfigurationError: The file does not exist or must not be read.
-        RunError: This machine cannot open it, for example because of too many open files.
+    """Opens a file for Arrow; a local one is memory-mapped if ``mapped``. ConfigurationError if it does not exist or
+    must not be read, RunError if this machine cannot open it, for example because of too many open files.
     """
     import pyarrow as pa
 
@@ -304,20 +285,16 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
 
 
 def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
-    """Returns the manifest.
-
-    Raises:
-        ValueError: The file declares impossible values.
-    """
+    """Returns the manifest; ValueError if the file declares impossible values."""
     _ = schema.names  # raises here if they are not UTF-8
     if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
-        raise ValueError("it declares an impossible number of rows")
+        raise ValueError("the file declares an impossible number of rows")
     return Manifest(schema, chunks, size)
 
 
 @contextmanager
 def _translate_errors(path: str, name: str, hint: str = "was it written or copied completely?") -> Iterator[None]:
-    """Turns Arrow's errors about a file into FileMissingError, and those about this machine into RunError."""
+    """Context manager: Arrow's errors become FileMissingError (bad file) or RunError (memory, file handles)."""
     import pyarrow as pa
 
     what = f"{path} is not a complete {name} file"
@@ -336,19 +313,19 @@ def _translate_errors(path: str, name: str, hint: str = "was it written or copie
 
 
 def asks_too_much(error: MemoryError) -> bool:
-    """Whether more memory was requested than this machine has, which means that sizes in the file are damaged."""
+    """Whether Arrow asked for more memory than this machine has: sizes in the file must be damaged."""
     requested = re.search(r"size (\d+)", str(error))
     return requested is not None and int(requested[1]) > psutil.virtual_memory().total
 
 
 def _is_about_file(error: Exception) -> bool:
-    """Whether an error is about the content of a file: those of Arrow and of decompressors have no errno."""
+    """Whether an error is about the content of a file (Arrow's have no errno), not about this machine."""
     errno = getattr(error, "errno", None)
     return errno is None or errno in FILE_ERRNOS
 
 
 class _OpenFile(threading.local):
-    """The file that each thread opened last, because chunks are read in order."""
+    """Thread-local: the file opened last, kept open because the next chunk is usually in the same file."""
 
     def __init__(self, open_file: Callable) -> None:
         self._open, self._key, self._file = open_file, None, None

@@ -7,49 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.array_source import gathered
-from hasten.data.formats import argument_checks
 from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns
+from hasten.data.validation import check_name, check_names
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read of a table.
+    """What is read of a table."""
 
-    Attributes:
-        types: Plain Arrow type of every column that is read, including the target.
-        inputs: Names of the columns other than the target.
-        target: Name of the column to predict, or None.
-        warned: Columns about whose rounding in a matrix the user has been warned.
-    """
-
-    types: dict[str, Any]
-    inputs: list[str]
-    target: str | None
+    types: dict[str, Any]  # plain Arrow type of every column that is read, including the target
+    inputs: list[str]  # names of the columns other than the target
+    target: str | None  # name of the column to predict, or None
+    # columns about whose rounding in a matrix the user has been warned
     warned: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(
         schemas: Mapping[str, Any], columns: Sequence[str] | None, target: str | None, guessed: bool = False
     ) -> Layout:
-        """Returns the layout for files with these Arrow schemas, by path.
+        """Returns the layout for files with these Arrow schemas, by path. The other arguments are those of ``parquet``.
 
-        Args:
-            schemas: Path -> schema.
-            columns: The argument ``columns`` of ``parquet``.
-            target: The argument ``target`` of ``parquet``.
-            guessed: The types were guessed from text, so integers in one file may be floats in another.
-
-        Raises:
-            ConfigurationError: A column does not exist, the files differ, or the target has an unsuitable type.
+        ``guessed``: the types were guessed from text, so integers in one file may be floats in another.
+        ConfigurationError if a column does not exist, the files differ, or the target has an unsuitable type.
         """
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        check_name("target=", target)
         path, schema = next(iter(schemas.items()))
         wanted = [*(schema.names if columns is None else columns), *([] if target is None else [target])]
         wanted = list(dict.fromkeys(wanted))
@@ -63,8 +52,8 @@ class Layout:
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
-            what = f"the target {target!r} is of type {types[target]}"
-            raise ConfigurationError(f"{what}; it must be a number, text or a list of fixed size")
+            advice = "it must be a number, text or a list of fixed size"
+            raise ConfigurationError(f"the target {target!r} is of type {types[target]}; {advice}")
         return layout
 
     @property
@@ -73,12 +62,12 @@ class Layout:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the inputs of a batch are one matrix."""
+        """Whether a batch's inputs are one float32 matrix: there is a target, and all inputs are numbers."""
         return self.target is not None and all(is_number(self.types[name]) for name in self.inputs)
 
     @property
     def blocking_columns(self) -> list[str]:
-        """The inputs that are not numbers, if the others with a target would make a matrix without them."""
+        """The inputs that are not numbers, if only they prevent a batch of (matrix, target)."""
         others = [name for name in self.inputs if not is_number(self.types[name])]
         return others if self.target is not None and len(others) < len(self.inputs) else []
 
@@ -87,19 +76,14 @@ class Layout:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """Estimates the memory of ``rows`` rows.
-
-        Args:
-            rows: Number of rows.
-            unpacked: Bytes of the files after decompression.
-        """
+        """Estimates the memory of ``rows`` rows; ``unpacked`` are the bytes of the files after decompression."""
         numeric = [arrow_type for arrow_type in self.types.values() if is_number(shape_of(arrow_type)[1])]
         size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
         return size // (2 if self.is_matrix else 1) + 2 * unpacked * has_others
 
     def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
-        """Returns empty columns for ``count`` rows."""
+        """Returns empty columns for ``count`` rows; ``classes`` are the values of a text target."""
         matrix = MatrixColumn(self.inputs, count, self.warned) if self.is_matrix else None
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
         return Rows(matrix, columns, self.target, self._target_column(count, classes))
@@ -124,10 +108,8 @@ class Rows:
     target: ClassColumn | NumberColumn | None
 
     def put(self, table: Any, fill: Any, where: str) -> None:
-        """Adds the rows of an Arrow table.
-
-        Raises:
-            ConfigurationError: Values are missing, or a value of the target is not one of its classes.
+        """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of
+        its classes.
         """
         if self.matrix is not None:
             self.matrix.put(table, fill, where)
@@ -137,7 +119,7 @@ class Rows:
             self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
 
     def read(self, index: torch.Tensor) -> Any:
-        """Returns a matrix or a dict of columns; with a target the tuple (these, target)."""
+        """Returns the batch of rows at ``index``: matrix or dict of columns; with a target (inputs, target)."""
         if self.matrix is not None:
             inputs = self.matrix.read(index)
         else:
@@ -146,7 +128,7 @@ class Rows:
 
 
 def merged(parts: list, order: torch.Tensor) -> Any:
-    """Concatenates batches of equal layout, and puts their rows into another order."""
+    """Concatenates batches of equal layout; row ``i`` of the result is row ``order[i]`` of them."""
     columns = zip(*map(column_leaves, parts), strict=True)
     return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
 
@@ -159,7 +141,7 @@ def _concatenated(parts: Sequence, order: torch.Tensor) -> torch.Tensor | list:
 
 
 def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed: bool) -> dict[str, Any]:
-    """Returns the plain types of the wanted columns (None: all), which must be the same in every file."""
+    """Returns {column: type} of the wanted columns (None: all). ConfigurationError if files differ."""
     common: dict[str, Any] = {}
     seen = set()  # most files have equal schemas
     first = next(iter(schemas))
@@ -172,12 +154,12 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
                 having, lacking = (first, path) if name in common else (path, first)
-                what = f"the files differ: {having} has a column {name!r}, {lacking} has not"
-                raise ConfigurationError(f"{what}; pass columns=[...] with columns of all files")
+                other = f"{lacking} has not; pass columns=[...] with columns of all files"
+                raise ConfigurationError(f"the files differ: {having} has a column {name!r}, {other}")
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
-                what = f"the files differ: column {name!r} is of type {common[name]} in {first}"
-                raise ConfigurationError(f"{what}, and of type {types[name]} in {path}")
+                both = f"{common[name]} in {first}, and of type {types[name]} in {path}"
+                raise ConfigurationError(f"the files differ: column {name!r} is of type {both}")
             common[name] = joined
     return common
 
@@ -192,8 +174,6 @@ def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
 
 def _join_types(one: Any, other: Any, guessed: bool) -> Any:
     """Returns the type that holds the values of both, or None."""
-    import pyarrow as pa
-
     if one == other:
         return one
     names = {str(one), str(other)}

@@ -7,8 +7,6 @@ decode a chunk: shuffle such a table with ``.shuffle(window=)``, which uses a fe
 once with ``.cache("disk")``.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings
@@ -17,35 +15,31 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import numpy
 import torch
+from pyarrow import ArrowException
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats import argument_checks
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
-from hasten.data.formats.table_files import Format, Manifest, asks_too_much, check
+from hasten.data.formats.table_files import MEMORY_FRACTION, Format, Manifest, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
-from hasten.data.progress import progress_warner, with_rate
+from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source
+from hasten.data.validation import check_names
 from hasten.engine.resources import free_memory
 
-MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_DECODE_RATIO = 4  # rows decoded for each row returned, before a warning
 CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 
 
 class Table(Source):
-    """The rows of files of one format, as columns.
+    """A data source over the rows of table files of one format.
 
-    Attributes:
-        columns: Names of the columns that are read, without the target.
-        target: Name of the target, or None.
-        lost: {file: reason} of the files that cannot be opened; each counts as one bad row.
+    ``columns``: names of the columns that are read, without the target. ``target``: name of the target, or None.
     """
 
     def __init__(
@@ -58,13 +52,13 @@ class Table(Source):
         classes: Any = None,
         gigabytes: float | None = None,
     ) -> None:
-        _arrow_error()
         self._format = form
         files = resolve_paths(paths, form.suffixes)
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
             opened = dict(zip(files, pool.map(self._inspect_file, files), strict=True))
         self._signatures = {file: signature for file, (signature, _) in opened.items()}
         manifests = {file: manifest for file, (_, manifest) in opened.items()}
+        # {file: reason} of the files that cannot be opened; each counts as one bad row
         self.lost = {file: manifest.bad[0] for file, manifest in manifests.items() if manifest.schema is None}
         if len(self.lost) == len(files):
             raise FileMissingError(self.lost[files[0]])
@@ -73,7 +67,7 @@ class Table(Source):
         self._layout = Layout.of(schemas, columns, target, self._guessed_types)
         if classes is not None and not self._layout.has_classes:
             raise ConfigurationError("classes= are the values of a text target, and there is no text target")
-        self._given_classes = None if classes is None else argument_checks.names("classes=", classes)
+        self._given_classes = None if classes is None else check_names("classes=", classes)
         self._empty_is_missing = (
             self._guessed_types and self._layout.has_classes and "" not in (self._given_classes or ())
         )
@@ -84,7 +78,7 @@ class Table(Source):
         if columns is not None and (others := self._layout.blocking_columns):
             what = f"columns= contains {' and '.join(map(repr, others))} besides numbers"
             hint = "so batches are (dict of columns, target); with numbers alone they are (matrix, target)"
-            warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=3)
+            warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=4)
         chunks = [(file, index) for file, manifest in manifests.items() for index in range(len(manifest.chunks))]
         self._chunks = chunks  # (file, index in the file)
         rows = [rows for manifest in manifests.values() for rows in manifest.chunks]
@@ -102,7 +96,7 @@ class Table(Source):
         self._init_locks()
 
     def _inspect_file(self, file: str) -> tuple[list, Manifest]:
-        """Returns the signature of a file and its manifest; one bad row for a file that cannot be opened."""
+        """Returns ([path, size, version], Manifest) of a file; one that cannot be opened counts as one bad row."""
         try:
             return file_signature(file), self._format.manifest(file)
         except ConfigurationError as error:
@@ -190,7 +184,7 @@ class Table(Source):
     def _read_all(self) -> Rows:
         """Returns the whole table without the chunks that cannot be read."""
         rows = self._layout.rows(len(self), self.classes)
-        report, began, what = progress_warner(), perf_counter(), f"reading the table of {next(iter(self._signatures))}"
+        report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
             pending: deque[Future] = deque()
             for submitted in range(len(self._chunks) + CONCURRENT_CHUNKS):
@@ -201,14 +195,12 @@ class Table(Source):
                     continue
                 if (table := pending.popleft().result()) is not None:
                     rows.put(table, self._fill, self._where(chunk))
-                if read := int(self._offsets[chunk + 1]):
-                    done, spent = read / len(self), perf_counter() - began
-                    report(with_rate(what, read, spent), done, spent * (1 - done) / done)
+                report(int(self._offsets[chunk + 1]))
         self._format.release()
         return rows
 
     def _decode_if_good(self, chunk: int, columns: list[str]) -> Any:
-        """Returns some columns of a chunk; None if they cannot be read, which is recorded."""
+        """Returns some columns of a chunk; None if it cannot be decoded, which is recorded in ``_bad``."""
         if chunk in self._bad:
             return None
         try:
@@ -217,7 +209,7 @@ class Table(Source):
             return None
 
     def _bad_rows_before(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """Returns how many unreadable rows precede each row."""
+        """Returns for each row how many rows of unreadable chunks precede it: int64, shape (rows,)."""
         lost, bad = numpy.zeros(len(self._chunks), dtype=numpy.int64), list(self._bad)
         lost[bad] = numpy.diff(self._offsets)[bad]
         return (numpy.cumsum(lost) - lost)[self._chunk_of(rows)]
@@ -225,7 +217,7 @@ class Table(Source):
     # ---- a table that does not fit
 
     def _read_chunks(self, rows: numpy.ndarray) -> Any:
-        """Returns the rows from the decoded chunks that contain them."""
+        """Returns the batch of ``rows``, decoding the chunks that contain them unless they are in memory."""
         if not len(rows):
             return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
         self._refuse_bad(rows)
@@ -245,7 +237,7 @@ class Table(Source):
             raise
 
     def _decoded_chunk(self, chunk: int) -> Rows:
-        """Returns a decoded chunk, held until others need its memory. Of several threads one decodes it."""
+        """Returns a decoded chunk from memory, or decodes it (in one of the threads that wait for it)."""
         with self._lock:
             is_new = chunk not in self._recent
             future = self._recent[chunk] = Future() if is_new else self._recent.pop(chunk)
@@ -297,11 +289,8 @@ class Table(Source):
         return f"{file}, {self._format.chunk_name} {index}" if self._format.chunk_name else file
 
     def _decode(self, chunk: int, columns: list[str]) -> Any:
-        """Returns some columns of a chunk as an Arrow table.
-
-        Raises:
-            BadRow: They cannot be decoded; recorded in ``_bad``.
-            RunError: The file has changed, or this machine lacks memory or file handles.
+        """Returns some columns of a chunk as an Arrow table. BadRow if they cannot be decoded, which is recorded in
+        ``_bad``; RunError if the file has changed, or this machine lacks memory or file handles.
         """
         file, index = self._chunks[chunk]
         try:
@@ -314,7 +303,7 @@ class Table(Source):
         except ConfigurationError:
             check_unchanged(file, self._signatures[file])  # a file that disappeared is a RunError
             raise
-        except (OSError, ValueError, LookupError, _arrow_error()) as error:
+        except (OSError, ValueError, LookupError, ArrowException) as error:
             raise self._damaged(chunk, error) from None
         check_unchanged(file, self._signatures[file])
         if self._guessed_types:
@@ -322,9 +311,8 @@ class Table(Source):
         return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
-        """Returns the error for a chunk that cannot be decoded, and records it.
-
-        A changed file and errors of the operating system, which have an errno unlike Arrow's, are RunErrors.
+        """Returns the error for a chunk that cannot be decoded, and records it. A changed file and errors of the
+        operating system, which have an errno unlike Arrow's, are RunErrors.
         """
         file, _ = self._chunks[chunk]
         check_unchanged(file, self._signatures[file])
@@ -334,19 +322,11 @@ class Table(Source):
         return BadRow(self._offsets[chunk], *self._bad[chunk])
 
 
-def _arrow_error() -> type[Exception]:
-    try:
-        from pyarrow import ArrowException
-    except ImportError:
-        raise ConfigurationError("reading tables requires pyarrow: pip install 'hasten[data]'") from None
-    return ArrowException
-
-
 _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
 def _reset_locks() -> None:
-    """Renews the locks in a forked process, where no thread exists that could release them."""
+    """Replaces the locks of all tables in a forked child: threads that held them do not exist there."""
     for table in _tables:
         table._init_locks()
 

@@ -1,9 +1,9 @@
 """Arrow types: which are numbers, which torch dtypes hold them, which of them are treated alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.types as types
 import torch
 
 TORCH_DTYPES = {
@@ -25,19 +25,13 @@ TORCH_DTYPES = {
 
 def is_number(arrow_type: Any) -> bool:
     """Whether a column of this Arrow type can be in a float matrix: integers, floats, decimals, booleans; not times."""
-    import pyarrow.types as types
-
     return str(arrow_type) in TORCH_DTYPES or types.is_decimal(arrow_type)
 
 
 def plain(arrow_type: Any) -> Any:
-    """Returns the type as which a column is read.
-
-    Dictionaries and run-end encoded columns as their values; text, bytes and lists with 64-bit offsets.
+    """Returns the type as which a column is read. Dictionaries and run-end encoded columns as their values; text, bytes
+    and lists with 64-bit offsets.
     """
-    import pyarrow as pa
-    import pyarrow.types as types
-
     if types.is_dictionary(arrow_type) or types.is_run_end_encoded(arrow_type):
         return plain(arrow_type.value_type)
     if types.is_string(arrow_type) or types.is_string_view(arrow_type):
@@ -50,9 +44,6 @@ def plain(arrow_type: Any) -> Any:
 
 def shape_of(arrow_type: Any) -> tuple[tuple[int, ...], Any]:
     """Returns (shape of a row, type of its elements); nested lists of fixed sizes are dimensions."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
     if isinstance(arrow_type, pa.FixedShapeTensorType):
         return tuple(arrow_type.shape), arrow_type.value_type
     shape = ()
@@ -63,13 +54,9 @@ def shape_of(arrow_type: Any) -> tuple[tuple[int, ...], Any]:
 
 def tensor_type(arrow_type: Any) -> torch.dtype:
     """Returns the dtype that holds the values of an Arrow type; a time is the int64 count of its unit."""
-    import pyarrow.types as types
-
     return torch.float64 if types.is_decimal(arrow_type) else TORCH_DTYPES.get(str(arrow_type), torch.int64)
 
 
 def has_references(arrow_type: Any) -> bool:
     """Whether columns of this type contain offsets or indices of values, which damage may point outside the column."""
-    import pyarrow.types as types
-
     return not (types.is_primitive(arrow_type) or types.is_null(arrow_type) or types.is_decimal(arrow_type))

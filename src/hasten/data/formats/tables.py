@@ -1,12 +1,11 @@
 """Tables in files: Parquet, Feather, CSV."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hasten.data.formats.table_files import Csv, Feather, Parquet
-from hasten.data.formats.table_source import Table
+from hasten.core.errors import ConfigurationError
+from hasten.data.formats.table_files import Csv, Feather, Format, Parquet
 from hasten.data.pipeline import Pipeline
 
 Paths = str | Path | Iterable[str | Path]
@@ -54,7 +53,7 @@ def parquet(
             an invalid argument.
         RunError: A file changed while it was read, a server does not answer, or too many files are open.
     """
-    return Pipeline(Table(Parquet(), paths, columns, target, fill, classes, gigabytes))
+    return _pipeline(Parquet(), paths, columns, target, fill, classes, gigabytes)
 
 
 def feather(
@@ -74,7 +73,7 @@ def feather(
 
     Everything else is as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
-    return Pipeline(Table(Feather(), paths, columns, target, fill, classes, gigabytes))
+    return _pipeline(Feather(), paths, columns, target, fill, classes, gigabytes)
 
 
 def csv(
@@ -107,4 +106,14 @@ def csv(
 
     Errors are as for ``parquet``. Format: https://www.rfc-editor.org/rfc/rfc4180
     """
-    return Pipeline(Table(Csv(delimiter, header), paths, columns, target, fill, classes, float("inf")))
+    return _pipeline(Csv(delimiter, header), paths, columns, target, fill, classes, float("inf"))
+
+
+def _pipeline(form: Format, *arguments: Any) -> Pipeline:
+    try:
+        import pyarrow  # noqa: F401  # clear error instead of the one from table_source
+    except ImportError:
+        raise ConfigurationError("reading tables requires pyarrow: pip install 'hasten[data]'") from None
+    from hasten.data.formats.table_source import Table
+
+    return Pipeline(Table(form, *arguments))

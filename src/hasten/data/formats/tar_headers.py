@@ -5,8 +5,6 @@ header and reads an invalid pax size as 0. The checks here turn such archives in
 member takes about 25 µs of CPU time.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator
@@ -19,24 +17,18 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": 
 
 
 class DamagedTarError(ValueError):
-    """The bytes are not a tar file, or not a complete one.
-
-    The message continues a sentence that starts with the path of the file.
+    """The bytes are not a tar file, or not a complete one. The message continues a sentence that starts with the path
+    of the file.
     """
 
 
 def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
-    """Yields ``(name, begin, end)`` of every regular file in the archive, in order; links and directories are skipped.
-
-    Args:
-        content: The bytes of an uncompressed tar archive.
-
-    Raises:
-        DamagedTarError: The archive is compressed, truncated or damaged, or it has a sparse member.
+    """Yields ``(name, begin, end)`` of every regular file in an uncompressed archive, in order; skips links and
+    directories. DamagedTarError if the archive is compressed, truncated or damaged, or has a sparse member.
     """
     if compression := COMPRESSED.get(bytes(content[:2])):
-        why = f"is compressed with {compression}, so that no sample can be found by number"
-        raise DamagedTarError(f"{why}; unpack it to a plain tar file first")
+        advice = "unpack it to a plain tar file first"
+        raise DamagedTarError(f"is compressed with {compression}, so that no sample can be found by number; {advice}")
     file, offset = _Reader(content), 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], file), mode="r:", encoding="utf-8") as archive:
@@ -52,8 +44,8 @@ def members(content: memoryview) -> Iterator[tuple[str, int, int]]:
         if offset == 0 and content[257:262] != b"ustar":
             raise DamagedTarError("is not a tar file") from None
         truncated = file.position >= len(content)
-        why = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
-        raise DamagedTarError(f"{why}: {error}") from None
+        damage = "is cut off" if truncated else f"is damaged: the header at byte {offset}"
+        raise DamagedTarError(f"{damage}: {error}") from None
     last = bytes(content[offset : offset + BLOCK])
     if len(last) < BLOCK:
         raise DamagedTarError("is cut off: it does not end as a tar file does")
@@ -74,7 +66,7 @@ def _check(member: tarfile.TarInfo, size: int) -> None:
 
 
 class _Reader:
-    """The file methods that ``tarfile`` calls, over a memoryview (``io.BytesIO`` would copy the archive)."""
+    """A read-only file over a memoryview, for ``tarfile`` (``io.BytesIO`` would copy the archive)."""
 
     def __init__(self, content: memoryview):
         self.content, self.position = content, 0

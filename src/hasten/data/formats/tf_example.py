@@ -3,8 +3,6 @@
 Batches are parsed by ``tf_example_vectorized.py``, which turns to this module for a message in an unusual encoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +12,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats import argument_checks
+from hasten.data.validation import check_shape
 
 # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
 Summary = dict[str, tuple[str | None, int]]
@@ -52,28 +50,18 @@ message_type {
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature to read, and the form of its column.
-
-    Attributes:
-        kind: "bytes", "float" or "int64".
-        shape: Shape of one sample; None if the samples hold different numbers of values.
-        raw: Type of the little-endian numbers in a byte string; None leaves byte strings as they are.
-    """
+    """One feature to read, and the form of its column."""
 
     name: str
-    kind: str
-    shape: tuple[int, ...] | None
+    kind: str  # "bytes", "float" or "int64"
+    shape: tuple[int, ...] | None  # shape of one sample; None if the samples hold different numbers of values
+    # type of the little-endian numbers in a byte string; None leaves byte strings as they are
     raw: torch.dtype | None = None
 
 
 def encode_example(features: Mapping) -> bytes:
-    """Encodes one message; equal features give equal bytes.
-
-    Args:
-        features: Name -> byte string, text or number, list of them, array or tensor.
-
-    Raises:
-        ConfigurationError: A value has another type, or does not fit into an int64.
+    """Encodes one message; equal features give equal bytes. A value is a byte string, text or number, a list of them,
+    an array or a tensor; ConfigurationError for another type, and for a number that does not fit into an int64.
     """
     example = example_class()()
     for name, value in features.items():
@@ -88,20 +76,14 @@ def encode_example(features: Mapping) -> bytes:
 
 
 def summarize_example(message: bytes) -> Summary:
-    """Returns the kind and the number of values of each feature of a message.
-
-    Raises:
-        ValueError: The bytes are not an Example.
+    """Returns the kind and the number of values of each feature of a message; ValueError if the bytes are not an
+    Example.
     """
     return {name: _kind_and_length(feature) for name, feature in sorted(_parse(message).features.feature.items())}
 
 
 def normalize_example(message: bytes) -> bytes:
-    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields.
-
-    Raises:
-        ValueError: The bytes are not an Example.
-    """
+    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields."""
     example = _parse(message)
     example.DiscardUnknownFields()
     return example.SerializeToString(deterministic=True)
@@ -110,15 +92,10 @@ def normalize_example(message: bytes) -> bytes:
 def infer_features(
     samples: list[Summary], wanted: Sequence[str] | Mapping | None, target: str | None = None
 ) -> list[Feature]:
-    """Chooses the features to read and their shapes from some messages.
+    """Chooses the features to read and their shapes from the summaries of some messages.
 
-    Args:
-        samples: Summaries of the messages.
-        wanted: ``features=`` of ``tfrecord``; None takes all.
-        target: Feature that is read even if ``wanted`` does not name it; it comes last.
-
-    Raises:
-        ConfigurationError: No message has such a feature, or its kind differs between messages.
+    ``wanted`` is ``features=`` of ``tfrecord``. The target comes last, and is read even if ``wanted`` does not name it.
+    ConfigurationError if no message has such a feature, or its kind differs between messages.
     """
     known = sorted({name for sample in samples for name in sample})
     names = [name for name in (known if wanted is None else wanted) if name != target]
@@ -143,13 +120,8 @@ def infer_features(
 
 @cache
 def example_class() -> Any:
-    """Returns the ``protobuf`` class of Example.
-
-    The types live in a descriptor pool of their own: TensorFlow may register its types of the same names in the default
-    pool.
-
-    Raises:
-        ConfigurationError: ``protobuf`` is not installed.
+    """Returns the ``protobuf`` class of Example. The types live in a descriptor pool of their own: TensorFlow may
+    register its types of the same names in the default pool.
     """
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -175,7 +147,7 @@ def _kind_and_length(feature: Any) -> tuple[str | None, int]:
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """Returns the kind and the flat list of the values of a feature."""
+    """Returns ("bytes", "float" or "int64"; flat list of the values) of a feature to encode."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     texts = value if isinstance(value, (list, tuple)) else [value]
@@ -183,24 +155,19 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
     numbers = numpy.asarray(value)
     if numbers.dtype.kind not in "fiub":
-        what = f"feature {name!r} is a {type(value).__name__}"
-        raise ConfigurationError(f"{what}; an Example holds byte strings, floats and integers")
+        advice = "an Example holds byte strings, floats and integers"
+        raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; {advice}")
     if numbers.dtype.kind == "b":
         numbers = numbers.astype(numpy.int64)  # protobuf refuses booleans
     return "float" if numbers.dtype.kind == "f" else "int64", numbers.ravel().tolist()
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``.
-
-    Raises:
-        ConfigurationError: The form is neither a shape nor (type, shape), or it gives a type for a feature that holds
-            no byte strings.
-    """
+    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``."""
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form
         if kind != "bytes":
             why = f"feature {name!r} holds {kind} values, not byte strings that contain {raw}"
             raise ConfigurationError(f"{why}; pass only its shape")
-    return None if form is None else argument_checks.shape(f"features={{{name!r}: ...}}", form), raw
+    return None if form is None else check_shape(f"features={{{name!r}: ...}}", form), raw

@@ -14,8 +14,6 @@ position, so lengths and the order of the features may differ between messages. 
 https://protobuf.dev/programming-guides/encoding
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -37,12 +35,7 @@ LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same
 
 
 class MalformedExampleError(ValueError):
-    """A message cannot be read.
-
-    Attributes:
-        index: Position of the message in its batch.
-        reason: What is wrong with it.
-    """
+    """Message ``index`` of a batch cannot be read; ``reason`` is what is wrong with it."""
 
     def __init__(self, index: Any, reason: str) -> None:
         super().__init__(reason)
@@ -50,21 +43,11 @@ class MalformedExampleError(ValueError):
 
 
 def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> dict:
-    """Parses a batch of messages into columns.
+    """Parses a batch of messages into columns, in the order of ``features``.
 
-    Args:
-        data: uint8; message ``i`` is ``data[starts[i]:ends[i]]``.
-        starts: Shape (messages,).
-        ends: Shape (messages,).
-        features: The columns to return, in this order.
-
-    Returns:
-        Dict from feature name to a tensor of shape (messages, *feature.shape); a list of tensors for ``shape=None``;
-        lists of bytes for byte strings.
-
-    Raises:
-        MalformedExampleError: A message is damaged, lacks a feature, or holds another number of values than the
-            feature's shape.
+    Message ``i`` is ``data[starts[i]:ends[i]]``; ``data`` is uint8. A column is a tensor of shape (messages,
+    *feature.shape), a list of tensors for ``shape=None``, or a list of byte strings. MalformedExampleError if a message
+    is damaged, lacks a feature, or holds another number of values than the feature's shape.
     """
     first, last, readable = _locate_values(data, starts, ends, features)
     if not readable.all():
@@ -84,9 +67,8 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
             values, counts = decode(data, first[of_kind].ravel(), last[of_kind].ravel())
         except MalformedExampleError as error:
             position, index = divmod(error.index, len(starts))
-            raise MalformedExampleError(
-                index, f"feature {features[of_kind[position]].name!r}: {error.reason}"
-            ) from None
+            why = f"feature {features[of_kind[position]].name!r}: {error.reason}"
+            raise MalformedExampleError(index, why) from None
         counts = counts.reshape(len(of_kind), -1)
         offsets = _offsets(counts.sum(axis=1)).tolist()
         for position, count, begin, end in zip(of_kind, counts, offsets, offsets[1:], strict=False):
@@ -95,7 +77,7 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, unusual: numpy.ndarray) -> Bounds:
-    """Returns the batch as (data, starts, ends) with its unusual messages encoded in the usual way."""
+    """Returns (data, starts, ends) with the messages at indices ``unusual`` re-encoded in the usual way."""
     messages = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     for index in unusual.tolist():
         try:
@@ -112,9 +94,8 @@ def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, 
 def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, features: list[Feature]) -> Bounds:
     """Finds the packed numbers, or the byte strings with their tags, of each feature of each message.
 
-    Returns:
-        (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both bounds
-        are 0 where a message lacks the feature.
+    Returns (first byte, end, whether the feature is in the usual encoding), each of shape (features, messages). Both
+    bounds are 0 where a message lacks the feature.
     """
     at, stop, usual = _locate_features(data, starts, ends, [feature.name.encode() for feature in features])
     present = stop > at
@@ -129,10 +110,8 @@ def _locate_values(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _locate_features(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, names: list[bytes]) -> Bounds:
-    """Finds the Feature messages.
-
-    Returns:
-        (first byte and end, each of shape (names, messages); whether each message has the usual encoding).
+    """Finds the Feature messages: (first byte, end, shape (names, messages); whether each message has the usual
+    encoding).
     """
     found = numpy.zeros((2, len(names), len(starts)), numpy.int64)
     row_of = {name: position for position, name in enumerate(names)}
@@ -188,7 +167,7 @@ def _read_equal_keys(
 def _group_by_key(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, indices: numpy.ndarray
 ) -> Iterator[tuple[bytes, numpy.ndarray]]:
-    """Yields each key and the indices of the entries that have it."""
+    """Yields (key, indices) for each feature name among map entries, whose bytes are ``data[start:end]``."""
     while len(indices):
         key = data[starts[indices[0]] : ends[indices[0]]]
         equal = ends[indices] - starts[indices] == len(key)
@@ -223,7 +202,7 @@ def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tup
 def _decode_floats(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the values, float32, and how many each piece holds."""
+    """Decodes packed floats: (all values, float32, 1-d; number of values in each ``data[start:end]``)."""
     if (broken := (ends - starts) % 4 > 0).any():
         raise MalformedExampleError(broken.argmax(), "a list of floats is truncated")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
@@ -232,7 +211,7 @@ def _decode_floats(
 def _decode_integers(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the values, int64, and how many each piece holds."""
+    """Decodes packed varints: (all values, int64, 1-d; number of values in each ``data[start:end]``)."""
     payload = _concatenate(data, starts, ends)
     last_bytes = numpy.flatnonzero(payload < 0x80)  # of each number
     offsets = _offsets(ends - starts)
@@ -253,7 +232,7 @@ def _decode_integers(
 def _decode_strings(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns (start, end) of each byte string, shape (strings, 2), and how many each piece holds."""
+    """Finds byte strings: ((start, end) of each, shape (strings, 2); number in each ``data[start:end]``)."""
     pieces = numpy.flatnonzero(ends > starts)
     at, owners, bounds = starts[pieces], [pieces[:0]], [numpy.empty((0, 2), numpy.int64)]
     while len(pieces):  # the next string of every piece that has one
@@ -276,7 +255,7 @@ DECODERS = {"bytes": _decode_strings, "float": _decode_floats, "int64": _decode_
 
 
 def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Feature) -> torch.Tensor | list:
-    """Shapes the values of one feature, which are in the order of the samples, into a column."""
+    """Shapes the values of one feature, ``counts[i]`` for sample i, into (samples, *shape) or a list."""
     if feature.kind == "bytes" and feature.raw is None:
         view = memoryview(cast(Any, data))
         values = [bytes(view[start:end]) for start, end in values.tolist()]
@@ -296,7 +275,7 @@ def _column(data: numpy.ndarray, values: Any, counts: numpy.ndarray, feature: Fe
 def _decode_raw(
     data: numpy.ndarray, bounds: numpy.ndarray, counts: numpy.ndarray, name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Returns the numbers in byte strings, one string a sample, and how many each sample holds."""
+    """Decodes byte strings, one per sample, as little-endian ``dtype``: (all numbers, count per sample)."""
     _check_counts(counts, 1, name, "byte strings")
     starts, ends = bounds.T
     numbers, rest = numpy.divmod(ends - starts, dtype.itemsize)
@@ -315,7 +294,7 @@ def _check_counts(counts: numpy.ndarray, expected: int, name: str, what: str) ->
 
 
 def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray) -> numpy.ndarray:
-    """Returns the pieces ``data[start:end]`` one after the other, uint8."""
+    """Returns all pieces ``data[start:end]`` concatenated, uint8, 1-d."""
     lengths = ends - starts
     offsets = _offsets(lengths)
     size, count = int(offsets[-1]), len(starts)
@@ -332,9 +311,8 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 
 
 def _concatenate_equal(data: numpy.ndarray, starts: numpy.ndarray, length: int) -> numpy.ndarray:
-    """Same as ``_concatenate`` for pieces of one length, 6 % faster for a batch of images.
-
-    A few pieces are copied at a time, so that the temporary array between indexing and assignment stays in the cache.
+    """Same as ``_concatenate`` for pieces of one length, 6 % faster for a batch of images. A few pieces are copied at a
+    time, so that the temporary array between indexing and assignment stays in the cache.
     """
     flat, step = acquire((len(starts) * length,), torch.uint8).numpy(), LARGE_PIECE // length
     rows, pieces = flat.reshape(-1, length), _windows(data, length)

@@ -19,23 +19,16 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats import argument_checks
 from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import (
-    FileMissingError,
-    check_unchanged,
-    is_file_error,
-    is_remote,
-    mapped_bytes,
-    resolve_paths,
-)
+from hasten.data.io.paths import check_unchanged, is_file_error, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
@@ -71,19 +64,15 @@ def tfrecord(
     Raises:
         ConfigurationError: No file holds a complete record, or a feature does not exist.
     """
-    argument_checks.name("target=", target)
+    check_name("target=", target)
     if features is not None:
-        names = argument_checks.names("features=", list(features) if isinstance(features, Mapping) else features)
+        names = check_names("features=", list(features) if isinstance(features, Mapping) else features)
         features = features if isinstance(features, Mapping) else names
     return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
 
 
 class Examples(Source):
-    """Records that are ``tf.train.Example`` messages.
-
-    Attributes:
-        lost: {file: reason} of the damaged files.
-    """
+    """Records that are ``tf.train.Example`` messages; ``lost`` is {file: reason} of the damaged files."""
 
     def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
         self.records, self.target, self.lost = records, target, dict(records.bad.values())
@@ -113,7 +102,7 @@ class Examples(Source):
         return *columns.values(), target
 
     def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Returns the messages of these rows as ``Records.data_of`` does."""
+        """Returns (uint8 array, start of each row's message in it, end of each)."""
         return self.records.data_of(rows)
 
     def fingerprint(self) -> dict:
@@ -128,7 +117,7 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> CacheEntry:
-        """Summarizes messages spread over all files. Bad ones are skipped here and reported when they are read."""
+        """Returns kinds and sizes of the features in a sample of messages from all files; skips bad messages."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
@@ -145,15 +134,10 @@ class Examples(Source):
 
 
 class Records:
-    """The records of some files, by index.
+    """The framed records of some TFRecord files, read by index.
 
-    Attributes:
-        signatures: Signatures of the files when they were indexed.
-        chunk_offsets: Index of the first record of each file, and the total; shape (files + 1,).
-        begins: First byte of the data of each record in its file, shape (records,).
-        ends: The byte after them, shape (records,).
-        unverified: Whether the checksum of each record is still to be compared, shape (records,).
-        bad: {record: (file, reason)} of the damaged files: one record stands for the rest of its file.
+    ``signatures``: signatures of the files when they were indexed. ``begins``: first byte of the data of each record in
+    its file, shape (records,). ``ends``: the byte after them, shape (records,).
     """
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
@@ -161,32 +145,24 @@ class Records:
         self.signatures, self.verify = [signature for signature, _, _ in indices], verify
         begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
+        # index of the first record of each file, and the total; shape (files + 1,)
         self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)
-        last_rows, reasons = (self.chunk_offsets[1:] - 1).tolist(), [reason for _, _, reason in indices]
-        self.bad = {
-            row: (path, why) for path, row, why in zip(paths, last_rows, reasons, strict=True) if why is not None
-        }
-        if len(self.begins) == len(self.bad):
-            if self.bad:
-                raise FileMissingError(next(iter(self.bad.values()))[1])
-            raise ConfigurationError(f"there is no record in {', '.join(paths[:3])}")
+        # {record: (file, reason)} of the damaged files: one record stands for the rest of its file
+        self.bad = rows_of_damage(paths, self.chunk_offsets, [reason for _, _, reason in indices], "record")
 
     def __len__(self) -> int:
         return len(self.begins)
 
     def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Reads the data of some records.
+        """Returns the data of some records: (uint8 array, start of each record in it, end of each).
 
-        Rows of one local file are served from its memory map: reading small records one by one takes twice as long. A
-        process that truncates the file right after the check that it is unchanged kills this one with SIGBUS.
-
-        Returns:
-            (uint8 array, start of each record in it, end of each): what was read, or the whole local file.
-
-        Raises:
-            BadRow: A checksum is wrong, or the record stands for the damaged part of a file.
+        The array is what was read, or the whole local file: rows of one local file are served from its memory map,
+        because reading small records one by one takes twice as long. A process that truncates the file right after the
+        check that it is unchanged kills this one with SIGBUS. BadRow if a checksum is wrong, or a record stands for the
+        damaged part of a file.
         """
         refuse_bad(rows, self.bad)
         starts, ends = self.begins[rows], self.ends[rows]
@@ -205,14 +181,14 @@ class Records:
         return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
-        """Returns file, record and byte of a record, for error messages."""
+        """Describes a row for error messages: file, number of the record in it, first byte."""
         file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
         return f"{self.signatures[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
 
     def _verify(
         self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
     ) -> None:
-        """Compares records with the checksums stored after them, and marks those that match as verified."""
+        """Compares records with their stored checksums: ``BadRow`` if one differs, else marks them as verified."""
         stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
         cut = getattr(content, "obj", content).__getitem__  # an mmap returns bytes, a memoryview of it would not
         wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
@@ -234,9 +210,8 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 def _contiguous_runs(
     files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns the first and last index of each run of adjacent records in a file, to be read by one request.
-
-    A run does not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
+    """Returns the first and last index of each run of adjacent records in a file, to be read by one request. A run does
+    not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
     """
     new, parts = numpy.ones(len(files), bool), starts // LONGEST
     new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
@@ -247,7 +222,7 @@ def _contiguous_runs(
 
 
 def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
-    """Finds (starts, ends) of the data of each record, and the reason why a damaged file has no more."""
+    """Indexes a file: (start and end byte of each record's data, reason why a damaged file ends early or None)."""
     starts = ends = numpy.empty(0, numpy.int64)
     try:
         starts, ends, reason = _undamaged(read_file(signature, tell), signature[0], verify, tell)
@@ -259,14 +234,14 @@ def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[Cache
 
 
 def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
-    """Appends the record that stands for the damaged rest of a file."""
+    """Appends one position to those of the records if ``reason`` is set: the bad row for the damaged rest."""
     return positions if reason is None else numpy.append(positions, 0)
 
 
 def _undamaged(
     content: memoryview, path: str, verify: bool, tell: ReportBytes
 ) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """Finds (starts, ends) of the data of the records before any damage, int64, and what the damage is."""
+    """Finds (starts, ends, damage) of the records before any damage: int64 bytes; damage as text or None."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None
@@ -274,10 +249,9 @@ def _undamaged(
         return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
-        reason = (
-            f"is cut off: record {len(starts) - 1}, at byte {starts[-1] - HEAD}, continues after the end of the file"
-        )
-        return starts[:intact], ends[:intact], f"{path} {reason}; write the file again"
+        where = f"record {len(starts) - 1}, at byte {starts[-1] - HEAD}"
+        reason = f"is cut off: {where}, continues after the end of the file; write the file again"
+        return starts[:intact], ends[:intact], f"{path} {reason}"
     return starts, ends, None
 
 
@@ -319,7 +293,7 @@ def _find_records(content: memoryview, tell: ReportBytes) -> tuple[numpy.ndarray
 
 
 def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
-    """Counts the complete records from this position on that have the same length, at most ``MAX_SKIPPED``."""
+    """Counts consecutive complete records of ``stride`` bytes from ``at`` on, at most ``MAX_SKIPPED``."""
     count = min((len(data) - at) // stride, MAX_SKIPPED)
     if count < 2:
         return 1
@@ -329,7 +303,7 @@ def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
 
 
 def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
-    """Returns the first record whose length does not match its checksum."""
+    """Returns the index of the first record whose length does not match its checksum; None if all do."""
     data = numpy.frombuffer(content, numpy.uint8)
     for first in range(0, len(starts), MAX_SKIPPED):
         heads = data.take(starts[first : first + MAX_SKIPPED, None] + numpy.arange(-HEAD, 0), mode="clip")

@@ -6,8 +6,6 @@ by its first integer and skipped. ``.npy`` files contain their own dtype. Bare i
 with another suffix, or with the first bytes of another format, is read only if ``dtype`` is given.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -69,7 +67,7 @@ def tokens(
 
 
 class Tokens(Source):
-    """Windows over token files; ``dtype`` is None if it was not given."""
+    """A source of windows over token files. ``dtype`` None: uint16 for ``.bin``, else that in the file."""
 
     def __init__(self, files: list[str], length: int, dtype: numpy.dtype | None, stride: int) -> None:
         self.files = [os.path.abspath(file) for file in files]
@@ -130,7 +128,7 @@ def _select(windows: torch.Tensor, rows: numpy.ndarray) -> torch.Tensor:
 
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
-    """Returns a view of all windows, shape (windows, width)."""
+    """Returns a view of all windows of ``width`` tokens, ``stride`` apart: shape (windows, width)."""
     if len(tokens) < width:
         return tokens.new_empty((0, 0))
     return tokens.unfold(0, width, min(stride, len(tokens)))  # torch refuses very large strides
@@ -139,8 +137,8 @@ def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
 def _open_tokens(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     array = open_array(Path(file)) if file.lower().endswith(".npy") else _open_bare(file, dtype)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        what = f"{file} holds {array.dtype} of {array.ndim} dimensions"
-        raise ConfigurationError(f"{what}; tokens must be integers in one dimension")
+        advice = "tokens must be integers in one dimension"
+        raise ConfigurationError(f"{file} holds {array.dtype} of {array.ndim} dimensions; {advice}")
     if dtype is not None and array.dtype != dtype:
         raise ConfigurationError(f"{file} holds {array.dtype}, not dtype={dtype}; omit dtype=")
     if array.dtype.itemsize == 8 and array.dtype.kind == "u":
@@ -161,8 +159,8 @@ def _open_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
         _check_format(file, begin)
     dtype = DEFAULT_DTYPE if dtype is None else dtype
     if (size - offset) % dtype.itemsize:
-        why = f"{file} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}"
-        raise ConfigurationError(f"{why}; pass its dtype: tokens(dtype=)")
+        unit = f"the {dtype.itemsize} bytes of {dtype}; pass its dtype: tokens(dtype=)"
+        raise ConfigurationError(f"{file} has {size} bytes, which is no multiple of {unit}")
     return numpy.memmap(file, dtype, mode="r", offset=offset)
 
 
@@ -170,11 +168,11 @@ def _check_format(file: str, begin: bytes) -> None:
     """Raises ConfigurationError if a file without a given dtype is not recognizably a token file."""
     for magic, what in OTHER_FORMATS.items():
         if begin.startswith(magic):
-            why = f"{file} is {what}, not a token file"
-            raise ConfigurationError(f"{why}; if it holds bare integers nevertheless, pass their dtype: tokens(dtype=)")
+            advice = "if it holds bare integers nevertheless, pass their dtype: tokens(dtype=)"
+            raise ConfigurationError(f"{file} is {what}, not a token file; {advice}")
     if not file.lower().endswith(".bin"):
-        why = f"{file} ends in neither .bin nor .npy"
-        raise ConfigurationError(f"{why}; if it holds bare integers, pass their dtype: tokens(dtype='uint16')")
+        remedy = "if it holds bare integers, pass their dtype: tokens(dtype='uint16')"
+        raise ConfigurationError(f"{file} ends in neither .bin nor .npy; {remedy}")
 
 
 def _to_dtype(dtype: Any) -> numpy.dtype:

@@ -5,8 +5,6 @@ once; then every sample is read by its position, in any order. Nothing is unpack
 Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py``.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,15 +17,15 @@ import torch
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
-from hasten.data.formats import argument_checks
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute
+from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
 from hasten.data.io.range_reader import read_file, read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.validation import check_name, check_names
 
 PROBED_SAMPLES = 32  # read to find the shape of arrays
 MEMBERS_PER_REPORT = 1 << 10  # members of a shard after which the index reports its progress
@@ -66,41 +64,27 @@ def webdataset(
 
 
 class Shards(Source):
-    """Samples in tar files.
-
-    Attributes:
-        signatures: File signature of each shard.
-        keys: The common part of the names of each sample's files.
-        positions: Extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing.
-        bad: {row: (file, why)}: each such row stands for the damaged rest of its file.
-        lost: {file: why} of the damaged files.
-    """
+    """Samples in tar files."""
 
     def __init__(
         self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
     ) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        columns = None if columns is None else argument_checks.names("columns=", columns)
-        target = argument_checks.name("target=", target)
+        columns = None if columns is None else check_names("columns=", columns)
+        target = check_name("target=", target)
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
-        self.signatures = [signature for signature, _, _ in indices]
+        self.signatures = [signature for signature, _, _ in indices]  # file signature of each shard
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
-        self.keys = [*chain.from_iterable(keys)]
+        self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
         self._offsets = numpy.cumsum([0, *map(len, keys)])
-        last_rows = (self._offsets[1:] - 1).tolist()
-        reasons = [why for _, _, why in indices]
-        self.bad = {
-            row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None
-        }
-        self.lost = dict(self.bad.values())
+        # {row: (file, why)}: each such row stands for the damaged rest of its file
+        self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
+        self.lost = dict(self.bad.values())  # {file: why} of the damaged files
         samples = [index for _, index, _ in indices]
-        if not any(info["keys"] for info, _ in samples):
-            if self.lost:
-                raise FileMissingError(next(iter(self.lost.values())))
-            raise ConfigurationError(f"there is no sample in {', '.join(files[:3])}")
         self.columns, self.target = _select_columns(samples, columns, target), target
+        # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
         self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
 
@@ -126,9 +110,8 @@ class Shards(Source):
         return *columns.values(), target
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
-        """Returns ``positions``. An image extension replaces another one where a sample lacks that.
-
-        It does not if some sample has both, because then they mean different things.
+        """Returns ``positions``. An image extension replaces another one where a sample lacks that. It does not if some
+        sample has both, because then they mean different things.
         """
         extensions = {extension for info, _ in samples for extension in info["endings"]}
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
@@ -163,7 +146,7 @@ class Shards(Source):
         return self._stack(name, rows, values) if kind == "npy" else values
 
     def _stack(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Stacks arrays into one tensor if the probed ones have a common shape and dtype."""
+        """Stacks ``.npy`` arrays into one tensor if probed ones share shape and dtype, else returns the list."""
         common = self.shapes[name]
         if common is None:
             return values
@@ -192,7 +175,7 @@ class Shards(Source):
         return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
-        """Returns the bytes of one file of each sample."""
+        """Returns the bytes of the file with extension ``name`` of each row."""
         begins, ends = self.positions[name][rows].T
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
@@ -207,11 +190,8 @@ class Shards(Source):
 
 
 def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """Finds the files of every complete sample of a shard.
-
-    Returns:
-        ({"keys" of the samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and the reason
-        why a damaged shard has no more samples.
+    """Finds the files of every complete sample of a shard. Returns ({"keys" of the samples, "endings": the extensions},
+    [array of (sample, extension, begin, end)]), and the reason why a damaged shard has no more samples.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}
@@ -249,8 +229,8 @@ def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str
                 yield current, parts
                 parts = {}
             if extension in parts:
-                why = f"{path} has two files {name}"
-                raise ConfigurationError(f"{why}; the files of a sample must be adjacent and have different extensions")
+                advice = "the files of a sample must be adjacent and have different extensions"
+                raise ConfigurationError(f"{path} has two files {name}; {advice}")
             current, parts[extension] = key, (begin, end)
     except DamagedTarError as error:
         raise FileMissingError(f"{path} {error}") from None
@@ -286,7 +266,7 @@ def _extension(name: str) -> str:
 
 
 def _column_of(extension: str, columns: list[str]) -> str | None:
-    """Returns the column to which files with this extension belong."""
+    """Returns the column that files with this extension belong to; None if they are not read."""
     if extension in columns or _type(extension) not in IMAGE_TYPES:
         return extension if extension in columns else None
     stem = extension.rpartition(".")[0]
@@ -303,7 +283,7 @@ def _decode_array(content: bytes) -> torch.Tensor:
     except Exception as error:  # NumPy parses the header as Python, so a damaged one raises nearly any type
         raise ValueError(format_error(error)) from None
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise ValueError(f"it holds {array.dtype}, not numbers")
+        raise ValueError(f"the array holds {array.dtype}, not numbers")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C", copy=False))
 
 

@@ -4,8 +4,6 @@ Own code because ``os.walk`` and ``glob`` follow circular links until the path i
 and ``glob`` take four to six times the processor time (20,000 files: 0.18 s and 0.21 s against 0.03 s and 0.05 s).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,17 +16,11 @@ FolderId = tuple[int, int]  # (device, inode): the same for all paths to a folde
 
 
 def walk(root: str, visited: set[FolderId] | None = None) -> Iterator[tuple[str, int, list[str]]]:
-    """Walks a folder and all folders in it except hidden ones.
+    """Yields (path relative to ``root``, modification time in ns, names of its files) of a folder and all folders in
+    it.
 
-    Args:
-        root: A folder; empty for the working directory.
-        visited: Folders to skip; visited folders are added.
-
-    Yields:
-        (path relative to the root, modification time in nanoseconds, names of its files) of each folder.
-
-    Raises:
-        ConfigurationError: A folder cannot be read.
+    Skips hidden folders and those in ``visited``, to which visited folders are added. An empty root is the working
+    directory. ConfigurationError if a folder cannot be read.
     """
     visited = set() if visited is None else visited
     waiting, links = [""], []
@@ -55,7 +47,7 @@ def walk(root: str, visited: set[FolderId] | None = None) -> Iterator[tuple[str,
 
 @lru_cache
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Returns a predicate for one part of a path; only a pattern that begins with a dot matches hidden names."""
+    """Returns ``(name) -> bool`` for one part of a path; only a pattern with a leading dot matches hidden names."""
     match = re.compile(translate(pattern)).match
     return lambda name: match(name) is not None and (pattern.startswith(".") or not name.startswith("."))
 
@@ -69,11 +61,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def entries(folder: str) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder; an empty name is the working directory.
-
-    Raises:
-        ConfigurationError: The folder cannot be read.
-    """
+    """Returns the entries of a folder (empty: the working directory); ConfigurationError if it cannot be read."""
     try:
         with os.scandir(folder or ".") as scan:
             return [*scan]

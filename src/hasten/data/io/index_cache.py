@@ -5,18 +5,17 @@ are the indexes of small files, of damaged files, of files that changed within t
 files without a version. Progress is reported while a large file is read.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
+
+import numpy
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, CacheEntry, load, store
-from hasten.data.io.paths import file_signature, is_file_error, is_remote
+from hasten.data.io.paths import FileMissingError, file_signature, is_file_error, is_remote
 from hasten.data.io.remote import MAX_REQUESTS
-from hasten.data.progress import progress_warner
+from hasten.data.progress import rate_reporter
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
@@ -25,16 +24,11 @@ BuildIndex = Callable[[list, ReportBytes], tuple[CacheEntry, str | None]]
 
 
 def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
-    """Returns the index of each file, from the cache or from reading the file.
+    """Returns (file signature, index, reason why it is incomplete or None) of each file, from the cache or from reading
+    it.
 
-    Args:
-        paths: The files.
-        key: What the index contains, as the progress message names it, and whatever it depends on besides the file;
-            JSON-serializable.
-        build: ``(signature, report) -> (index, reason why it is incomplete)``; the reason is None for an intact file.
-
-    Returns:
-        (file signature, index, reason why it is incomplete or None) of each file.
+    ``key`` is what the index contains, as the progress message names it, and whatever it depends on besides the file,
+    as JSON. ``build`` is ``(signature, report) -> (index, reason why it is incomplete, or None)``.
     """
     with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
         signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))
@@ -56,6 +50,21 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     return results
 
 
+def rows_of_damage(
+    files: list[str], offsets: numpy.ndarray, reasons: list[str | None], what: str
+) -> dict[int, tuple[str, str]]:
+    """Returns {last row of a damaged file, which stands for what could not be indexed: (file, reason)}. ``offsets`` are
+    the first row of each file, and the end. ConfigurationError if there are no other rows.
+    """
+    last_rows = (offsets[1:] - 1).tolist()
+    bad = {row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None}
+    if bad and len(bad) == offsets[-1]:
+        raise FileMissingError(next(iter(bad.values()))[1])
+    if not offsets[-1]:
+        raise ConfigurationError(f"there is no {what} in {', '.join(files[:3])}")
+    return bad
+
+
 def load_or_compute(key: list, signatures: list[list], compute: Callable[[], CacheEntry]) -> CacheEntry:
     """Returns ``compute()``, or its cached result if the files with these signatures have not changed since."""
     entry = _load(key, signatures)
@@ -67,7 +76,7 @@ def load_or_compute(key: list, signatures: list[list], compute: Callable[[], Cac
 
 
 def _signature(path: str) -> list:
-    """The signature of a file. A missing file gets an empty one: reading it raises the error."""
+    """Returns [path, size, version] of a file; of a missing file an empty version: reading it raises later."""
     try:
         return file_signature(path)
     except ConfigurationError as error:
@@ -98,7 +107,7 @@ def _entry_key(key: list, signatures: list[list]) -> list:
 
 
 def _versions(signatures: list[list]) -> list[list]:
-    """Sizes and versions, without the addresses, which may contain passwords."""
+    """Returns the signatures without the paths: remote addresses may contain passwords."""
     return [signature[1:] for signature in signatures]
 
 
@@ -112,14 +121,11 @@ def _is_cacheable(signatures: list[list]) -> bool:
 
 def _progress_reporter(message: str, total: int) -> ReportBytes:
     """Returns ``report(bytes read so far)``, which warns now and then with the rate and the time left."""
-    watch, start, position = progress_warner(), perf_counter(), 0
+    report, position = rate_reporter(message, total, "MB/s", 1e6), 0
 
-    def report(done: int) -> None:
+    def report_furthest(done: int) -> None:
         nonlocal position
         position = min(max(position, done), total)  # downloading and then reading the same bytes reports them twice
-        if position:
-            elapsed = max(perf_counter() - start, 1e-9)
-            rate = f"{message}, {position / elapsed / 1e6:,.0f} MB/s"
-            watch(rate, position / total, elapsed * (total - position) / position)
+        report(position)
 
-    return report
+    return report_furthest

@@ -5,8 +5,6 @@ file changes the time of its folder; overwriting a file changes neither that tim
 such times and are listed every time.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable
@@ -25,21 +23,13 @@ MIN_FILES = 1000  # the list of a smaller folder is not cached
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read.
+    """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read."""
 
-    Attributes:
-        root: The common beginning of all paths; may be empty.
-        folders: Relative to the root, sorted.
-        parents: Index of each file's folder, int32, shape (files,).
-        letters: All file names, one after the other, UTF-8, uint8.
-        ends: The end of each name in ``letters``, int64, shape (files,).
-    """
-
-    root: str
-    folders: list[str]
-    parents: numpy.ndarray
-    letters: numpy.ndarray
-    ends: numpy.ndarray
+    root: str  # the common beginning of all paths; may be empty
+    folders: list[str]  # relative to the root, sorted
+    parents: numpy.ndarray  # index of each file's folder, int32, shape (files,)
+    letters: numpy.ndarray  # all file names, one after the other, UTF-8, uint8
+    ends: numpy.ndarray  # the end of each name in ``letters``, int64, shape (files,)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -59,9 +49,7 @@ class Manifest:
 
 def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
     """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
-
-    Raises:
-        ConfigurationError: There is none, or a folder cannot be read.
+    ConfigurationError if there is none, or a folder cannot be read.
     """
     root = os.path.abspath(folder)
     key = ["files in a folder", root, suffixes]
@@ -80,7 +68,7 @@ def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
 
 
 def manifest_from_paths(paths: Iterable[str]) -> Manifest:
-    """Returns the manifest of files given by their paths."""
+    """Returns a Manifest (list of paths in arrays) of the given paths, in their order."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
@@ -102,7 +90,7 @@ def _build(root: str, files: dict[str, list[str]]) -> Manifest:
 
 
 def _load(key: list, root: str) -> Manifest | None:
-    """The cached list, if no folder in it has changed since."""
+    """Returns the cached list of a folder; None if there is none, or a folder in it has changed since."""
     entry = load(key)
     if entry is None:
         return None

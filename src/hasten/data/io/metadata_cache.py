@@ -4,8 +4,6 @@ An entry is JSON followed by NumPy arrays, preceded by a hash of its key and con
 one stored under another key, counts as missing. Loading executes no code; joblib and diskcache would use pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -16,8 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy
-
-from hasten.data.io.cache_folder import default_folder
+from platformdirs import user_cache_path
 
 FORMAT = 2  # version of the file format, and of the code that computes the content
 TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp
@@ -25,6 +22,15 @@ HASH_BYTES = 16
 ERRORS = (OSError, ValueError, EOFError, RuntimeError)  # RuntimeError: the user has no home directory
 
 CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
+
+
+def default_folder() -> Path:
+    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory. RuntimeError if
+    the user has no home directory.
+    """
+    if os.environ.get("HASTEN_CACHE"):
+        return Path(os.environ["HASTEN_CACHE"])
+    return user_cache_path("hasten", appauthor=False).expanduser()
 
 
 def load(key: list) -> CacheEntry | None:
@@ -43,12 +49,8 @@ def load(key: list) -> CacheEntry | None:
 
 
 def store(key: list, data: Any, arrays: list[numpy.ndarray]) -> None:
-    """Stores an entry, written to a temporary file and renamed. If that fails, nothing is stored and nothing is raised.
-
-    Args:
-        key: JSON-serializable.
-        data: JSON-serializable.
-        arrays: Of any shape and numeric dtype.
+    """Stores JSON data and numeric arrays, written to a temporary file and renamed; if that fails, stores and raises
+    nothing.
     """
     key_bytes, content = _key_bytes(key), io.BytesIO()
     for array in (numpy.frombuffer(json.dumps(data).encode(), numpy.uint8), *arrays):

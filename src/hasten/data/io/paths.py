@@ -3,8 +3,6 @@
 A path that contains ``://`` is remote (``remote.py``); everything else is local and uses the standard library only.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import mmap
@@ -33,15 +31,10 @@ class FileMissingError(ConfigurationError):
 def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[str, ...] = ()) -> list[str]:
     """Returns all files that some paths or patterns select, sorted, each once.
 
-    Args:
-        patterns: Files, folders or patterns (``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range
-            of numbers), local or remote. A folder, also one that a pattern matches, selects all files below it except
-            hidden ones. A folder that is also reachable through links is read once.
-        suffixes: Endings (``.parquet``) of the files that a folder selects; empty for all.
-
-    Raises:
-        ConfigurationError: A pattern matches nothing, or a file or folder cannot be read.
-        RunError: A server did not answer.
+    Patterns contain ``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range of numbers; local or
+    remote. A folder, also one that a pattern matches, selects all files below it that end in one of ``suffixes``
+    (empty: all), except hidden ones; one that is also reachable through links is read once. ConfigurationError if a
+    pattern matches nothing, or a file or folder cannot be read; RunError if a server did not answer.
     """
     patterns = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     if not patterns:
@@ -63,11 +56,8 @@ def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[s
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading bytes at any position.
-
-    Raises:
-        ConfigurationError: It does not exist, or access is denied.
-        RunError: Its server failed four times.
+    """Opens a file for reading bytes at any position. ConfigurationError if it does not exist or access is denied;
+    RunError if its server failed four times.
     """
     if is_remote(path):
         return io.BufferedReader(remote.RemoteFile(path), 1 << 20)
@@ -78,24 +68,17 @@ def open_file(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """Maps a local file into memory, read-only. Truncating the file kills its readers (SIGBUS).
-
-    Raises:
-        ConfigurationError: It does not exist, or access is denied.
-    """
+    """Maps a local file into memory, read-only. Truncating the file kills its readers (SIGBUS)."""
     _, size, version = file_signature(path)
     return _mapped(path, size, *version)
 
 
 def file_signature(path: str) -> list:
-    """Returns [path, size in bytes, version], which changes when the file does.
+    """Returns [path, size in bytes, version], which changes when the file does; ConfigurationError if there is no such
+    file.
 
     The version of a local file is [modification time, change time] in nanoseconds; programs cannot set the change time
     back. The inode number is left out: some network file systems assign new ones every day.
-
-    Raises:
-        ConfigurationError: The file does not exist.
-        RunError: Its server did not answer.
     """
     if is_remote(path):
         return remote.remote_signature(path)
@@ -107,11 +90,7 @@ def file_signature(path: str) -> list:
 
 
 def check_unchanged(path: str, signature: list) -> None:
-    """Checks that a file has not changed since its signature was taken.
-
-    Raises:
-        RunError: It changed, or is no longer readable.
-    """
+    """Raises RunError if a file changed since its signature was taken, or is no longer readable."""
     try:
         is_same = _content_version(file_signature(path)) == _content_version(signature)
     except ConfigurationError as error:
@@ -121,15 +100,14 @@ def check_unchanged(path: str, signature: list) -> None:
 
 
 def _content_version(signature: list) -> tuple:
-    """(size, version) without the change time of a local file, which also changes when a backup links to the file."""
+    """(size, version) without a local file's change time, which also changes when a backup links to the file."""
     _, size, version = signature
     return size, version[0] if isinstance(version, list) else version
 
 
 def is_file_error(path: str, error: ConfigurationError) -> bool:
-    """Whether an error is limited to one file: it is missing, unreadable or damaged.
-
-    An expired login, a missing package or a wrong delimiter is not: every file would fail.
+    """Whether an error is limited to one file: it is missing, unreadable or damaged. An expired login, a missing
+    package or a wrong delimiter is not: every file would fail.
     """
     if is_remote(path):
         return isinstance(error, (FileMissingError, remote.NotFoundError))
@@ -209,7 +187,7 @@ def _glob(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _parents(folder: str) -> Iterator[str]:
-    """A folder and its parents, as far as its path contains them."""
+    """Yields a folder and the parent folders that its path names."""
     while folder:
         yield folder
         above = os.path.dirname(folder)
@@ -217,7 +195,7 @@ def _parents(folder: str) -> Iterator[str]:
 
 
 def _glob_folders(pattern: str) -> Iterator[str]:
-    """The folders that a pattern selects; ``**`` is any depth."""
+    """Yields the folders that a local pattern selects; ``**`` matches any depth."""
     if not has_magic(pattern):
         if os.path.isdir(pattern or "."):
             yield pattern
@@ -251,7 +229,7 @@ def _folder_id(folder: str) -> FolderId:
 
 
 def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
-    """Why a pattern selects no file, and which similar names exist."""
+    """Returns the error message for a pattern that selects no file, with similar names that exist."""
     if is_remote(pattern):
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):

@@ -9,8 +9,6 @@ single range, as of rows in order, is read through an open file with fsspec's re
 the next batch already.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -39,14 +37,8 @@ def read_ranges(
 ) -> list[bytes]:
     """Returns the bytes of some ranges, in the given order.
 
-    Args:
-        signatures: Of all files, taken when the positions were found.
-        files: Index of each range's file in ``signatures``, int64, shape (n,).
-        begins: First byte of each range in its file, int64, shape (n,).
-        ends: End of each range in its file, exclusive, int64, shape (n,).
-
-    Raises:
-        RunError: A file has changed since its signature was taken, or cannot be read.
+    ``signatures`` are those of all files, taken when the positions were found; a file that has changed since is a
+    RunError. ``files`` (index of each range's file), ``begins`` and ``ends`` (exclusive) are int64, shape (n,).
     """
     parts = [b""] * len(files)
     unique_files = numpy.unique(files).tolist()
@@ -86,7 +78,7 @@ def _read_remote(signatures: list[list], ranges: list[tuple[int, int, int]]) -> 
 
 
 def read_file(signature: list, report: Callable[[int], None]) -> memoryview:
-    """Returns all bytes of a file, a local one mapped; ``report`` is called with the number of bytes downloaded."""
+    """Returns all bytes of a file, a local one memory-mapped; ``report(bytes downloaded so far)``."""
     path, content = signature[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)
@@ -100,7 +92,7 @@ def read_file(signature: list, report: Callable[[int], None]) -> memoryview:
 
 @contextmanager
 def _local_reader(signature: list) -> Iterator[Callable[[int, int], bytes]]:
-    """``(size, position) -> bytes`` of a local file that has not changed."""
+    """Opens a local file: ``(size, position) -> bytes``. ``RunError`` if it has changed since ``signature``."""
     path = signature[0]
     check_unchanged(path, signature)
     with open_file(path) as file:
@@ -131,7 +123,7 @@ def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: i
 
 
 def _check_oldest(signatures: list[list]) -> None:
-    """Checks for changes the remote file whose last check is the oldest, if that is older than the interval."""
+    """Checks one remote file for changes: the one checked longest ago, if REMOTE_CHECK_INTERVAL_S have passed."""
     checks = _thread.__dict__.setdefault("checks", {})
     now, oldest = time.monotonic(), min(signatures, key=lambda signature: checks.get(signature[0], 0.0))
     if now - checks.get(oldest[0], -REMOTE_CHECK_INTERVAL_S) >= REMOTE_CHECK_INTERVAL_S:

@@ -5,8 +5,6 @@ that does not answer as an empty folder, and its ``glob`` selects hidden files a
 match, as local patterns do.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -44,11 +42,8 @@ class NotFoundError(ConfigurationError):
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Returns the files that a remote path, folder or pattern selects; none if it does not exist.
-
-    Raises:
-        ConfigurationError: The pattern is not a valid address, or the server refuses the request.
-        RunError: The server does not answer.
+    """Returns the files that a remote path, folder or pattern selects; none if it does not exist. ConfigurationError if
+    the pattern is no valid address or the server refuses the request, RunError if it does not answer.
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
@@ -86,9 +81,8 @@ def remote_signature(path: str) -> list:
 def fetch_ranges(ranges: list[tuple[str, int | None, int | None]]) -> list[bytes | None]:
     """Requests ranges (path, begin, end), or whole files (path, None, None), concurrently and without retries.
 
-    Returns:
-        The content of each range; None if its request failed or returned fewer bytes. Read such a range by itself, with
-        retries or a clear error.
+    The content of a range is None if its request failed or returned fewer bytes. Read such a range by itself, with
+    retries or a clear error.
     """
     contents: list[bytes | None] = [None] * len(ranges)
     by_system: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
@@ -113,9 +107,8 @@ class RemoteFile(io.RawIOBase):
         self._path, self._position, self._file = path, 0, None
         self._size = _with_retries(path, lambda: self._open().size)
         if self._size is None:
-            raise ConfigurationError(
-                f"{path}: the server does not report the file's size, which reading parts of it requires; download it"
-            )
+            problem = f"{path}: the server does not report the file's size, which reading parts of it requires"
+            raise ConfigurationError(f"{problem}; download it")
 
     def _open(self) -> Any:
         if self._file is None:
@@ -161,7 +154,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _system(path: str) -> tuple[Any, str]:
-    """(file system, path in it)."""
+    """(fsspec file system of an address, path in that file system)."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -183,7 +176,7 @@ def _answers_ranges(system: Any, name: str) -> bool:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """A read timeout for web servers, where aiohttp limits the whole download; the user's fsspec settings win."""
+    """Options for fsspec: for HTTP a timeout per read, not per download; the user's fsspec settings win."""
     if not _is_web(path):
         return {}
     try:
@@ -203,7 +196,7 @@ def _is_web(path: str) -> bool:
 
 
 def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """The files in a folder that a pattern, split at its slashes, selects, as a local pattern would.
+    """Yields the files in ``folder`` that match ``pattern`` (split at its slashes), as for local patterns.
 
     Folders are listed level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in
     a folder that matches, all are.
@@ -224,7 +217,7 @@ def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixe
 
 
 def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a file, given by the parts of its path, or a folder that contains it."""
+    """Whether a pattern matches a file, or a folder that contains it; ``parts`` are those of the file's path."""
     if not pattern:
         is_hidden = any(part.startswith(".") for part in parts)
         return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
@@ -237,14 +230,14 @@ def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) ->
 
 
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether an address is a folder, which is a page of links. It is not requested if it has the suffix of a file."""
+    """Whether an HTTP address is a folder (a page of links); False, without a request, if it ends in a suffix."""
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
     return not has_suffix and bool(_links(system, name))
 
 
 def _find_links(system: Any, folder: str) -> Iterator[str]:
-    """The files that a page and the pages below it link to."""
+    """Yields the files that an HTTP page of links, and the pages below it, link to."""
     for entry in _links(system, folder):
         path = entry["name"].rstrip("/")
         if entry["type"] != "directory":
@@ -262,7 +255,7 @@ def _links(system: Any, page: str) -> list[dict]:
 
 @cache
 def _warn_no_version(scheme: str, server: str) -> None:
-    """Warns once for each server."""
+    """Warns, once per server, that its files have no version, so that changes cannot be noticed."""
     warnings.warn(
         f"{scheme}://{server} reports neither a version nor a modification time of its files: "
         "a changed file is detected only if its size differs, also by .cache('disk')",
@@ -272,12 +265,8 @@ def _warn_no_version(scheme: str, server: str) -> None:
 
 
 def _with_retries(path: str, request: Callable[[], T]) -> T:
-    """Returns ``request()``, repeated after growing delays while the server fails.
-
-    Raises:
-        NotFoundError: The file does not exist.
-        ConfigurationError: Another error that a retry does not remove.
-        RunError: The last retry failed.
+    """Returns ``request()``, repeated after growing delays while the server fails; RunError after the last one.
+    NotFoundError if the file does not exist, ConfigurationError for another error that a retry does not remove.
     """
     for attempt in range(len(RETRY_DELAYS_S) + 1):
         try:
@@ -300,7 +289,7 @@ def _with_retries(path: str, request: Callable[[], T]) -> T:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Whether a retry does not help."""
+    """Whether an error will not go away on retry, such as a missing file or denied access."""
     cause = _cause(error)
     status = getattr(cause, "status", None)
     if isinstance(status, int):
@@ -315,7 +304,7 @@ def _is_missing(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> BaseException:
-    """The original error: fsspec raises FileNotFoundError for every failed HTTP request."""
+    """The error behind fsspec's FileNotFoundError, which it raises for every failed HTTP request."""
     cause = error.__cause__
     if cause is None or not isinstance(error, FileNotFoundError):
         return error

@@ -20,7 +20,7 @@ from hasten.data.batch_builder import Map
 from hasten.data.cache.cache import Cache, DiskCache, cached
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk
 from hasten.data.cache.populate import bytes_of, read_first
-from hasten.data.io.cache_folder import default_folder
+from hasten.data.io.metadata_cache import default_folder
 from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
@@ -34,21 +34,13 @@ MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache t
 
 @dataclass(frozen=True, eq=False)
 class AutotunedRunner:
-    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays.
+    """Runs batches with the worker configurations that the autotuner tries, and caches the samples if that pays."""
 
-    Attributes:
-        autotuner: Searches the worker configuration.
-        timeout: Seconds that one batch may take; None waits forever.
-        in_threads: Whether the first configuration computes in threads.
-        kinds: Worker kinds that may be tried: "threads", "processes".
-        active_cache: {"source": the cached source}, empty without a cache.
-    """
-
-    autotuner: LoaderAutotuner
-    timeout: float | None = None
-    in_threads: bool = False
-    kinds: tuple[str, ...] = ()
-    active_cache: dict[str, Cache] = field(default_factory=dict)
+    autotuner: LoaderAutotuner  # searches the worker configuration
+    timeout: float | None = None  # seconds that one batch may take; None waits forever
+    in_threads: bool = False  # whether the first configuration computes in threads
+    kinds: tuple[str, ...] = ()  # worker kinds that may be tried: "threads", "processes"
+    active_cache: dict[str, Cache] = field(default_factory=dict)  # {"source": the cached source}, empty without a cache
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         def open_iterator(workers: WorkerConfig, done: int) -> Iterator:
@@ -59,7 +51,7 @@ class AutotunedRunner:
 
     @property
     def tuned_settings(self) -> dict:
-        """The settings found so far: threads or processes, prefetch, cache."""
+        """The settings found so far, as arguments of ``prefetch``: threads or processes, prefetch, cache."""
         return self.autotuner.tuned_settings
 
     @property
@@ -71,7 +63,7 @@ class AutotunedRunner:
         return self.workers.processes
 
     def restrict(self, kinds: tuple[str, ...]) -> AutotunedRunner:
-        """Returns a copy that tries these kinds only; processes only if the system can fork."""
+        """Returns a copy that tries these kinds of workers only; never processes on a system without fork."""
         forks = "fork" in multiprocessing.get_all_start_methods()
         return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
 
@@ -97,7 +89,7 @@ class AutotunedRunner:
     def cached_source(
         self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int
     ) -> Source | None:
-        """Returns the cached source after its maps for the epoch that begins, or None without a cache.
+        """Returns the source that replaces ``source`` and its maps in this epoch, from a cache; None without a cache.
 
         A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
         data that reading everything once would pay.
@@ -132,13 +124,13 @@ class AutotunedRunner:
         return "memory" if bytes_of(first, len(source)) <= self.autotuner.memory_budget() else "disk"
 
     def _fill(self, source: Source, maps: tuple[Map, ...], where: str, faults: BadRowPolicy) -> bool:
-        """Fills or updates the cache. Returns False, with a warning that gives the reason, if that fails."""
+        """Fills or updates the cache; returns whether that succeeded. A failure is a warning with the reason."""
         try:
             cache = self.active_cache.get("source")
             if cache is None:
                 cache = cached(source, maps, where, self._gigabytes(where), None, None)
                 if not is_repeatable(source, maps):
-                    raise ConfigurationError("they are random: reading them twice gives different values")
+                    raise ConfigurationError("the samples are random: reading them twice gives different values")
             cache.prepare(self.bulk_runner(), faults)
         except (ConfigurationError, RunError) as error:
             warnings.warn(f"the samples are not cached ({where}): {error}", HastenWarning, stacklevel=2)
@@ -154,15 +146,14 @@ class AutotunedRunner:
 
 
 def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
-    """Whether a cache could help: samples are not final in memory, no map is random, no bad rows are skipped."""
+    """Whether a cache could help: rows are not in memory already, no map is random, no bad rows may be skipped."""
     in_memory = not maps and isinstance(source, (Arrays, Cache))
     return not (in_memory or faults.max_rows or any(stage.stage is not None for stage in maps))
 
 
 def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
-    """Whether some samples are equal when they are read twice, without using the global random generators.
-
-    The states of the generators reveal a random map even if it seldom changes a sample.
+    """Whether some samples are equal when they are read twice, without using the global random generators. The states
+    of the generators reveal a random map even if it seldom changes a sample.
     """
     rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED_ROWS, len(source))).astype(numpy.int64))
     results = []
@@ -182,7 +173,7 @@ def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
 
 
 def _warn_about_disk(cache: Cache) -> None:
-    """Warns about a cache on disk that the user has not requested."""
+    """Warns where a disk cache that the autotuner created lies, and how large it is; nothing deletes it."""
     if isinstance(cache, DiskCache) and cache.identity is not None:
         size, folder = bytes_of(cache.columns, len(cache)) / 1e9, CacheDirectory(cache.folder, cache.identity).path
         reason = "the samples do not fit into the memory budget"

@@ -8,8 +8,6 @@ A batch is a function of its index. The index is all that is sent to a worker, a
 worker.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -44,16 +42,11 @@ class ProcessRunner:
 
     A worker that dies is replaced once, at the batch that it was computing. If its replacement dies at the same batch,
     a RunError is raised.
-
-    Attributes:
-        processes: Number of workers.
-        prefetch: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a RunError; None waits forever.
     """
 
-    processes: int
-    prefetch: int = 2
-    timeout: float | None = None
+    processes: int  # number of workers
+    prefetch: int = 2  # finished batches that may wait for the caller
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         buffers, workers = 1 + -(-self.prefetch // self.processes), []  # buffers of each worker
@@ -76,7 +69,7 @@ class ProcessRunner:
 
 
 class _Worker:
-    """The parent's handle of one worker process, which answers requests for batches in order."""
+    """Handle of one worker process in the parent: requests batches, and receives them in order."""
 
     def __init__(self, make: Callable[[int], Any], buffers: int):
         self.make = make
@@ -91,10 +84,8 @@ class _Worker:
         self._send(self.requests[-1])
 
     def result(self, timeout: float | None) -> Any:
-        """Returns the batch of the oldest request.
-
-        Raises:
-            RunError: It exceeds the timeout, or the process died twice in a row.
+        """Returns the batch of the oldest request; RunError if it exceeds the timeout, or the process died twice in a
+        row.
         """
         while (message := self._receive(timeout)) is None:
             self._replace()
@@ -120,8 +111,9 @@ class _Worker:
         try:
             context = multiprocessing.get_context("fork")
         except ValueError:
-            message = "worker processes require fork, which this system does not support"
-            raise ConfigurationError(f"{message}; use threads: .prefetch(threads=2)") from None
+            raise ConfigurationError(
+                "worker processes require fork, which this system does not support; use threads: .prefetch(threads=2)"
+            ) from None
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.buffers, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)
@@ -133,7 +125,7 @@ class _Worker:
             self.pipe.send(request)
 
     def _receive(self, timeout: float | None) -> bytes | None:
-        """Returns the next message, or None if the process is dead."""
+        """Returns the next message, or None if the process is dead. Raises at the timeout (seconds; None: never)."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
             assert timeout is not None
@@ -175,7 +167,7 @@ def _work(make: Callable[[int], Any], pipe: Connection, buffers: list[SharedBuff
 
 
 def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> bytes:
-    """Serializes (True, batch) or (False, exception); tensors are in the buffer."""
+    """Computes batch ``index``: serialized (True, batch) or (False, exception), with tensors in the buffer."""
     try:
         return serialize((True, make(index)), buffer)
     except Exception as error:
@@ -183,9 +175,8 @@ def _compute(make: Callable[[int], Any], index: int, buffer: SharedBuffer) -> by
 
 
 def _picklable(error: Exception) -> Exception:
-    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose.
-
-    An exception that cannot be pickled becomes a RunError with its message.
+    """The exception with its line in the user's code and, as a note, its traceback, which pickle would lose. An
+    exception that cannot be pickled becomes a RunError with its message.
     """
     try:
         error.raised_at = line_in_users_code(error)  # pyright: ignore[reportAttributeAccessIssue]  # read by the engine

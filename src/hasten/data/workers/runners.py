@@ -4,8 +4,6 @@ A runner takes a function from the index of a batch to the batch, and the indice
 computes at most ``prefetch`` of them in advance. ``processes.py`` explains why torch's DataLoader workers are not used.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -27,7 +25,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class InlineRunner:
-    """Computes each batch in the caller when it is requested."""
+    """A runner without workers: each batch is computed by the caller when it requests it."""
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         for index in indices:
@@ -36,17 +34,11 @@ class InlineRunner:
 
 @dataclass(frozen=True)
 class ThreadRunner:
-    """Computes batches in threads.
+    """Computes batches in threads."""
 
-    Attributes:
-        threads: Number of threads.
-        prefetch: Finished batches that may wait for the caller.
-        timeout: Seconds that one batch may take before a RunError; None waits forever.
-    """
-
-    threads: int = 1
-    prefetch: int = 2
-    timeout: float | None = None
+    threads: int = 1  # number of threads
+    prefetch: int = 2  # finished batches that may wait for the caller
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
@@ -94,7 +86,7 @@ def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
 
 
 def workers_of(runner: Runner) -> WorkerConfig:
-    """Returns the worker configuration of a runner; one without workers for a runner that has none."""
+    """Returns the worker configuration of a runner; an InlineRunner has 0 threads and 0 processes."""
     if isinstance(workers := getattr(runner, "workers", None), WorkerConfig):
         return workers
     return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "prefetch")))

@@ -32,14 +32,14 @@ def deserialize(message: bytes, buffer: SharedBuffer) -> Any:
 
 
 class SharedBuffer:
-    """Anonymous shared memory that grows on demand."""
+    """Anonymous memory shared by a process and its forked children, which grows on demand."""
 
     def __init__(self):
         self.file = _anonymous_file()
         self.mapped = numpy.empty(0, numpy.uint8)
 
     def memory(self, size: int) -> numpy.ndarray:
-        """Returns the mapped memory, at least ``size`` bytes, uint8. The writer calls it before the reader."""
+        """Returns at least ``size`` bytes as uint8, growing the buffer. The writer must call it before the reader."""
         if len(self.mapped) < size:
             if os.fstat(self.file).st_size < size:
                 os.ftruncate(self.file, size)

@@ -5,8 +5,6 @@ that several components read, or that reads several, belongs to none. Of nested 
 per process are taken.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +24,10 @@ Branch = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class BranchBlock:
-    """Independent branches: all they read is computed before them, and their outputs are read after all of them.
+    """Independent branches: all they read is computed before them, and their outputs are read after all of them, by
+    ``join``.
 
-    Attributes:
-        part: Name of the submodule of the model whose graph contains the block.
-        branches: The nodes of each branch.
-        join: The node that reads the outputs of the branches.
+    ``part`` is the name of the submodule whose graph contains the block; ``branches`` are the nodes of each branch.
     """
 
     part: str
@@ -40,18 +36,18 @@ class BranchBlock:
 
     @property
     def inputs(self) -> list[Node]:
-        """The nodes outside that the branches read."""
+        """Nodes outside the block whose values its branches read."""
         inside = nodes_of(self)
         read = dict.fromkeys(source for branch in self.branches for node in branch for source in _sources(node))
         return [node for node in read if node not in inside]
 
     def describe(self, branch: Sequence[Node]) -> str:
-        """``first to last`` module of a branch."""
+        """``first to last``: names of the first and the last module of a branch, for messages."""
         names = [str(node.target) for node in branch if node.op == "call_module"] or [node.name for node in branch]
         return self.outer(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
 
     def outer(self, name: str) -> str:
-        """A name in the part as a name in the model."""
+        """The dotted name in the whole model of ``name``, which is relative to the submodule ``part``."""
         return f"{self.part}.{name}" if self.part else name
 
     def __str__(self) -> str:
@@ -61,13 +57,10 @@ class BranchBlock:
 def find_branch_blocks(
     model: nn.Module, graphs: dict[str, torch.fx.Graph], random_nodes: set[str], processes: int
 ) -> tuple[list[BranchBlock], list[str]]:
-    """The blocks of a model, and reasons against other branches.
+    """The blocks of a model that ``processes`` can divide, and reasons against other branches.
 
-    Args:
-        model: The model.
-        graphs: Name of a submodule -> its graph, from ``graphs_of``.
-        random_nodes: ``key_of`` the nodes that draw random numbers.
-        processes: Number of processes among which branches are assigned.
+    ``graphs`` is the result of ``graphs_of``: name of a submodule -> its graph. ``random_nodes`` holds ``key_of`` the
+    nodes that draw random numbers.
     """
     module_uses = Counter(
         id(tensor)
@@ -85,12 +78,9 @@ def find_branch_blocks(
         forks = _forks(graph)
         for join in graph.nodes:  # inner blocks come before those around them
             branches = _branches_between(forks[join], join, trained) if len(_sources(join)) > 1 else []
-            reasons = [
-                _why_not(
-                    branch, tensors, node_uses, module_uses, [n for n in branch if key_of(name, n) in random_nodes]
-                )
-                for branch in branches
-            ]
+            random_of = [[n for n in branch if key_of(name, n) in random_nodes] for branch in branches]
+            pairs = zip(branches, random_of, strict=True)
+            reasons = [_why_not(branch, tensors, node_uses, module_uses, random) for branch, random in pairs]
             accepted = [branch for branch, reason in zip(branches, reasons, strict=True) if reason is None]
             block = BranchBlock(name, tuple(map(tuple, accepted)), join)
             if len(branches) > 1:
@@ -105,12 +95,12 @@ def find_branch_blocks(
 
 
 def nodes_of(block: BranchBlock) -> set[Node]:
-    """The nodes of all branches."""
+    """The graph nodes of all branches of a block."""
     return {node for branch in block.branches for node in branch}
 
 
 def _saved_elements(block: BranchBlock, tensors: dict[Node, list[torch.Tensor]], processes: int) -> int:
-    """Elements of parameters and buffers that the process with most of them need not hold."""
+    """Elements of parameters and buffers that dividing the block saves on the process that holds most."""
     sizes = [sum(tensor.numel() for node in branch for tensor in tensors[node]) for branch in block.branches]
     (owners,) = assign_branches([sizes], processes)
     held = Counter[int]()
@@ -120,13 +110,9 @@ def _saved_elements(block: BranchBlock, tensors: dict[Node, list[torch.Tensor]],
 
 
 def _why_not(
-    branch: list[Node],
-    tensors: dict[Node, list[torch.Tensor]],
-    node_uses: Counter[int],
-    module_uses: Counter[int],
-    random_nodes: list[Node],
+    branch: list[Node], tensors: dict[Node, list], node_uses: Counter, module_uses: Counter, random_nodes: list[Node]
 ) -> str | None:
-    """Why all processes must compute a branch; None if one can."""
+    """Why a branch cannot be computed by one process only; None if it can."""
     if random_nodes:
         return f"{min(node.name for node in random_nodes)} draws random numbers"
     used = Counter(id(tensor) for node in branch for tensor in tensors[node])
@@ -136,7 +122,7 @@ def _why_not(
 
 
 def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
-    """Node -> its immediate dominator: the last node on every path from the inputs; None for all inputs together."""
+    """Node -> immediate dominator: the last node before it on all paths from the inputs; None if there is none."""
     forks: dict[Node, Node | None] = {}
     depth: dict[Node | None, int] = {None: 0}
     for node in graph.nodes:
@@ -154,9 +140,8 @@ def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
 
 
 def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Node]]:
-    """The connected components between a fork and a join, in the order of the graph.
-
-    Nodes without parameters at either end join a component only if all their readers, or all that they read, are in it.
+    """The connected components between a fork and a join, in the order of the graph. Nodes without parameters at either
+    end join a component only if all their readers, or all that they read, are in it.
     """
     region: set[Node] = set()
     pending = _sources(join)
@@ -201,13 +186,8 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """A process for each branch of each block.
-
-    The most expensive branch first, each to the process with the least load in this block, then in those before it.
-
-    Args:
-        costs: For each block, the cost of each branch.
-        processes: Number of processes.
+    """A process for each branch of each block, from the cost of each branch. The most expensive branch first, each to
+    the process with the least load in this block, then in those before it.
     """
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:
@@ -222,7 +202,7 @@ def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[li
 
 
 def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
-    """(name, graph) of a model, or of its submodules if it cannot be traced; none of a module that a method wrapped."""
+    """(name, graph) of a model, or of its submodules if it cannot be traced; skips modules wrapped by a method."""
     if _is_wrapped(module):
         return
     graph = try_trace(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
@@ -246,12 +226,12 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def _sources(node: Node) -> list[Node]:
-    """The computed values that a node reads."""
+    """The nodes that a node reads, without those that fetch parameters or buffers."""
     return [source for source in node.all_input_nodes if source.op != "get_attr"]
 
 
 def tensors_used_by(node: Node, part: nn.Module) -> list[torch.Tensor]:
-    """The parameters that a node uses, and the buffers of its layer."""
+    """The parameters that a node of the graph uses, and the buffers of the layer that it calls."""
     attributes = [operator.attrgetter(str(each.target))(part) for each in node.all_input_nodes if each.op == "get_attr"]
     found: list[torch.Tensor] = [tensor for tensor in attributes if isinstance(tensor, nn.Parameter)]
     if node.op == "call_module":
@@ -261,12 +241,12 @@ def tensors_used_by(node: Node, part: nn.Module) -> list[torch.Tensor]:
 
 
 def key_of(part: str, node: Node) -> str:
-    """Identifies a node among all graphs of a model."""
+    """A text that identifies a node among all graphs of a model: "part:node"."""
     return f"{part}:{node.name}"
 
 
 def outputs_of(branch: Branch) -> list[Node]:
-    """The nodes of a branch that nodes outside read."""
+    """The nodes of a branch whose values are read outside it."""
     inside = set(branch)
     return [node for node in branch if any(user not in inside for user in node.users)]
 
@@ -291,7 +271,7 @@ def extract_branch(part: nn.Module, block: BranchBlock, branch: Branch) -> torch
 def replace_blocks(
     part: nn.Module, graph: torch.fx.Graph, replacements: dict[BranchBlock, Callable[..., Any]]
 ) -> torch.fx.GraphModule:
-    """The graph of a part with each block replaced by one call, which returns the outputs of all its branches."""
+    """A submodule with each block of its graph replaced by one call, which returns all branches' outputs."""
     replaced, copies = torch.fx.Graph(), dict[Node, Node]()
     block_of = {node: block for block in replacements for node in nodes_of(block)}
 

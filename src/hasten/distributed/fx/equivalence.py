@@ -1,7 +1,5 @@
 """Checks on a few samples that a partitioned model computes the same outputs and gradients as the original."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +20,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """A way to partition blocks of a model in place.
-
-    Attributes:
-        partition: ``(model, blocks) -> None``.
-        everywhere: Whether each process gets the gradients of all parameters.
+    """A way to partition blocks in place: ``(model, blocks) -> None``. ``everywhere``: whether each process gets the
+    gradients of all parameters.
     """
 
     partition: Callable[[torch.nn.Module, list[Any]], None]
@@ -36,19 +31,11 @@ class PartitionPlan(NamedTuple):
 def verify_partition(
     model: torch.nn.Module, found: list[Any], plans: Sequence[PartitionPlan], name: str, run: RunContext
 ) -> tuple[list[Any], list[str]]:
-    """The blocks that compute the same after each partition, and reasons against the others.
+    """The blocks that compute the same after each of the ``plans``, and reasons against the others. All ranks must call
+    it.
 
-    Tries all blocks together first, and one by one if that fails. All ranks must call it.
-
-    Args:
-        model: The model; copies of it are partitioned.
-        found: The blocks.
-        plans: The ways to partition.
-        name: The method that partitions, for the error.
-        run: The run.
-
-    Raises:
-        ConfigurationError: Each block is correct by itself, but all together are not.
+    Partitions copies of the model: all blocks together first, and one by one if that fails. ConfigurationError, which
+    names the method ``name``, if each block is correct by itself, but all together are not.
     """
     if not found:
         return [], []
@@ -80,7 +67,7 @@ def _difference(
     whole_batch: bool,
     expected: tuple[Tensors, Tensors],
 ) -> str | None:
-    """How the model differs once the blocks are partitioned; None if it does not."""
+    """The first output or gradient that changes when the blocks are partitioned, as text; None if none does."""
     try:
         plan.partition(model, blocks)
         outputs, gradients = gather_full_state(outputs_and_grads(model, batch, whole_batch))
@@ -95,7 +82,7 @@ def _difference(
 
 
 def call_traced_model(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> Any:
-    """The output for a batch; with ``whole_batch`` the model gets the target, too, and returns its own loss."""
+    """The model's output for a batch; with ``whole_batch`` the target is passed to the model, too."""
     if not whole_batch:
         args, kwargs, _ = batches.split_inputs_target(batch)
         return model(*args, **kwargs)
@@ -111,15 +98,15 @@ def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -
     outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
     terms = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
     if not terms:
-        problem = "the model returns no tensor that depends on its parameters, so no partition can be verified"
-        raise ConfigurationError(f"{problem}; take another strategy")
+        effect = "no partition can be verified; take another strategy"
+        raise ConfigurationError(f"the model returns no tensor that depends on its parameters, so {effect}")
     sum(terms[1:], terms[0]).backward()
     gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return {f"output {index}": tensor.detach() for index, tensor in enumerate(outputs)}, gradients
 
 
 def first_mismatch(actual: Tensors, expected: Tensors) -> str | None:
-    """The first tensor that differs, relative to the largest value of all: some gradients are rounding errors only."""
+    """Name of the first tensor that differs by more than rounding of the largest value of all; None if none."""
     if names := actual.keys() ^ expected.keys():
         return min(names)
     largest = max((tensor.abs().max() for tensor in expected.values()), default=0.0)

@@ -4,8 +4,6 @@ torch.fx finds the split points; ``stage_balance.py`` chooses among them. A stag
 it consists of. What a rank does not need of the model is on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,13 +30,8 @@ def find_split_points(
 ) -> tuple[torch.fx.Graph, list[Segment]]:
     """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
-    Args:
-        model: The model.
-        stages: The number of segments that are needed.
-        peek_batch: Returns a batch, to find DTensors between sharded layers; then all ranks must call this.
-
-    Raises:
-        ConfigurationError: There are fewer segments than stages.
+    ``peek_batch`` returns a batch, to find DTensors between sharded layers; then all ranks must call this.
+    ConfigurationError if there are fewer segments than ``stages``.
     """
     longest: list[Segment] = []
     for is_leaf in (lambda module: type(module) is not nn.Sequential, None):
@@ -52,12 +45,12 @@ def find_split_points(
                 return graph, segments
             longest = max(longest, segments, key=len)
     found = f"a chain of {len(longest)} that have weights" if longest else "no such chain"
-    problem = f"pipeline has {stages} stages to fill and found {found} in this model; it looked for {EXPECTED}"
-    raise ConfigurationError(f"{problem}; other strategies shard any model")
+    hint = f"it looked for {EXPECTED}; other strategies shard any model"
+    raise ConfigurationError(f"pipeline has {stages} stages to fill and found {found} in this model; {hint}")
 
 
 def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segment]) -> torch.fx.GraphModule:
-    """Consecutive segments as a module of their own, which shares the model's submodules."""
+    """A module that computes the given consecutive segments and shares the model's submodules."""
     nodes = [node for segment in segments for node in segment]
     stage, copies = torch.fx.Graph(), dict[Node, Node]()
     stage_input = stage.placeholder("stage_input")
@@ -74,12 +67,12 @@ def extract_stage(model: nn.Module, graph: torch.fx.Graph, segments: list[Segmen
 
 
 def _contiguous_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, to be sent; no view, because the zero-bubble schedule cannot release the autograd graph of a view."""
+    """A contiguous tensor that is no view: the zero-bubble schedule cannot free the autograd graph of a view."""
     return tensor.clone(memory_format=torch.contiguous_format) if is_view(tensor) else tensor.contiguous()
 
 
 def _sharded_values(model: nn.Module, graph: torch.fx.Graph, peek_batch: Callable[[], Batch] | None) -> set[Node]:
-    """The nodes whose values are DTensors, which no stage can pass on."""
+    """The nodes whose values are DTensors, which stages cannot pass on; found by running a batch."""
     found: set[Node] = set()
 
     class Recorder(torch.fx.Interpreter):
@@ -133,24 +126,17 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
     for index, stage in enumerate(stages, 1):
         for param in stage.parameters():
             if (other := owner.setdefault(id(param), index)) != index:
-                problem = f"stages {other} and {index} both use {names[id(param)]}"
-                raise ConfigurationError(f"pipeline cannot split this model: {problem}; untie it")
+                users = f"{other} and {index} both use {names[id(param)]}; untie it"
+                raise ConfigurationError(f"pipeline cannot split this model: stages {users}")
 
 
 def materialize_local_stages(
     model: nn.Module, local: Sequence[nn.Module], stages: Sequence[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
-    """Initializes the parameters and buffers of the local stages on the device; moves those of others to meta.
+    """Initializes the parameters and buffers of the stages in ``local`` on the device; moves those of others to meta.
 
-    Args:
-        model: The model; changed in place.
-        local: The stages of this rank.
-        stages: All stages.
-        keeps_unused: Whether this rank also holds what no stage uses.
-        run: The run.
-
-    Returns:
-        The initialized parameters and buffers. Plain tensor attributes stay on every rank.
+    Returns the initialized ones. Plain tensor attributes stay on every rank. With ``keeps_unused`` this rank also holds
+    what no stage uses.
     """
     assert run.parallel is not None
     of_local = _registered_ids(local)
@@ -181,6 +167,6 @@ def single_tensor_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     """The only input of a model. Raises ``RunError`` if it is not exactly one tensor."""
     inputs = [*args, *kwargs.values()]
     if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-        problem = f"pipeline passes one tensor through its stages, but this model has {len(inputs)} inputs"
-        raise RunError(f"{problem}; take another strategy")
+        found = f"{len(inputs)} inputs; take another strategy"
+        raise RunError(f"pipeline passes one tensor through its stages, but this model has {found}")
     return inputs[0]

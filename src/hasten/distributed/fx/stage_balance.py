@@ -1,7 +1,5 @@
 """Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -24,23 +22,18 @@ TRAINED_COPIES = 4  # of a parameter: itself, its gradient, and two moments of a
 
 
 def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> list[int]:
-    """The ends of the stages (as segment indices), from their sizes such as "2-1-3".
-
-    Raises:
-        ConfigurationError: The sizes are not as many as stages, or do not sum to the number of segments.
-    """
+    """The ends of the stages (as segment indices), from their sizes such as "2-1-3", which must sum to the segments."""
     lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
         example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])
-        expected = f"must be {stages} lengths that make up the chain of {segments}, such as {example}"
-        raise ConfigurationError(f"{option}={sizes} {expected}")
+        chain = f"the chain of {segments}, such as {example}"
+        raise ConfigurationError(f"{option}={sizes} must be {stages} lengths that make up {chain}")
     return list(accumulate(lengths))
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """The ends of the stages and the cost of each, from ``measure()`` on rank 0.
-
-    The other ranks of its stage measure, too, because they compute shards of the same layers. All ranks must call it.
+    """The ends of the stages and the cost of each, from ``measure()`` on rank 0. The other ranks of its stage measure,
+    too, because they compute shards of the same layers. All ranks must call it.
     """
     assert run.parallel is not None
     message = b""
@@ -57,11 +50,8 @@ def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunCo
 def balance_stages(costs: list[list[float]]) -> list[int]:
     """Divides the segments into consecutive stages, none empty, so that the most expensive stage costs least.
 
-    Args:
-        costs: ``costs[stage][segment]``, the cost of the segment if that stage runs it.
-
-    Returns:
-        For each stage, the index after its last segment; the last one is the number of segments.
+    ``costs[stage][segment]`` is the cost of the segment if that stage runs it. Returns the index after the last segment
+    of each stage.
     """
     segments = len(costs[0])
     impossible: tuple[float, list[int]] = (float("inf"), [])
@@ -80,7 +70,7 @@ def balance_stages(costs: list[list[float]]) -> list[int]:
 def profile_segments(
     model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, device: torch.device
 ) -> list[float]:
-    """Seconds of the forward and backward pass of each segment, the best of several; one is on the device at a time."""
+    """Seconds of forward and backward of each segment, best of several; only one segment is on the device."""
     args, kwargs, _ = batches.split_inputs_target(batch)
     value, costs = single_tensor_input(args, kwargs), []
     for segment in segments:
@@ -109,13 +99,8 @@ def estimate_segment_memory(
 ) -> list[list[int]]:
     """Bytes that every segment would hold in each stage, computed on the meta device. Shape (stages, segments).
 
-    Args:
-        model: The model.
-        graph: Its graph.
-        segments: Its segments.
-        batch: A batch.
-        pieces: Microbatches of a batch.
-        in_flight: For each stage, the microbatches that wait there for their backward pass at a time.
+    ``pieces`` are the microbatches of a batch; ``in_flight``, for each stage, those that wait there for their backward
+    pass.
     """
     args, kwargs, _ = batches.split_inputs_target(batch)
     inputs = single_tensor_input(args, kwargs)

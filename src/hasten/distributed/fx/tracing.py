@@ -1,7 +1,5 @@
 """Traces a model into a torch.fx graph, for methods that partition models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,11 +21,8 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
     """The graph of a model; None if it cannot be traced, or differs in evaluation mode.
 
     None, too, for a model whose control flow depends on random numbers (LayerDrop) or on a count of its calls. Tracing
-    changes neither the random generators nor the attributes of the model.
-
-    Args:
-        module: The model.
-        is_leaf: Whether a submodule is one node of the graph; None for torch.fx's choice (modules of torch.nn).
+    changes neither the random generators nor the attributes of the model. ``is_leaf`` tells whether a submodule is one
+    node of the graph; None for torch.fx's choice (modules of torch.nn).
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
@@ -46,7 +41,7 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
 
 
 def _python_state(module: nn.Module) -> tuple[Any, ...]:
-    """What a forward pass may change besides tensors: the generators, and attributes of modules."""
+    """State that a forward pass may change besides tensors: random generators, and attributes of modules."""
     dicts: list[Any] = []
     for part in module.modules():
         dicts += [vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)]
@@ -55,9 +50,8 @@ def _python_state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores the state; whether anything had changed on which control flow may depend.
-
-    A number that became part of the graph decides nothing.
+    """Restores the state; whether anything had changed on which control flow may depend. A number that became part of
+    the graph decides nothing.
     """
     torch_state, python_state, numpy_state, copies = before
     drew = not (
@@ -117,7 +111,7 @@ def is_random_op(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def _factories_as_nodes() -> Iterator[None]:
-    """Makes torch's factory functions nodes of the graph if one of their arguments is a traced size."""
+    """Context manager: torch.zeros and the like become graph nodes if an argument is a traced size."""
     originals = {name: getattr(torch, name) for name in FACTORIES}
     try:
         for name, function in originals.items():

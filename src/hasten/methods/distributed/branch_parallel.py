@@ -54,6 +54,7 @@ from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, 
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
+from hasten.utils.observe_step import observe_collectives
 
 EXPECTED = (
     "branches with trained weights that begin at one tensor, or at the inputs, and join again, "
@@ -69,7 +70,7 @@ MakeBlockFn: TypeAlias = Callable[[BranchBlock, list[torch.fx.GraphModule]], Blo
 
 @dataclass(frozen=True)
 class BranchParallel(Method):
-    """Assigns the branches of each block to the ranks of a replica."""
+    """Lets each rank of a model replica compute some branches of each block (model parallelism)."""
 
     card = Card(
         summary="computes the branches of a model side by side, some on each process",
@@ -102,8 +103,12 @@ class BranchParallel(Method):
         def compute_all(model: nn.Module, blocks: list[BranchBlock]) -> None:
             _replace_blocks(model, graphs, blocks, _compute_all)
 
+        def divide(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment) -> None:
+            make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
+            _replace_blocks(model, graphs, blocks, make)
+
         def exchange(model: nn.Module, blocks: list[BranchBlock]) -> None:
-            _replace_blocks(model, graphs, blocks, _exchange_balanced(blocks, run))
+            divide(model, blocks, assign_branches([[1.0] * len(block.branches) for block in blocks], size))
 
         plans = [PartitionPlan(compute_all), PartitionPlan(exchange, everywhere=False)]
         blocks, more = verify_partition(model, candidates, plans, self.name, run)
@@ -118,17 +123,13 @@ class BranchParallel(Method):
         run.tuned_settings[self.name] = {"assignment": "-".join(str(rank) for ranks in assignment for rank in ranks)}
         if run.ranks.is_main_process:
             _report(model, blocks, assignment, rejected, size)
-        make = partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
-        _replace_blocks(model, graphs, blocks, make)
+        divide(model, blocks, assignment)
         _keep_local_branches(model, blocks, assignment, run)
+        run.observe_effect(self, partial(observe_collectives, "broadcast_", "send", "recv_", "allgather_"))
         return model
 
     def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:
-        """The option ``assignment``.
-
-        Raises:
-            ConfigurationError: it has another number of branches, unknown ranks, or only one rank for some block.
-        """
+        """The option ``assignment``, if it has all branches, known ranks and several ranks for each block."""
         words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
         ranks = iter([int(word) if word.isdecimal() else size for word in words])
         assignment = [list(islice(ranks, len(block.branches))) for block in blocks]
@@ -147,7 +148,7 @@ class BranchParallel(Method):
 
 
 def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment, run: RunContext) -> None:
-    """Moves the weights of the other ranks' branches to the meta device."""
+    """Moves the weights of branches that are assigned to other ranks to the meta device, in place."""
     parallel = run.parallel
     assert parallel is not None
     held: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(parallel.model_parallel_size)}
@@ -163,11 +164,9 @@ def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment
 
 
 def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[dict[str, float], set[str]]:
-    """Profiles the nodes of the graphs on a batch, on rank 0.
+    """(seconds of each node, the shortest of several runs; nodes that draw random numbers), measured on rank 0.
 
-    Returns:
-        Seconds of each node, the shortest of several runs, and the nodes that draw random numbers. Nodes that were not
-        computed, because the model does not call them or the traced graph fails, are missing.
+    Nodes that were not computed, because the model does not call them or the traced graph fails, are missing.
     """
     message = b""
     if run.ranks.is_main_process:
@@ -231,10 +230,9 @@ def _report(
 ) -> None:
     lines: list[str] = []
     for block, ranks in zip(blocks, assignment, strict=True):
-        branches = [
-            f"{block.describe(branch)} on rank {rank}" for branch, rank in zip(block.branches, ranks, strict=True)
-        ]
-        lines.append(f"{', '.join(branches)}; they join in {block.outer(block.join.name)}")
+        places = zip(block.branches, ranks, strict=True)
+        branches = ", ".join(f"{block.describe(branch)} on rank {rank}" for branch, rank in places)
+        lines.append(f"{branches}; they join in {block.outer(block.join.name)}")
     divided = {
         id(tensor): tensor.numel()
         for block in blocks
@@ -263,7 +261,7 @@ def _replace_blocks(model: nn.Module, graphs: Graphs, blocks: list[BranchBlock],
 
 
 def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> BlockFn:
-    """All branches on this rank, with the checks that they can be computed on different ranks."""
+    """Computes all branches of a block on this rank, and checks that different ranks could compute them."""
 
     def compute(*inputs: Any) -> list[torch.Tensor]:
         _check_not_recomputing()
@@ -272,40 +270,33 @@ def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> Bl
             before = _versions(inputs)
             outputs += branch(*inputs)
             if _versions(inputs) != before:  # ranks with other branches would not see the change
-                raise RunError(f"{block.describe(nodes)} changes in place what other branches read")
+                raise RunError(f"the branch {block.describe(nodes)} changes in place what other branches read")
         for output in outputs:
             encode_meta(output)  # refuses what cannot be sent
             if not output.requires_grad:
-                raise RunError("a branch ends in a tensor without a gradient")
+                raise RunError("a branch returns a tensor without a gradient")
         return outputs
 
     return compute
 
 
 def _versions(inputs: tuple[Any, ...]) -> list[int]:
-    """How often each tensor was changed in place."""
+    """Version counters of the tensors: how often each was changed in place."""
     return [in_place_version(tensor) for tensor in batches.batch_tensors(inputs)]
 
 
 def _check_not_recomputing() -> None:
-    """Refuses activation checkpointing: in the backward pass the ranks would reach the branches at different times."""
+    """Raises ``RunError`` under activation checkpointing: recomputing ranks would call collectives out of order."""
     if inside_backward():
         raise RunError(
             "branch_parallel cannot recompute branches in the backward pass; leave out activation checkpointing"
         )
 
 
-def _exchange_balanced(blocks: list[BranchBlock], run: RunContext) -> MakeBlockFn:
-    """``_exchange_outputs`` with the same number of branches on each rank."""
-    assert run.parallel is not None
-    assignment = assign_branches([[1.0] * len(block.branches) for block in blocks], run.parallel.model_parallel_size)
-    return partial(_exchange_outputs, assignment=dict(zip(blocks, assignment, strict=True)), run=run)
-
-
 def _exchange_outputs(
     block: BranchBlock, branches: list[torch.fx.GraphModule], assignment: dict[BranchBlock, list[int]], run: RunContext
 ) -> BlockFn:
-    """Computes the branches of this rank and broadcasts all outputs.
+    """Computes this rank's branches of a block; each rank broadcasts its outputs to all others.
 
     Shapes and dtypes of the outputs are exchanged once for each kind of input.
     """
@@ -332,9 +323,8 @@ def _exchange_outputs(
         for output, header, source in zip(computed, headers[key], sources, strict=True):
             tensor = empty_from_meta(header, run.device) if output is None else output.detach()
             if output is not None and (output.shape, output.dtype) != decode_meta(header):
-                raise RunError(
-                    f"branch_parallel: outputs of {block} vary in shape for inputs of one shape; use another strategy"
-                )
+                problem = f"outputs of {block} vary in shape for inputs of one shape"
+                raise RunError(f"branch_parallel: {problem}; use another strategy")
             pending.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             outputs.append(cast(Any, ReceiveOutput).apply(token, [tensor]) if output is None else output)
         for work in pending:
@@ -347,9 +337,9 @@ def _exchange_outputs(
 def _enter(
     inputs: tuple[Any, ...], edge: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The inputs of a block, whose gradients will be summed over the ranks, and a token that keeps the graph connected.
+    """(token, inputs) of a block: the backward pass sums the gradients of the inputs over the ranks.
 
-    On ranks without a branch the token is what lets the backward pass reach the inputs.
+    The token is a tensor that connects inputs and outputs in the autograd graph on ranks without a branch.
     """
     trained = [tensor for tensor in batches.batch_tensors(inputs) if tensor.requires_grad]
     token, *entered = cast("tuple[torch.Tensor, ...]", cast(Any, EnterBlock).apply(group, edge, *trained))

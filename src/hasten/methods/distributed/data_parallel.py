@@ -51,6 +51,7 @@ class DataParallel(Method):
         warn_local_batch_norm(model, part="each GPU's part of a batch")
         first = run.device.index if "cuda:" in str(run.device) else torch.cuda.current_device()
         others = [index for index in range(torch.cuda.device_count()) if index != first]
+        run.observe_effect(self, lambda: f"each batch is split over {len(others) + 1} GPUs")
         return torch.nn.DataParallel(model, device_ids=[first, *others])
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

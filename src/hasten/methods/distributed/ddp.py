@@ -6,6 +6,7 @@ the samples, which is the default of torch's losses.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ForwardFn
 from hasten.distributed.collectives import sync_on_last_microbatch, warn_local_batch_norm
+from hasten.utils.observe_step import observe_collectives
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,8 @@ class DDP(Method):
         applies_to={"distributed"},
         order=WrapOrder.FIRST,
         replaces={"parallelize"},
-        presets=(
-            {"bucket_cap_mb": 1.0},
-            {"static_graph": True},
-        ),  # without options it is the default of distributed runs
+        # without options it is the default of distributed runs
+        presets=({"bucket_cap_mb": 1.0}, {"static_graph": True}),
         default_for={"distributed"},
         remedy_for={"unused_parameters": {"find_unused_parameters": True}},
     )
@@ -50,6 +50,7 @@ class DDP(Method):
                 "communicates; leave static_graph out"
             )
         warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        run.observe_effect(self, partial(observe_collectives, "allreduce_"))
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_cap_mb,

@@ -12,6 +12,7 @@ all ranks.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,8 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
-from hasten.distributed.collectives import (
-    all_reduce_mean,
-    allow_divergent_replicas,
-    average_model,
-    broadcast_module,
-    check_sync_period,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,12 @@ class DiLoCo(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         assert run.parallel is not None
-        check_sync_period(run, f"{self.name}:sync_every", self.sync_every)
-        warn_local_batch_norm(model)
-        broadcast_module(model)
-        allow_divergent_replicas(run, self.name)
+        collectives.check_sync_period(run, f"{self.name}:sync_every", self.sync_every)
+        collectives.warn_local_batch_norm(model)
+        collectives.broadcast_module(model)
+        collectives.allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = self.sync_every
+        run.observe_effect(self, partial(observe_seldom_communication, self.sync_every))
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
@@ -70,38 +66,32 @@ class DiLoCo(Method):
             outer.begin()
             optimizer_step()
             if (progress.step + 1) % self.sync_every == 0:
-                all_reduce_mean(weights)
+                collectives.all_reduce_mean(weights)
                 outer.step()
 
         return step_and_synchronize
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return average_model(model)
+        return collectives.average_model(model)
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum on the mean change of the weights.
-
-    Attributes:
-        weights: the parameters of the model.
-        anchor: the weights at the last synchronization, the same on all ranks.
-        velocity: the momentum buffers.
-    """
+    """SGD with Nesterov momentum on the mean change of the weights."""
 
     def __init__(self, weights: list[torch.Tensor], lr: float, momentum: float):
         self.weights, self.lr, self.momentum = weights, lr, momentum
-        self.anchor: list[torch.Tensor] = []
-        self.velocity: list[torch.Tensor] = []
+        self.anchor: list[torch.Tensor] = []  # the weights at the last synchronization, the same on all ranks
+        self.velocity: list[torch.Tensor] = []  # the momentum buffers
 
     def begin(self) -> None:
-        """Copies the weights before the first step, or before the first one after a run in a single process."""
+        """Copies the weights into ``anchor`` before the first step, unless a checkpoint restored it."""
         if not self.anchor:
             self.anchor = [weight.detach().clone() for weight in self.weights]
             self.velocity = [torch.zeros_like(weight) for weight in self.anchor]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Replaces the weights, which must be the mean of all ranks, by those from which all ranks continue."""
+        """One outer step. Before, ``weights`` must hold the mean of all ranks; after, all ranks continue from them."""
         change = foreach_sub(self.anchor, self.weights)
         foreach_mul_(self.velocity, self.momentum)
         foreach_add_(self.velocity, change)

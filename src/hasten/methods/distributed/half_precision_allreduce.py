@@ -6,7 +6,9 @@ one sends either dtype over any backend. bf16 has the range of float32 and 8 bit
 values above 65504 or far below 6e-5 are lost.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,9 +16,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.core.card import Card, Exactness
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
+from hasten.utils.op_recorder import OpRecorder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,15 +49,25 @@ class HalfPrecisionAllreduce(Method):
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
             run.report_no_effect(self, "the gradients have 16 bits already")
             return model
+        run.observe_effect(self, partial(_observe, DTYPES[self.reduce_dtype]))
         cast(Any, model).register_comm_hook(DTYPES[self.reduce_dtype], _all_reduce_mean)
         return model
+
+
+def _observe(dtype: torch.dtype) -> Generator[None, None, str]:
+    with OpRecorder() as recorder:
+        yield
+    calls = {precision: stats.count for (name, precision), stats in recorder.ops.items() if name == "allreduce_"}
+    if dtype not in calls:
+        raise NoEffectError(f"the step called no all-reduce in {dtype}")
+    return f"the step called {calls[dtype]} all-reduce in {str(dtype).removeprefix('torch.')}"
 
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]  # DDP requires this annotation
 
 
 def _all_reduce_mean(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: a future of the mean of the bucket's gradients over all ranks."""
+    """DDP communication hook: a future of the bucket's gradients, averaged over all ranks in ``dtype``."""
     gradients: torch.Tensor = bucket.buffer()
     rounded = gradients.div(dist.get_world_size()).to(dtype)
     work = cast(Any, dist).all_reduce(rounded, async_op=True)

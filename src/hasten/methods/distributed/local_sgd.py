@@ -13,6 +13,7 @@ processes use the mean of all ranks, including the optimizer state.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,18 +24,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
-from hasten.distributed.collectives import (
-    all_reduce_gradients,
-    all_reduce_mean,
-    allow_divergent_replicas,
-    average_model,
-    broadcast_module,
-    check_no_sparse_gradients,
-    check_sync_period,
-    find_divergent_tensors,
-    is_real_or_complex,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
+from hasten.utils.observe_step import observe_seldom_communication
 
 
 @dataclass(frozen=True)
@@ -63,19 +54,19 @@ class LocalSGD(Method):
         assert run.parallel is not None
         self._check_periods(run)
         if self.warmup_steps:
-            check_no_sparse_gradients(model, self.name)
-        warn_local_batch_norm(model)
-        broadcast_module(model)
-        allow_divergent_replicas(run, self.name)
+            collectives.check_no_sparse_gradients(model, self.name)
+        collectives.warn_local_batch_norm(model)
+        collectives.broadcast_module(model)
+        collectives.allow_divergent_replicas(run, self.name)
         run.parallel.sync_period = math.lcm(self.period, self.group_period if self.group_size else 1)
         run.parallel.warmup_steps = self.warmup_steps
+        run.observe_effect(self, partial(observe_seldom_communication, run.parallel.sync_period))
         return model
 
     def _check_periods(self, run: RunContext) -> None:
-        if self.group_size and run.ranks.world_size % self.group_size:
-            raise ConfigurationError(
-                f"local_sgd:group_size={self.group_size} must divide the {run.ranks.world_size} processes"
-            )
+        world = run.ranks.world_size
+        if self.group_size and world % self.group_size:
+            raise ConfigurationError(f"local_sgd:group_size={self.group_size} must divide the {world} processes")
         if self.group_period > 1 and not self.group_size:
             raise ConfigurationError(
                 f"local_sgd:group_period={self.group_period} has no effect without groups; set group_size as well"
@@ -88,7 +79,7 @@ class LocalSGD(Method):
         if run.plan.steps is not None and self.warmup_steps >= run.plan.steps:
             run.report_no_effect(self, f"it begins after {self.warmup_steps} steps, and the run has {run.plan.steps}")
         elif not self.warmup_steps:
-            check_sync_period(run, f"{self.name}:period", self.period)
+            collectives.check_sync_period(run, f"{self.name}:period", self.period)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         if not self.warmup_steps:
@@ -98,18 +89,18 @@ class LocalSGD(Method):
         def average_in_warmup() -> None:
             grad_transform()
             if progress.step < self.warmup_steps:
-                all_reduce_gradients(weights)
+                collectives.all_reduce_gradients(weights)
 
         return average_in_warmup
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights, progress = list(filter(is_real_or_complex, run.unwrapped_model.parameters())), run.progress
+        weights, progress = list(filter(collectives.is_real_or_complex, run.unwrapped_model.parameters())), run.progress
         frozen, trained = ([p for p in weights if p.requires_grad is trains] for trains in (False, True))
         group = cast(Any, dist).new_subgroups(self.group_size)[0] if self.group_size else None
 
         def average(group: dist.ProcessGroup | None = None) -> None:
             """Sends frozen weights only if they differ: the task may have changed them, or frozen them later."""
-            all_reduce_mean([*trained, *find_divergent_tensors(frozen, group)], group)
+            collectives.all_reduce_mean([*trained, *collectives.find_divergent_tensors(frozen, group)], group)
 
         def step_and_average() -> None:
             optimizer_step()
@@ -122,4 +113,4 @@ class LocalSGD(Method):
         return step_and_average
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return average_model(model)
+        return collectives.average_model(model)

@@ -18,8 +18,6 @@ All ranks do the same number of steps, so the gain is the waiting for ranks that
 always is. All traffic passes rank 0.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import defaultdict
@@ -33,16 +31,12 @@ import torch
 import torch.distributed as dist
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import PeerFailure
+from hasten.core.errors import NoEffectError, PeerFailure
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory, StepFn
-from hasten.distributed.collectives import (
-    GradientBucket,
-    broadcast_module,
-    check_no_sparse_gradients,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
+from hasten.distributed.collectives import GradientBucket
 
 
 @dataclass(frozen=True)
@@ -79,14 +73,21 @@ class ParameterServer(Method):
 
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         assert run.parallel is not None
-        check_no_sparse_gradients(model, self.name)
-        warn_local_batch_norm(model)
-        broadcast_module(model)
+        collectives.check_no_sparse_gradients(model, self.name)
+        collectives.warn_local_batch_norm(model)
+        collectives.broadcast_module(model)
         run.parallel.merge_rank_states = run.checkpoint_state[self.name].after_pending_updates
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         connection = run.checkpoint_state[self.name]
+
+        def describe() -> str:
+            if not connection.exchanges:
+                raise NoEffectError("this rank has exchanged no gradient with the server")
+            return f"{connection.exchanges} exchanges of gradients for weights with the server"
+
+        run.observe_effect(self, describe)
 
         def exchange_and_step() -> None:
             connection.exchange()
@@ -99,36 +100,26 @@ class ParameterServer(Method):
 
 
 class Server:
-    """The master copy of the weights. One thread per worker calls it.
-
-    Attributes:
-        pushed: steps whose gradients have arrived, by worker.
-        version: updates made.
-        newest: the weights after them, flattened and concatenated; replaced by an update, never changed in place.
-        sums: step -> sum of the gradients that have arrived.
-        settings: step -> settings of the optimizer's parameter groups.
-        lost: workers whose connection is closed.
-        failure: error of an update.
-    """
+    """The master copy of the weights. One thread per worker calls it."""
 
     def __init__(self, weights: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, world: int, staleness: int):
         self.weights, self.optimizer, self.staleness = weights, optimizer, staleness
-        self.pushed, self.version, self.newest = [0] * world, 0, flatten(weights)
-        self.sums: dict[int, torch.Tensor] = {}
-        self.settings: dict[int, list[dict[str, Any]]] = {}
-        self.lost: set[int] = set()
-        self.failure: Exception | None = None
+        self.pushed = [0] * world  # steps whose gradients have arrived, by worker
+        self.version = 0  # updates made
+        self.newest = flatten(weights)  # the weights after them; replaced by an update, never changed in place
+        self.sums: dict[int, torch.Tensor] = {}  # step -> sum of the gradients that have arrived
+        self.settings: dict[int, list[dict[str, Any]]] = {}  # step -> settings of the optimizer's parameter groups
+        self.lost: set[int] = set()  # workers whose connection is closed
+        self.failure: Exception | None = None  # of an update
         self.changed = threading.Condition()
 
     def exchange(
         self, worker: int, gradients: torch.Tensor, settings: list[dict[str, Any]] | None = None
     ) -> torch.Tensor:
-        """Adds a worker's gradients of its next step, and returns the weights for the step after it.
+        """Adds the gradients of a worker (a rank) of its next step, and returns the weights for the step after it.
 
-        Args:
-            worker: rank of the worker.
-            gradients: those of all weights, flattened and concatenated, then for each weight 1 if it has one, else 0.
-            settings: of the optimizer's parameter groups in this step; one of the workers passes them.
+        The gradients of all weights are flattened and concatenated, then for each weight 1 if it has one, else 0. One
+        of the workers passes the settings of the optimizer's parameter groups in this step.
         """
         with self.changed:
             step = self.pushed[worker]
@@ -144,11 +135,7 @@ class Server:
             return self.after(self.pushed[worker] - self.staleness)
 
     def after(self, updates: int) -> torch.Tensor:
-        """Waits for so many updates, and returns the newest weights.
-
-        Raises:
-            PeerFailure: a worker has gone whose gradients are missing.
-        """
+        """Waits for so many updates, and returns the newest weights; PeerFailure if a missing worker prevents them."""
         with self.changed:
             self.changed.wait_for(lambda: self.version >= updates or self.failure or self._missing(updates))
             if self.failure:
@@ -158,7 +145,7 @@ class Server:
             return self.newest
 
     def lose(self, worker: int) -> None:
-        """Marks a worker as gone, which matters only if its gradients are missing."""
+        """Marks a worker as disconnected; ``after`` raises if an update needs gradients that it did not send."""
         with self.changed:
             self.lost.add(worker)
             self.changed.notify_all()
@@ -193,6 +180,7 @@ class Connection:
         self.server: Server | None = None
         self.group: dist.ProcessGroup | None = None
         self.threads: list[threading.Thread] = []
+        self.exchanges = 0
 
     def exchange(self) -> None:
         """Sends the gradients of this step and replaces the weights by the newest ones."""
@@ -210,17 +198,18 @@ class Connection:
             dist.send(message, 0, group=self.group)
             dist.recv(newest, 0, group=self.group)
         unflatten_into(newest, weights)
+        self.exchanges += 1
         for weight in weights:
             weight.grad = None
 
     def after_pending_updates(self, state: Any) -> Any:
-        """Returns ``state``, which shares its tensors with the model; on rank 0 after the updates of all steps done."""
+        """Waits on rank 0 for all updates so far and copies the weights into the model; returns ``state`` unchanged."""
         if self.server is not None:
             unflatten_into(self.server.after(self.server.pushed[0]), trained(self.run.unwrapped_model))
         return state
 
     def close(self) -> None:
-        """Closes the connection. A receive that times out breaks those of its group, so that no rank waits for them."""
+        """Closes the connection; the server's pending receive from this rank ends by a short timeout."""
         group, self.group = self.group, None
         if group is None:
             return
@@ -258,10 +247,7 @@ class Connection:
         """
         original = self.run.optimizer
         weights, members = trained(self.run.unwrapped_model), [p for g in original.param_groups for p in g["params"]]
-        copies = {
-            id(weight): torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
-            for weight in (*weights, *members)
-        }
+        copies = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in (*weights, *members)}
         # Not by copy(): Optimizer.__getstate__ drops what a subclass has added. ``step`` may be wrapped by a schedule.
         optimizer = object.__new__(type(original))
         attributes = {name: value for name, value in vars(original).items() if name not in ("state", "step")}
@@ -288,12 +274,12 @@ def _serve(server: Server, worker: int, group: dist.ProcessGroup) -> None:
 
 
 def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that require gradients."""
+    """The parameters of a module that require gradients."""
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A concatenated copy of all tensors, in a dtype that holds all of them, on the CPU."""
+    """All tensors as one 1-d tensor on the CPU (a copy), in the promoted dtype of all of them."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
 
 

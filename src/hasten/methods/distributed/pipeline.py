@@ -25,6 +25,7 @@ that is resumed, in the memory of every host, and the exported model on rank 0.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
@@ -39,12 +40,7 @@ from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
-from hasten.distributed.collectives import (
-    broadcast_module,
-    broadcast_tensors,
-    has_local_batch_norm,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
 from hasten.distributed.fx.pipeline_split import (
     check_no_shared_weights,
     extract_stage,
@@ -62,6 +58,7 @@ from hasten.distributed.fx.tracing import eval_mode
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
+from hasten.utils.observe_step import observe_collectives
 
 SCHEDULES = {  # torch's class, and the number of stages per rank
     "gpipe": ("ScheduleGPipe", 1),
@@ -103,23 +100,22 @@ class Pipeline(Method):
         if "shards" not in run.parallel.mesh_dim_owner:
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
-            raise ConfigurationError(
-                "pipeline:balance=memory cannot be combined with tensor_parallel, which needs the full model"
-            )
+            problem = "cannot be combined with tensor_parallel, which needs the full model"
+            raise ConfigurationError(f"pipeline:balance=memory {problem}")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         parallel = run.parallel
         assert parallel is not None
         microbatches = self.microbatches or 2 * parallel.pp_size
         self._check_options(microbatches, parallel.pp_size, run)
-        has_batch_norm = has_local_batch_norm(model)
+        has_batch_norm = collectives.has_local_batch_norm(model)
         if microbatches > 1:
             remedy = f"; a batch passes in as many microbatches, up to {microbatches}, as divide it"
-            warn_local_batch_norm(model, remedy, "each microbatch")
+            collectives.warn_local_batch_norm(model, remedy, "each microbatch")
         elif parallel.model_parallel_size < run.ranks.world_size:
-            warn_local_batch_norm(model)
+            collectives.warn_local_batch_norm(model)
         if self.balance == "time" and parallel.tp_size == 1:  # else tensor_parallel has broadcast it
-            broadcast_module(model, run.device)
+            collectives.broadcast_module(model, run.device)
         num_stages = parallel.pp_size * SCHEDULES[self.schedule][1]
         graph, segments = find_split_points(model, num_stages, run.services.peek_batch)
         ends, loads = self._stage_ends(model, graph, segments, num_stages, microbatches, run)
@@ -131,12 +127,11 @@ class Pipeline(Method):
         position = mesh.get_local_rank()
         if run.ranks.is_main_process:
             _report(stages, loads)
-        local: dict[int, nn.Module] = {
-            index: stage for index, stage in enumerate(stages) if index % parallel.pp_size == position
-        }
+        local = dict[int, nn.Module]((i, stage) for i, stage in enumerate(stages) if i % parallel.pp_size == position)
         local_tensors = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
-            broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
+            collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
+        run.observe_effect(self, partial(observe_collectives, "send", "recv_"))
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
         return PipelinedModel(
             model, local, num_stages, mesh, SCHEDULES[self.schedule][0], microbatches, not has_batch_norm, run
@@ -151,7 +146,7 @@ class Pipeline(Method):
         microbatches: int,
         run: RunContext,
     ) -> tuple[list[int], list[float]]:
-        """(index of the segment after each stage, bytes that each stage holds; [] if memory was not estimated)."""
+        """For each stage, the index after its last segment, and its bytes ([] unless balance=memory)."""
         peek = run.services.peek_batch
         if self.split_sizes:
             return parse_split_sizes(self.split_sizes, num_stages, len(segments), f"{self.name}:split_sizes"), []
@@ -165,7 +160,8 @@ class Pipeline(Method):
         ]
         return balance_on_main_process(
             lambda: cast(
-                list[list[float]], estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight)
+                list[list[float]],
+                estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight),
             ),
             run,
         )
@@ -173,13 +169,11 @@ class Pipeline(Method):
     def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
         setting = f"pipeline:microbatches={microbatches}"
         if run.task.loss is None:
-            raise ConfigurationError(
-                "pipeline computes the loss apart from the model, on the last stage; pass Task(loss=)"
-            )
+            problem = "pipeline computes the loss apart from the model, on the last stage"
+            raise ConfigurationError(f"{problem}; pass Task(loss=)")
         if self.schedule != "gpipe" and microbatches < pp_size:
-            raise ConfigurationError(
-                f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}; take {pp_size}"
-            )
+            problem = f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}"
+            raise ConfigurationError(f"{problem}; take {pp_size}")
         if SCHEDULES[self.schedule][1] > 1 and microbatches % max(1, microbatches // pp_size):
             multiple = -(-microbatches // pp_size) * pp_size
             raise ConfigurationError(f"{setting} does not fill the rounds of schedule={self.schedule}; take {multiple}")
@@ -201,17 +195,10 @@ class Pipeline(Method):
 
 
 class PipelinedModel(nn.Module):
-    """A model of which this rank holds some stages.
+    """A model of which this rank holds some stages, given as index -> module.
 
-    Args:
-        module: the full model; its forward is replaced by that of the pipeline.
-        stages: index -> module of the stages on this rank.
-        num_stages: of the model.
-        mesh: the "stages" dimension of the device mesh.
-        schedule: name of torch's schedule class.
-        microbatches: of a batch, at most.
-        pads: whether short microbatches may be padded.
-        run: the run.
+    The forward of ``module``, the full model, is replaced by that of the pipeline. ``mesh`` is the "stages" dimension
+    of the device mesh, ``schedule`` names torch's schedule class; ``pads``: short microbatches may be padded.
     """
 
     def __init__(
@@ -238,16 +225,15 @@ class PipelinedModel(nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """Rank of the last stage."""
         return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The output of a batch, on all ranks of this replica, without a backward pass."""
+        """The model's output for a batch, on all ranks of this replica (for evaluation; no backward pass)."""
         outputs = [output for _, _, output in self._forward_stages(single_tensor_input(args, kwargs))]
         return _broadcast(outputs[-1], self.last_rank, self.group, self.device)
 
     def _forward_stages(self, value: Any) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Runs the stages one after the other. Yields (index, input, output) of those on this rank."""
+        """Runs all stages in order, each on its rank. Yields (index, input, output) of this rank's stages."""
         local = dict(self.stages)
         for index in range(self.num_stages):
             rank, next_rank = self.ranks[index % len(self.ranks)], self.ranks[(index + 1) % len(self.ranks)]
@@ -285,7 +271,7 @@ class PipelinedModel(nn.Module):
         return loss
 
     def _microbatch_loss(self, output: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """The contribution of a microbatch to the loss of the batch, without its padding (index -1)."""
+        """Loss of a microbatch, weighted by its fraction of the batch; rows with index -1 are padding and left out."""
         target, rows, weight = self.current
         real = indices[indices >= 0]
         if not len(real):
@@ -334,12 +320,12 @@ def _report(stages: list[torch.fx.GraphModule], loads: list[float]) -> None:
 
 
 def _max_even_microbatches(rows: int, most: int, degree: int) -> int:
-    """The largest number of equal microbatches of 2 rows or more, up to ``most``, that fills the schedule; else 1."""
+    """Largest number up to ``most`` of equal microbatches, of 2 rows or more, that fills the schedule; else 1."""
     return next((n for n in range(min(most, rows - 1), 1, -1) if rows % n == 0 and n % max(1, n // degree) == 0), 1)
 
 
 def _row_indices(rows: int, microbatches: int) -> torch.Tensor:
-    """Indices of the rows of a batch in microbatches of equal length, concatenated; -1 where a row is padding."""
+    """Row indices of a batch, padded with -1 so that it splits into ``microbatches`` of equal length. 1-d."""
     indices = torch.full((microbatches, -(-rows // microbatches)), -1)
     bounds = [rows * index // microbatches for index in range(microbatches + 1)]
     for index, (first, end) in enumerate(pairwise(bounds)):
@@ -366,7 +352,7 @@ def _recv(rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Te
 
 
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """The tensor of rank ``source``, on all ranks."""
+    """Broadcasts ``tensor`` of rank ``source``; other ranks receive shape and dtype first, their own is ignored."""
     is_source = dist.get_rank() == source
     header = encode_meta(tensor) if is_source else torch.empty(HEADER, dtype=torch.int64, device=device)
     dist.broadcast(header, source, group=group)

@@ -18,6 +18,7 @@ is left to overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,16 +28,9 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
-from hasten.distributed.collectives import (
-    GradientBucket,
-    all_reduce_gradients,
-    all_reduce_mean,
-    broadcast_module,
-    broadcast_tensors,
-    check_no_sparse_gradients,
-    coalesced,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
+from hasten.distributed.collectives import GradientBucket
+from hasten.utils.observe_step import observe_collectives
 
 
 @dataclass(frozen=True)
@@ -70,10 +64,11 @@ class PowerSGD(Method):
         start, steps = self.start_powerSGD_iter, run.plan.steps
         if steps is not None and start >= steps:
             run.report_no_effect(self, f"it begins after {start} steps, and the run has {steps}")
-        check_no_sparse_gradients(model, self.name)
-        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
-        broadcast_module(model)
+        collectives.check_no_sparse_gradients(model, self.name)
+        collectives.warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        collectives.broadcast_module(model)
         run.parallel.warmup_steps = start
+        run.observe_effect(self, partial(observe_collectives, "allreduce_"))
         return model
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
@@ -90,7 +85,7 @@ class PowerSGD(Method):
         def exchange_gradients() -> None:
             grad_transform()
             if progress.step < self.start_powerSGD_iter or not compressed:
-                all_reduce_gradients(weights)
+                collectives.all_reduce_gradients(weights)
             else:
                 _all_reduce_compressed(GradientBucket(weights), compressed, bases, errors)
 
@@ -108,20 +103,20 @@ class PowerSGD(Method):
 def _all_reduce_compressed(
     gradients: GradientBucket, compressed: list[int], bases: TensorList, errors: TensorList
 ) -> None:
-    """Averages the gradients over all ranks, approximately those with an index in ``compressed``."""
+    """Averages the gradients over all ranks in place; those with an index in ``compressed`` as two factors."""
     chosen = [gradients.tensors[index] for index in compressed]
     others = [gradient for index, gradient in enumerate(gradients.tensors) if index not in set(compressed)]
     matrices = [_as_matrix(gradient) + error for gradient, error in zip(chosen, errors.tensors, strict=True)]
     products = [matrix @ basis for matrix, basis in zip(matrices, bases.tensors, strict=True)]
-    all_reduce_mean([*others, gradients.shares, *products])
+    collectives.all_reduce_mean([*others, gradients.shares, *products])
     if not all(product.isfinite().all() for product in products):  # on every rank; must not enter the error feedback
-        all_reduce_mean(chosen)
+        collectives.all_reduce_mean(chosen)
         return gradients.write_back()
     qr = cast(Any, torch.linalg).qr
     spans: list[torch.Tensor] = [qr(product).Q if dist.get_rank() == 0 else product for product in products]
-    coalesced(spans, lambda numbers: broadcast_tensors([numbers]))
+    collectives.coalesced(spans, lambda numbers: collectives.broadcast_tensors([numbers]))
     bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
-    all_reduce_mean(bases.tensors)
+    collectives.all_reduce_mean(bases.tensors)
     has_gradient = [gradients.shares[index] > 0 for index in compressed]
     for exists, gradient, matrix, span, basis, error in zip(
         has_gradient, chosen, matrices, spans, bases.tensors, errors.tensors, strict=True
@@ -135,19 +130,19 @@ def _all_reduce_compressed(
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape (first dimension, all others), in float32 at least: QR supports no shorter dtype."""
+    """The tensor with shape (first dimension, all others), in float32 or wider: QR supports no narrower dtype."""
     return tensor.detach().reshape(len(tensor), -1).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _basis(weight: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
-    """Random columns, the same on all ranks."""
+    """Initial basis for a weight's gradient: ``rank`` random columns from ``seed``, the same on all ranks."""
     matrix, generator = _as_matrix(weight), torch.Generator().manual_seed(seed)
     shape = matrix.shape[1], min(rank, *matrix.shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
 
 
 class TensorList:
-    """Tensors with ``state_dict`` and ``load_state_dict``, for checkpoints."""
+    """A list of tensors with ``state_dict`` and ``load_state_dict``, so that checkpoints store it."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.tensors = tensors

@@ -7,6 +7,7 @@ few samples per rank.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -16,11 +17,12 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
+from hasten.utils.observe_step import observe_collectives
 
 
 @dataclass(frozen=True)
 class SyncBatchNorm(Method):
-    """Converts the batch norm layers of the model."""
+    """Converts the batch norm layers of the model to use statistics of the global batch."""
 
     card = Card(
         summary="computes batch normalization over the shards of all ranks together",
@@ -58,4 +60,5 @@ class SyncBatchNorm(Method):
             group = SyncGroup(run.progress, run.ranks.world_size)
             for norm in norms:
                 convert_sync_batchnorm(norm, group)
+            run.observe_effect(self, partial(observe_collectives, "allgather_", "_allgather_base_"))
         return model

@@ -40,6 +40,7 @@ from hasten.distributed.collectives import broadcast_module, warn_local_batch_no
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
+from hasten.utils.observe_step import observe_collectives
 
 Modules: TypeAlias = dict[str, nn.Module]  # by their name in the traced module
 
@@ -60,19 +61,12 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers that are sharded together.
+    """Linear layers that are sharded together, by their names."""
 
-    Attributes:
-        first: names of the layers that are sharded by columns.
-        last: name of the layer that is sharded by rows.
-        elementwise: whether only element-wise functions lie between them, not an attention.
-        dropouts: names of the dropout layers between them; a rank draws the full mask and uses its shard.
-    """
-
-    first: tuple[str, ...]
-    last: str
-    elementwise: bool
-    dropouts: tuple[str, ...] = ()
+    first: tuple[str, ...]  # the layers that are sharded by columns
+    last: str  # the layer that is sharded by rows
+    elementwise: bool  # whether only element-wise functions lie between them, not an attention
+    dropouts: tuple[str, ...] = ()  # dropout layers between them; a rank draws the full mask and uses its shard
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -124,6 +118,7 @@ class TensorParallel(Method):
         if run.ranks.is_main_process:
             _report(model, blocks, rejected)
         _shard(model, blocks, mesh)
+        run.observe_effect(self, partial(observe_collectives, "all_reduce", "all_gather", "reduce_scatter"))
         parallel.eval_needs_all_ranks = True
         return model
 
@@ -138,9 +133,7 @@ class TensorParallel(Method):
         return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights = [
-            weight for group in run.optimizer.param_groups for weight in group["params"] if hasattr(weight, "full")
-        ]
+        weights = [p for group in run.optimizer.param_groups for p in group["params"] if hasattr(p, "full")]
 
         def step_with_dtensor_grads() -> None:
             for weight in weights:
@@ -193,7 +186,7 @@ def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
 
 
 def _graphs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, torch.fx.Graph]]:
-    """The graph of a model; if torch.fx cannot trace it, those of its submodules, as (prefix, module, graph)."""
+    """(name, module, torch.fx graph) of a model, or of its submodules if torch.fx cannot trace the model."""
     graph = try_trace(module)
     if graph is not None:
         yield prefix, module, graph
@@ -212,7 +205,7 @@ def _is_linear(node: torch.fx.Node, modules: Modules) -> bool:
 
 
 def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
-    """The block of which a Linear is the last layer; None if there is none."""
+    """The block whose last layer is the Linear of node ``last``; None if no layers before it can be sharded."""
     first: list[torch.fx.Node] = []
     between: list[torch.fx.Node] = []
     pending = list(last.all_input_nodes)
@@ -230,9 +223,9 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
             pending += node.all_input_nodes
     inside = {*first, *between, last}
     elementwise = all(_operation(node, modules) in ELEMENTWISE for node in between)
-    readers = (
-        inside if elementwise else inside | {user for node in inside for user in node.users if is_shape_value(user)}
-    )
+    readers = set(inside)
+    if not elementwise:
+        readers |= {user for node in inside for user in node.users if is_shape_value(user)}
     widths = {cast(nn.Linear, modules[str(node.target)]).out_features for node in first}
     widths.add(cast(nn.Linear, modules[str(last.target)]).in_features)
     is_read_outside = any(user not in readers for node in (*first, *between) for user in node.users)
@@ -245,13 +238,13 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
 
 
 def _needs_full_input(module: nn.Module) -> bool:
-    """Whether a module between two layers cannot work on a shard: it has weights, or its own way of drawing."""
+    """Whether a module between two layers cannot work on a shard: it has weights, or is random, unlike Dropout."""
     draws_otherwise = isinstance(module, (Dropout, nn.RReLU)) and type(module) is not nn.Dropout
     return draws_otherwise or any(True for _ in module.parameters())
 
 
 def _operation(node: torch.fx.Node, modules: Modules) -> Any:
-    """What a node computes: a module class, a function, or the name of a tensor method."""
+    """What a node of the graph calls: a module class, a function, or the name of a tensor method."""
     return type(_module_of(node, modules)) if node.op == "call_module" else node.target
 
 
@@ -259,16 +252,13 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
     layers = [cast(nn.Linear, model.get_submodule(name)) for block in blocks for name in block.layers]
     fraction = sum(layer.weight.numel() for layer in layers) / total
-    for line in [
-        *blocks,
-        *(f"not sharded: {reason}" for reason in rejected),
-        f"{fraction:.0%} of the weights are sharded",
-    ]:
+    not_sharded = [f"not sharded: {reason}" for reason in rejected]
+    for line in [*blocks, *not_sharded, f"{fraction:.0%} of the weights are sharded"]:
         warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
 def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
-    """Shards the layers of the blocks, in place."""
+    """Replaces the weights of the blocks' layers by DTensors sharded over ``mesh``, in place."""
     if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
         _register_cpu_attention()
     for block in blocks:
@@ -323,7 +313,7 @@ def _register_cpu_attention() -> None:
 
 @contextmanager
 def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
-    """Inside, replicated weights are DTensors, too: the optimizer sees one kind. Updating one updates the weight."""
+    """Context manager: makes replicated weights DTensors (same memory), since optimizers cannot mix both kinds."""
     dtensors: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():

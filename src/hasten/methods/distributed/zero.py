@@ -37,15 +37,10 @@ from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import RunContext
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
-from hasten.distributed.collectives import (
-    broadcast_module,
-    broadcast_tensors,
-    buckets,
-    sync_on_last_microbatch,
-    warn_local_batch_norm,
-)
+from hasten.distributed import collectives
 from hasten.distributed.deferred_init import module_tensors
 from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
+from hasten.utils.observe_step import observe_collectives
 
 DIVERGED = (
     "the batches of the ranks pass different layers, but stages 2 and 3 of zero gather layers on all ranks together; "
@@ -84,7 +79,9 @@ class Zero(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         assert run.parallel is not None
         self._check_options(run)
-        warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        collectives.warn_local_batch_norm(model, remedy="; sync_batch_norm gives that")
+        names = ("allreduce_",) if self.stage == 1 else ("_allgather_base_", "_reduce_scatter_base_")
+        run.observe_effect(self, partial(observe_collectives, *names))
         if self.stage == 1:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if scalar := next((name for name, weight in model.named_parameters() if not weight.ndim), None):
@@ -104,7 +101,7 @@ class Zero(Method):
         if self.init == "meta":
             device = torch.device("cpu") if self.cpu_offload else run.device
             return _shard_meta_model(model, partial(_shard, options=options), device, run)
-        broadcast_module(model)
+        collectives.broadcast_module(model)
         return _shard(model, options)
 
     def _check_options(self, run: RunContext) -> None:
@@ -132,7 +129,7 @@ class Zero(Method):
         return make_for_shards
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        """Checks that all ranks have gathered the same blocks: torch would mix the weights of blocks of one size."""
+        """``backward``, preceded by a check that all ranks ran the same blocks: torch would mix up their weights."""
         if self.stage == 1:
             return backward
         gathered: list[int] = []
@@ -158,7 +155,8 @@ class Zero(Method):
     def forward_backward(self, forward_backward: ForwardFn, run: RunContext) -> ForwardFn:
         if self.stage > 1 or run.plan.microbatches == 1:
             return forward_backward  # stages 2 and 3 reduce after every microbatch: they never hold full gradients
-        return sync_on_last_microbatch(forward_backward, run.progress, cast(DistributedDataParallel, run.model).no_sync)
+        no_sync = cast(DistributedDataParallel, run.model).no_sync
+        return collectives.sync_on_last_microbatch(forward_backward, run.progress, no_sync)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
         if self.stage > 1:
@@ -172,7 +170,7 @@ class Zero(Method):
             for shard in shards:
                 shard.grad = None if shard.full.grad is None else _as_dtensor(shard.full.grad, mesh)
             optimizer_step()
-            for bucket in buckets(trained):
+            for bucket in collectives.buckets(trained):
                 _gather(bucket, ranks)
 
         return step_and_gather
@@ -192,7 +190,7 @@ class Zero(Method):
 
 
 def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
-    """All ranks in one dimension, or (replicas, shards) for hybrid sharding."""
+    """A DeviceMesh of all ranks in one dimension; with ``shard_size``, (replicas, shards) for hybrid sharding."""
     world, device_type = run.ranks.world_size, run.device.type
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,))
@@ -215,7 +213,7 @@ def _shard_meta_model(
     tensors = list({id(tensor): tensor for *_, tensor in uses}.values())
     model = shard(model).to_empty(device=device)
     for index, tensor in run.parallel.materialize(tensors):
-        broadcast_tensors([tensor], device=run.device)
+        collectives.broadcast_tensors([tensor], device=run.device)
         for module, name in ((module, name) for module, name, meta in uses if meta is tensors[index]):
             target = getattr(module, name)
             if target.is_meta:  # neither a parameter nor a buffer
@@ -227,7 +225,7 @@ def _shard_meta_model(
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Items of the model's containers that share no weights and are large enough; each is gathered by itself."""
+    """The modules to gather one by one: large items of ModuleLists and the like whose weights nothing else uses."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     containers = [module for module in model.modules() if isinstance(module, CONTAINERS)]
     blocks: list[torch.nn.Module] = []
@@ -258,7 +256,7 @@ def _shard_parameter(weight: torch.nn.Parameter, mesh: DeviceMesh, state: dict[A
 
 
 def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A DTensor over this rank's rows of a tensor; over all of a scalar."""
+    """A full tensor as a DTensor sharded by rows, which views this rank's rows; a scalar is replicated."""
     if not tensor.ndim:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     rows, rank = -(-len(tensor) // mesh.size()), mesh.get_local_rank()
@@ -268,7 +266,7 @@ def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 @torch.no_grad()
 def _gather(shards: list[Any], ranks: ProcessGroupInfo) -> None:
-    """Copies the updated shards of all ranks into the full weights."""
+    """Sends each rank's updated shards to all others, into the full weights. All ranks must call it."""
     rows = [-(-len(shard) // ranks.world_size) for shard in shards]  # of one rank; the last ranks may have fewer
     lengths = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
     local = torch.zeros(sum(lengths), dtype=shards[0].dtype, device=shards[0].device)
