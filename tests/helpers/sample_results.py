@@ -200,7 +200,7 @@ def compared() -> dict:
 
 
 def operations() -> dict:
-    """Eighteen operations of a step in bfloat16, of which three short ones are summed up."""
+    """The operations of a step in bfloat16; the four shortest get no row of their own."""
     times = {
         ("addmm", "bfloat16"): (13.0, 0.33, 0.30),
         ("mm", "bfloat16"): (26.0, 0.67, 0.25),
