@@ -14,10 +14,11 @@ from hasten.utils.observe_step import observe_precision
 
 @dataclass(frozen=True)
 class BFloat16(Method):
-    """Runs matrix products and convolutions in bfloat16; losses, norms and other sensitive reductions stay in float32.
+    """Runs matrix products and convolutions in bfloat16; losses and other sensitive reductions stay in float32.
 
-    ``torch.autocast`` chooses the precision of each operation by its own lists
-    (https://docs.pytorch.org/docs/stable/amp.html). The parameters stay in float32, and the optimizer updates them as
+    ``torch.autocast`` chooses the precision of each operation by its own lists, which differ between devices
+    (https://docs.pytorch.org/docs/stable/amp.html): batch normalization runs in bfloat16 on the CPU. ``hasten diagnose
+    --ops`` shows what ran in which precision. The parameters stay in float32, and the optimizer updates them as
     such: they are the master weights. bfloat16 has the exponent range of float32, so no loss scaling is needed.
     """
 
