@@ -11,6 +11,7 @@ the text was seen.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -52,10 +53,12 @@ __all__ = [
     "foreach_sub",
     "foreach_zero_",
     "graph_break_of",
+    "graph_break_reasons",
     "has_forward_hooks",
     "host_read_op",
     "in_place_version",
     "inside_backward",
+    "is_compiled",
     "is_out_of_memory",
     "is_view",
     "is_view_op",
@@ -372,6 +375,22 @@ def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     return reason.reason.splitlines()[0], frame.filename if frame else "?", frame.lineno if frame else 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module itself, not only of one around it, go to compiled code."""
+    return module._compiled_call_impl is not None
+
+
+def graph_break_reasons() -> Counter[str]:
+    """Why torch.compile ended graphs, or did not start them, so far in this process: reason -> how often."""
+    from torch._dynamo.utils import counters
+
+    reasons: Counter[str] = Counter()
+    for text, count in counters["unimplemented"].items():
+        explanation = [line.strip() for line in text.splitlines() if line.strip().startswith("Explanation: ")]
+        reasons[explanation[0].removeprefix("Explanation: ") if explanation else text.splitlines()[0]] += count
+    return reasons
 
 
 def compile_seconds() -> float:

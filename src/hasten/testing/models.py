@@ -57,7 +57,8 @@ def transformers_own_loss(**changes: Any) -> Task:
         from transformers import BertConfig, BertForSequenceClassification
 
         sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        config = BertConfig(vocab_size=LETTERS, max_position_embeddings=WINDOW, num_labels=CLASSES, **sizes)
+        config = BertConfig(vocab_size=LETTERS, max_position_embeddings=WINDOW, **sizes)
+        config.num_labels = CLASSES
         return BertForSequenceClassification(config)
 
     data = {"train_data": NamedText(), "validation_data": NamedText(length=48, seed=1)}
@@ -94,7 +95,8 @@ def frozen_part(**changes: Any) -> Task:
 
     def model() -> nn.Module:
         made = ResidualNetwork()
-        made[:2].requires_grad_(False)
+        for layer in [*made][:2]:
+            layer.requires_grad_(False)
         return made
 
     return _images("frozen_part", model, changes)
@@ -106,7 +108,7 @@ def forward_hook(**changes: Any) -> Task:
     def model() -> nn.Module:
         made = SmallTransformer()
         for block in made.blocks:
-            block.register_forward_hook(lambda module, inputs, output: output / 2)
+            block.register_forward_hook(_halve)
         return made
 
     return _letters("forward_hook", model, changes)
@@ -197,11 +199,15 @@ class LookUp(nn.Module):
 
 
 class NamedText(Text):
-    """Windows of letters as a dictionary, as models of ``transformers`` take them; the label is the next letter's class."""
+    """Windows of letters as a dictionary, as models of ``transformers`` take them, with the next letter modulo CLASSES."""
 
     def __getitem__(self, index: int) -> Any:
         letters, targets = super().__getitem__(index)
         return {"input_ids": letters, "labels": targets[-1] % CLASSES}
+
+
+def _halve(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
 
 
 def _images(name: str, model: Callable[[], nn.Module], changes: dict[str, Any]) -> Task:
