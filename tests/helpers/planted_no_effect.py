@@ -1,4 +1,4 @@
-"""Ten methods that have no effect, each for a reason that occurs in practice, and two whose effect is not known.
+"""Methods that have no effect, each for a reason that occurs in practice, and two whose effect is not known.
 
 Each states its effect as the methods of hasten do. The bug is in what the hooks do, not in the check.
 """
@@ -24,20 +24,23 @@ class Planted(Method):
 
 
 class FlagSetTooLate(Planted):
-    """Switches oneDNN off around the export, which runs after training."""
+    """Lowers the precision of float32 products around the export, which runs after training."""
 
     def process_context(self, context, run):
         def describe():
-            if torch.backends.mkldnn.enabled:
-                raise NoEffectError("oneDNN is enabled during the step")
-            return "oneDNN is off"
+            if (precision := torch.get_float32_matmul_precision()) != "medium":
+                raise NoEffectError(f"the step ran with precision {precision}")
+            return "precision medium"
 
         run.observe_effect(self, describe)
         return context
 
     def export(self, model, run):
-        with torch.backends.mkldnn.flags(enabled=False):
-            return model
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        exported = copy.deepcopy(model)
+        torch.set_float32_matmul_precision(before)
+        return exported
 
 
 class WrapperNeverCalled(Planted):

@@ -199,7 +199,7 @@ class LookUp(nn.Module):
 
 
 class NamedText(Text):
-    """Windows of letters as a dictionary, as models of ``transformers`` take them, with the next letter modulo CLASSES."""
+    """Windows of letters as dictionaries, as models of ``transformers`` take them; the label is a class."""
 
     def __getitem__(self, index: int) -> Any:
         letters, targets = super().__getitem__(index)
