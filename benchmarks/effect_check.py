@@ -26,8 +26,8 @@ from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
 
 RECIPES = {
-    "cifar10": "bfloat16 channels_last fused_optimizer gradient_clipping",
-    "tiny_shakespeare": "bfloat16 activation_checkpointing fused_optimizer gradient_clipping ema",
+    "cifar10": "bfloat16 + channels_last + fused_optimizer + gradient_clipping",
+    "tiny_shakespeare": "bfloat16 + activation_checkpointing + fused_optimizer + gradient_clipping + ema",
 }
 LIMIT_S = 1.0
 WARM_UP = 5  # steps, of which the third is observed
