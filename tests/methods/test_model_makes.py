@@ -1,6 +1,8 @@
 """Every method shows that it acted on a model of each make, or says why it does not."""
 
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hasten.testing.effects import observe_effect
 from hasten.testing.models import MODEL_MAKES, available_makes
 from helpers.small_tasks import SETTINGS
 
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "data" / "effects.json"
 SAME_ON_ALL_MODELS = {"loader_workers", "num_threads", "budgeted_schedule", "batch_size"}  # their presets act alike
 OF_A_COMPILER = ("sequential_subclass", "lstm")  # quickly compiled
 
@@ -39,6 +42,17 @@ def quiet():
 @pytest.mark.parametrize(("name", "options"), [pytest.param(*case, id=str(Recipe(dict([case])))) for case in recipes()])
 def test_method_shows_its_effect_on_every_make(name, options):
     shows_its_effect(Subject(name, **options))
+
+
+def test_table_of_the_documentation_has_every_pair():
+    pairs = json.loads(TABLE.read_text(encoding="utf-8"))["pairs"]
+    assert [(pair["method"], pair["make"]) for pair in pairs] == [
+        (name, make)
+        for name in method_names()
+        if "distributed" not in method_class(name).card.applies_to
+        for make in MODEL_MAKES
+    ], "run docs/make_effects.py"
+    assert all(pair["text"] and not pair["text"].startswith("effect not checked") for pair in pairs)
 
 
 def test_makes_of_transformers_are_there():

@@ -56,7 +56,12 @@ def transformers_own_loss(**changes: Any) -> Task:
     def model() -> nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
 
-        sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        sizes: dict[str, Any] = {
+            "hidden_size": WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
         config = BertConfig(vocab_size=LETTERS, max_position_embeddings=WINDOW, **sizes)
         config.num_labels = CLASSES
         return BertForSequenceClassification(config)
