@@ -8,7 +8,13 @@ import pytest
 from hasten.core.card import FACTS
 from hasten.engine.registry import method_class, method_names
 from hasten.testing import CHECKS, Subject, check_method
-from hasten.testing.checks import SMALL_TASKS, has_a_complete_card, has_options_that_are_data, reports_no_effect
+from hasten.testing.checks import (
+    SMALL_TASKS,
+    has_a_complete_card,
+    has_options_that_are_data,
+    reports_no_effect,
+    shows_its_effect,
+)
 from helpers.small_tasks import SETTINGS, tasks_with_effect
 
 WITHOUT_A_TASK = (has_a_complete_card, has_options_that_are_data)
@@ -35,7 +41,7 @@ APPLICABLE = [
     pytest.param(name, check, id=f"{name}-{check.__name__}")
     for name in method_names()
     for check in CHECKS
-    if is_applicable(name, check)
+    if check is not shows_its_effect and is_applicable(name, check)  # it has tests of its own, on all makes
 ]
 
 

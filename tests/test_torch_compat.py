@@ -336,3 +336,15 @@ def test_ddp_bucket_sizes():
     for answer in run_ranks(ddp_buckets):
         assert answer is not None
         assert sum(answer[1]) == 4 * (16 + 4) and answer[2] is None
+
+
+def test_is_compiled_and_why_no_graph_was():
+    before = compat.graph_break_reasons()
+    layer, lstm = nn.Linear(2, 2), nn.LSTM(2, 2)
+    assert not compat.is_compiled(layer)
+    compat.compile_in_place([layer, lstm], compat.compiler_backend("eager", "default"))
+    assert compat.is_compiled(layer)
+    layer(torch.zeros(1, 2))
+    assert compat.graph_break_reasons() == before
+    lstm(torch.zeros(1, 1, 2))
+    assert "RNN, GRU, or LSTM" in str(compat.graph_break_reasons() - before)

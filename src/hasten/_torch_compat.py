@@ -9,6 +9,7 @@ test per name below. ``make test-matrix`` runs those tests on every supported ve
 message texts are those on which the text was seen.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -328,6 +329,22 @@ def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     return reason.reason.splitlines()[0], frame.filename if frame else "?", frame.lineno if frame else 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module itself, not only of one around it, go to compiled code."""
+    return module._compiled_call_impl is not None
+
+
+def graph_break_reasons() -> Counter[str]:
+    """Why torch.compile ended graphs, or did not start them, so far in this process: reason -> how often."""
+    from torch._dynamo.utils import counters
+
+    reasons: Counter[str] = Counter()
+    for text, count in counters["unimplemented"].items():
+        explanation = [line.strip() for line in text.splitlines() if line.strip().startswith("Explanation: ")]
+        reasons[explanation[0].removeprefix("Explanation: ") if explanation else text.splitlines()[0]] += count
+    return reasons
 
 
 def compile_seconds() -> float:

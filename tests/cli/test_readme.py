@@ -12,7 +12,7 @@ from hasten.cli.main import build_parser
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = {"methods.md", "benchmarks.md", "cli.md", "contributing.md"}  # by docs/hooks.py when the site is built
+GENERATED = {"methods.md", "effects.md", "benchmarks.md", "cli.md", "contributing.md"}  # by docs/hooks.py
 SAVED_FILE = r"[Ss]ave (?:it|this) as `(\S+)`.*?```python\n(.*?)```"
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 

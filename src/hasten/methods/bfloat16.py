@@ -9,6 +9,7 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn
+from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
 
 
@@ -37,11 +38,11 @@ class BFloat16(Method):
     )
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
-            run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in bfloat16")
+        if obstacle := autocast_obstacle(run.model, run.device, torch.bfloat16):
+            run.report_no_effect(self, obstacle)
             return forward
         device = run.device.type
-        run.observe_effect(self, partial(observe_precision, torch.bfloat16))
+        run.observe_effect(self, partial(observe_precision, run, torch.bfloat16))
 
         def forward_in_bfloat16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16):

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import is_compiled
 from hasten.core.errors import NoEffectError
 from hasten.core.run_context import RunContext
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
 
-def observe_precision(dtype: torch.dtype) -> Generator[None, None, str]:
+def observe_precision(run: RunContext, dtype: torch.dtype) -> Generator[None, None, str]:
     """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it."""
     with OpRecorder() as recorder:
         yield
     name = str(dtype).removeprefix("torch.")
     if not recorder.flops():
+        if run.device.type == "cpu" and not any(is_compiled(module) for module in run.model.modules()):
+            raise NoEffectError("the step has no matrix product or convolution")
         return f"{NOT_CHECKED}: the step shows no matrix product or convolution, as in a CUDA graph"
     share = recorder.flops(dtype) / recorder.flops()
     if not share:
@@ -66,7 +69,9 @@ def observe_workers(count: int) -> Generator[None, None, str]:
     alive = len(multiprocessing.active_children())
     if alive < count:
         raise NoEffectError(f"{alive} worker processes are alive, not {count}")
-    return f"{count} worker processes are alive" if count else "the batches are read without worker processes"
+    if not count:
+        return "the batches are read without worker processes"
+    return f"{count} worker process{'es are' if count > 1 else ' is'} alive"
 
 
 def observe_collectives(*names: str) -> Generator[None, None, str]:
