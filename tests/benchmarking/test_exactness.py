@@ -195,7 +195,7 @@ def test_changed_plan_is_an_effect(check):
 @pytest.mark.parametrize("exactness", Exactness)
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "nothing to act on: no such layer")],
+    [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "has no effect: no such layer")],
 )
 def test_check_that_cannot_run_fails(name, why, exactness, check):
     result = check(name, exactness)

@@ -89,8 +89,6 @@ def test_data_command_json(here, capfd):
     assert json.loads(capfd.readouterr().out)["rows"] == 1000
     assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kind"] == "feather"
-    assert main(["diagnose", "digits", "--json", "--budget", "1", "--device", "cpu"]) == 0
-    assert json.loads(capfd.readouterr().out)["input"]["stages"]["read"] > 0
 
 
 def test_data_command_pages(here, capfd):
@@ -100,9 +98,6 @@ def test_data_command_pages(here, capfd):
     assert main(["data", "inspect", "out", "--budget", "1"]) == 0
     out = capfd.readouterr().out
     assert "Parquet" in out and "1,000 rows" in out and "limits" in out
-    assert main(["diagnose", "digits", "--budget", "1", "--device", "cpu"]) == 0
-    out = capfd.readouterr().out
-    assert "training step" in out and "end to end" in out and "waits for data" in out
 
 
 def test_convert_interrupted_states_how_to_resume(here, capfd, monkeypatch):

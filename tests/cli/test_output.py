@@ -1,6 +1,7 @@
 """The measuring commands, each run to its end on a tiny task: JSON keys, exit codes that agree with the verdict,
 exactly one JSON object on standard output; and the HTML report of a real search."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from hasten import Recipe
 from hasten.benchmarking.compare import MIN_PAIRS
 from hasten.cli.main import main
 from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
+from hasten.reporting.terminal import diagnose_answer
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BASELINE_SEEDS, BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import run_hasten
@@ -127,7 +130,10 @@ def assert_interval(ratio: dict) -> None:
 
 def test_diagnose_json_has_documented_keys(here, capfd):
     code, result = run_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
-    assert code == 0
+    assert code == 0 and result["input"]["stages"]["read"] > 0
+    console = Console(file=io.StringIO(), width=100)
+    console.print(diagnose_answer(result))
+    assert all(text in console.file.getvalue() for text in ("training step", "end to end", "waits for data"))
     assert result.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
     assert isinstance(result["verdict"], str) and result["verdict"]
     assert result["operations"] is None, "only with --ops"

@@ -131,7 +131,7 @@ def test_unpicklable_error_is_reported():
     def raising(batch):
         raise UnpicklableError(1, 2)
 
-    with pytest.raises(RunError, match="Odd: 1 and 2"):
+    with pytest.raises(RunError, match="UnpicklableError: 1 and 2"):
         list(numbers().map(raising).prefetch(processes=1))
 
 

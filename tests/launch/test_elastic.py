@@ -37,6 +37,7 @@ def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = 
     return outcome
 
 
+@pytest.mark.slow
 def test_killed_ranks_lose_and_repeat_no_sample(tmp_path):
     outcome = disturbed(tmp_path, 1, "counting", 10)
     assert outcome.ranks > 0 and any(

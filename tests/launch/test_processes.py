@@ -178,6 +178,7 @@ def test_train_rank_without_data_is_named(folder):
     assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
     job = subprocess.Popen(
         train_command("slow", "--out", "run", "--max-restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True

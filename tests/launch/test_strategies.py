@@ -95,7 +95,8 @@ def test_ranks_write_their_own_shards(tmp_path):
     assert [len(state["model"]["1.0.weight"][PIECE]) for state in (first, second)] == [401, 400]
     (tmp_path / "shared/checkpoints/step-0000000029-of-rank-1.pt").unlink()
     with pytest.warns(
-        HastenWarning, match=r"step-0000000029.pt is passed over: ValueError: step-0000000029-of-rank-1.pt is missing"
+        HastenWarning,
+        match=r"step-0000000029.pt is passed over: .* shard step-0000000029-of-rank-1.pt is missing",
     ):
         resumed_run(0, rank_tasks.blocks, tmp_path / "shared", "baseline")
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "single")

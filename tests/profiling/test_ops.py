@@ -107,6 +107,7 @@ def test_a_recipe_without_lower_precision_is_refused_before_anything_is_measured
         diagnose(normed(), recipe="bfloat16", processes=2, ops=True)
 
 
+@pytest.mark.slow
 def test_diagnose_returns_the_operations_as_its_schema_has_them():
     result = diagnose(normed(), recipe="bfloat16", device="cpu", budget=1.0, ops=True)
     operations = result.get("operations")

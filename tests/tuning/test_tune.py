@@ -90,6 +90,7 @@ def test_tune_finds_and_confirms_a_gain(task, tmp_path):
     assert again["speedup"] == answer["speedup"], "a finished search is not measured again"
 
 
+@pytest.mark.slow
 def test_tune_refuses_silent_harm_of_any_claimed_class(task, tmp_path, short):
     (tmp_path / "harm.py").write_text(HARM)
     offered = [f"{tmp_path / 'harm.py'}:{name}" for name in ("Slow", "Honest")]

@@ -97,7 +97,7 @@ class Comparison:
             "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
-            "effects": {name: arm.plan["effects"] for name, arm in arms.items()},
+            "effects": {name: arm.plan.get("effects", {}) for name, arm in arms.items()},
             "system_noise": self.noise,
             "seconds": self.seconds,
         }

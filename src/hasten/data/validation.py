@@ -60,7 +60,7 @@ def check_names(argument: str, value: Iterable[str]) -> list[str]:
     if not listed:
         raise ConfigurationError(f"{argument} is empty; omit it, or give at least one name")
     if odd := [item for item in listed if not isinstance(item, str)]:
-        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is none")
+        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is not a name")
     if repeated := [item for item, count in Counter(listed).items() if count > 1]:
         raise ConfigurationError(f"{argument} contains {repeated[0]!r} twice")
     return listed
