@@ -115,7 +115,7 @@ def test_csv_bad_lines_above_the_limit_are_not_collected(tmp_path, monkeypatch):
     assert len(csv(path).source.known_bad_rows()) == 3
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 4)
     with pytest.raises(
-        ConfigurationError, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"
+        ConfigurationError, match=r"t\.csv has over 3 lines with too few fields or too many; are the delimiter"
     ):
         csv(path)
 

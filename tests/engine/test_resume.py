@@ -68,7 +68,7 @@ def test_resume_with_other_data_length_is_refused(tmp_path):
     fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))
     with pytest.raises(
         ConfigurationError,
-        match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$",
+        match=r"the data have \d+ samples, the run in .* had \d+; .* another --out$",
     ):
         hasten.train(fewer, out=copy, resume=True, device="cpu")
     assert hasten.train(engine_tasks.map_style(), out=copy, resume=True, device="cpu")["steps"] == 12

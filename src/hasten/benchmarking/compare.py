@@ -228,7 +228,7 @@ def _order(done: int) -> tuple[int, int]:
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late."""
+    """Times a block in the arm and in this process; repeats it if the clocks differ, RunError if they always do."""
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
         began = time.monotonic()

@@ -12,9 +12,7 @@ LARGEST = 1 << 62  # of what is counted in 64 bits
 
 
 def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: int = LARGEST) -> None:
-    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``. Errors begin with
-    ``name``.
-    """
+    """ConfigurationError unless ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -24,14 +22,14 @@ def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, that of the argument."""
+    """ConfigurationError, which begins with ``name``, unless ``value`` is a finite number above 0 or None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; accepts NumPy integers and tensors with one element, but no bools."""
+    """Returns a Python, NumPy or one-element tensor integer, no bool, as ``int``; ConfigurationError otherwise."""
     try:
         integer = index(value)
     except (TypeError, RuntimeError, ValueError):
@@ -42,7 +40,7 @@ def check_int(name: str, value: Any) -> int:
 
 
 def check_name(argument: str, value: Any) -> str | None:
-    """Returns ``value``, which must be a string or None; errors begin with ``argument``."""
+    """Returns ``value``, a string or None; for others ConfigurationError, which begins with ``argument``."""
     if value is not None and not isinstance(value, str):
         raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
     return value
@@ -67,7 +65,7 @@ def check_names(argument: str, value: Iterable[str]) -> list[str]:
 
 
 def check_shape(argument: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape, whose sizes must be at least 0, as a tuple."""
+    """Returns a shape, whose sizes must be at least 0, as a tuple; ConfigurationError for anything else."""
     if not isinstance(value, (tuple, list)) or not all(
         isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
     ):

@@ -133,8 +133,8 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
         files = reader.files
         raise ConfigurationError(f"the {len(files)} files hold no rows" if files[1:] else f"{files[0]} holds no rows")
     if shards is not None and shards > reader.rows:
-        problem = f"cannot write {reader.rows} rows to {shards} files"
-        raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")
+        advice = f"use --shards {reader.rows} or fewer"
+        raise ConfigurationError(f"cannot write {reader.rows} rows to {shards} files; {advice}")
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
@@ -210,8 +210,8 @@ def _check_outside(out: Path, path: Path) -> None:
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        problem = f"{out} is inside {path}, where it would be read as a part of the original"
-        raise ConfigurationError(f"{problem}; choose another --out")
+        advice = "choose another --out"
+        raise ConfigurationError(f"{out} is inside {path}, where it would be read as a part of the original; {advice}")
 
 
 def _check_request(

@@ -87,7 +87,7 @@ def name_of(task: Task) -> str:
 
 
 def higher_is_better(task: Task) -> bool:
-    """The direction of the task's metric; ConfigurationError if neither the metric nor the task states it."""
+    """Whether a larger metric of the task is better; ConfigurationError if neither metric nor task states it."""
     MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
@@ -100,7 +100,7 @@ def higher_is_better(task: Task) -> bool:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over the batches of an evaluation."""
+    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable."""
 
     def __init__(self, task: Task) -> None:
         metric: Any = task.metric

@@ -134,7 +134,7 @@ def _check_memory(processes: int) -> None:
 
 
 def _run_with_new_stores(job: _Job) -> RunResult | None:
-    """Runs the ranks of this node. If the node that hosts the store is lost, waits for it while restarts are left."""
+    """Runs this node's ranks; if the store's node is lost, waits for it while restarts are left, else RunError."""
     timeout, restarts = TIMEOUT_S, job.max_restarts
     while True:
         hosts = job.rdzv_endpoint is None or hosts_rendezvous(job.rdzv_endpoint, timeout)

@@ -306,8 +306,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        problem = f"there is no directory {directory}"
-        raise ConfigurationError(f"{problem}; give the run directory of `hasten tune` or `hasten train`")
+        advice = "give the run directory of `hasten tune` or `hasten train`"
+        raise ConfigurationError(f"there is no directory {directory}; {advice}")
     path = directory / "result.json"
     if not path.is_file():
         raise ConfigurationError(

@@ -68,7 +68,7 @@ def observe_workers(count: int) -> Generator[None, None, str]:
     yield
     alive = len(multiprocessing.active_children())
     if alive < count:
-        raise NoEffectError(f"{alive} worker processes are alive, not {count}")
+        raise NoEffectError(f"{alive} worker processes are alive, expected at least {count}")
     if not count:
         return "the batches are read without worker processes"
     return f"{count} worker process{'es are' if count > 1 else ' is'} alive"

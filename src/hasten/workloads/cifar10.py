@@ -129,6 +129,6 @@ def _pillow():
     try:
         from PIL import Image
     except ImportError:
-        problem = "the workload cifar10 needs the package pillow"
-        raise ConfigurationError(f"{problem}; pip install 'hasten[images]'") from None
+        advice = "pip install 'hasten[images]'"
+        raise ConfigurationError(f"the workload cifar10 needs the package pillow; {advice}") from None
     return Image

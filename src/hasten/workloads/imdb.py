@@ -31,7 +31,7 @@ PADDING, UNKNOWN = 0, 1
 
 
 def imdb() -> Task:
-    """A transformer of two layers and width 64, built from a ``transformers`` config: no weights are downloaded."""
+    """Sentiment of IMDb reviews, by a transformer of two layers and width 64, built from a ``transformers`` config."""
     _transformers()
     reviews = _reviews()
     counts = Counter(word for text, _ in reviews["train"] for word in words_of(text))
@@ -95,8 +95,8 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        problem = "the workload imdb needs the package transformers"
-        raise ConfigurationError(f"{problem}; pip install 'hasten[text]'") from None
+        advice = "pip install 'hasten[text]'"
+        raise ConfigurationError(f"the workload imdb needs the package transformers; {advice}") from None
     return transformers
 
 

@@ -27,7 +27,7 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns (height, width) of the argument ``resize``; at most ``pixels`` pixels."""
+    """Returns ``resize``, in pixels, as (height, width); ConfigurationError if it is no size or exceeds ``pixels``."""
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None

@@ -241,7 +241,7 @@ def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
 def _undamaged(
     content: memoryview, path: str, verify: bool, tell: ReportBytes
 ) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """Finds (starts, ends, damage) of the records before any damage: int64 bytes; damage as text or None."""
+    """(starts, ends, damage) of the records before any damage: int64 bytes; text or None. ``verify`` checks lengths."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None

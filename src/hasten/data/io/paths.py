@@ -68,7 +68,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """Maps a local file into memory, read-only. Truncating the file kills its readers (SIGBUS)."""
+    """Maps a local file read-only, or raises ConfigurationError. Truncating the file kills its readers (SIGBUS)."""
     _, size, version = file_signature(path)
     return _mapped(path, size, *version)
 
