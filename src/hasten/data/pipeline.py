@@ -430,7 +430,7 @@ class Pipeline:
 
 
 def _copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
-    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used."""
+    """Yields the batches on ``device``, copying the next one ahead on CUDA; ConfigurationError without this device."""
     if device.type != "cuda":
         return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
     if not torch.cuda.is_available():

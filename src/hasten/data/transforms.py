@@ -88,7 +88,7 @@ def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...])
 
 
 def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
-    """Returns normalized images: converts to float32, then scales and shifts in place."""
+    """Images as float32, scaled and shifted in place; ConfigurationError if they have not as many channels as means."""
     if len(means) not in (1, images.shape[1]):
         shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
         raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")

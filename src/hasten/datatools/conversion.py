@@ -206,7 +206,7 @@ def _settings(reader: RowReader) -> dict:
 
 
 def _check_outside(out: Path, path: Path) -> None:
-    """Checks that the output folder is not inside the folder that is converted."""
+    """ConfigurationError if the output folder is inside the folder that is converted."""
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):

@@ -163,7 +163,7 @@ class RowReader:
         return lru_cache(maxsize=1)(self._decode)
 
     def _decode(self, file: str, index: int, first: int) -> Any:
-        """Decodes run ``index`` of a file to an Arrow table; ``first`` is the index of its first row."""
+        """Run ``index`` of a file as an Arrow table; BadRow, about its first row ``first``, if it cannot be decoded."""
         import pyarrow as pa
 
         bad = self._manifests[file].bad

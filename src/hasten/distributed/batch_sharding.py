@@ -234,7 +234,7 @@ def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks:
 
 
 def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
-    """(samples of the batch, sum of all ranks' ``local``): they differ if each rank read the whole batch."""
+    """(samples of the batch, sum of all ranks' ``local``, which may be more); RunError if the ranks' data differ."""
     if known is not None and local != _shard_size(known.samples, ranks):
         known = None  # a method has changed the samples
     fingerprint = 0 if known is None else known.fingerprint

@@ -55,7 +55,7 @@ class Trainer:
         self.record.split["start"] += perf_counter() - began
 
     def run(self) -> dict[str, Any]:
-        """Trains from the current progress to the end of the plan; returns the result."""
+        """Trains to the end of the plan and returns the result; RunError if an epoch is empty."""
         progress = self.context.progress
         self.persistence.note_time("start")
         self.program.effects.check()

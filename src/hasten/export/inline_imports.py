@@ -70,7 +70,7 @@ class _Collector:
         return source
 
     def source(self, name: str) -> ModuleSource:
-        """The parsed module called ``name``; reads it on the first call."""
+        """The parsed module called ``name``, read on the first call; ConfigurationError if it has no source."""
         if name in self.sources:
             return self.sources[name]
         try:

@@ -105,7 +105,7 @@ def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
 
 
 def _folders() -> list[Path]:
-    """The folders that may hold data, in the order of the search."""
+    """The folders that may hold data, in search order; ConfigurationError if HASTEN_DATA is not a folder."""
     configured = os.environ.get("HASTEN_DATA")
     if configured and not Path(configured).expanduser().is_dir():
         raise ConfigurationError(f"HASTEN_DATA={configured} is not a folder")

@@ -101,7 +101,7 @@ def _transformers():
 
 
 def _reviews() -> dict[str, list[tuple[str, int]]]:
-    """(text, 1 if positive) of every review of the subset, by split."""
+    """(text, 1 if positive, else 0) of the subset's reviews, by split; ConfigurationError if any is missing."""
     path = find_file(SUBSET) or create_file(SUBSET, lambda partial: pack(_subset(download(OFFICIAL)), partial))
     reviews = {split: [] for split in LIMITS}
     for name, content in _subset(path):

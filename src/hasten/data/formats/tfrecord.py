@@ -117,7 +117,7 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> CacheEntry:
-        """Returns kinds and sizes of the features in a sample of messages from all files; skips bad messages."""
+        """Kinds and sizes of features in some messages of all files; ConfigurationError if all of these are bad."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
