@@ -42,7 +42,7 @@ def positive_int(text: str) -> int:
 
 
 def process_count(text: str) -> int:
-    """Parse a number of processes or nodes, at most MAX_PROCESSES."""
+    """Parse a number of processes or nodes, from 1 to MAX_PROCESSES."""
     count = positive_int(text)
     if count > MAX_PROCESSES:
         raise ArgumentTypeError(f"must be at most {MAX_PROCESSES}, not {count}")
@@ -50,7 +50,7 @@ def process_count(text: str) -> int:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Parse ``M`` or ``MIN:MAX`` nodes; the result is (minimum, maximum)."""
+    """Parse ``M`` or ``MIN:MAX`` nodes, MIN at most MAX; the result is (minimum, maximum)."""
     low, _, high = text.partition(":")
     minimum, maximum = process_count(low), process_count(high or low)
     if minimum > maximum or text.endswith(":"):

@@ -207,7 +207,7 @@ class Pipeline:
         return replace(self, runner=runners.runner_of(workers, timeout))
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
-        """Part ``index`` of ``num_shards`` of every batch; all parts in order are the batch without shards."""
+        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards."""
         at_least("shard(num_shards)", num_shards, 1)
         at_least("shard(index)", index, 0)
         if index >= num_shards:

@@ -47,8 +47,8 @@ def check_name(argument: str, value: Any) -> str | None:
 
 
 def check_names(argument: str, value: Iterable[str]) -> list[str]:
-    """Returns several names, in order. Refused are a single string, an unordered set, a dict (whose values would be
-    lost), nothing, and a name given twice.
+    """Returns several names, in order. ConfigurationError for a single string, an unordered set, a dict (whose values
+    would be lost), nothing, and a name given twice.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")

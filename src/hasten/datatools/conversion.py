@@ -139,7 +139,7 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
 
 
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the parts that are not in the manifest yet; returns the number of rows written."""
+    """Writes the parts that are not in the manifest yet; returns the rows written. RunError if a row cannot be read."""
     try:
         with translate_write_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
@@ -159,7 +159,7 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCall
 
 
 def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the missing parts with progress, then finishes the output; returns their number of rows."""
+    """Writes missing parts, finishes the output, returns the rows written. RunError if the original changed."""
     first, rows, start, written = plan.range(len(plan.done))[0], plan.reader.rows, perf_counter(), 0
 
     def report(more: int) -> None:

@@ -174,7 +174,7 @@ def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.opt
 
 
 def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
-    """Task(optimizer=) as ``(model) -> optimizer``; ``steps`` is passed to one that takes ``(model, steps)``."""
+    """Task(optimizer=) as ``(model) -> optimizer``; ConfigurationError if it takes ``steps`` and these are unknown."""
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:

@@ -115,7 +115,7 @@ class Trainer:
         self.pauses.end()
 
     def _fetch_losses(self) -> None:
-        """Copies the losses since the last log point to the host, for the observers; RunError if one is not finite."""
+        """Copies losses since the last log point to the host for the observers; an error if one is not finite."""
         pending, self.pauses.logged_at = self.pending, perf_counter()
         if not pending:
             return

@@ -118,7 +118,7 @@ class _Collector:
             source.references.append((node, symbol))
 
     def resolve(self, symbol: Symbol) -> Symbol:
-        """(module, name) of a definition, through re-exports: ``hasten.Task`` is Task of hasten.core.task."""
+        """(module, name) of a definition, through re-exports (``hasten.Task``); ConfigurationError without a source."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol

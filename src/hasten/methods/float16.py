@@ -104,7 +104,7 @@ class LossScale:
         self.overflow = False  # whether the gradients of the current step overflowed on any rank
 
     def update(self) -> None:
-        """Counts a step; halves the scale after an overflow, doubles it after ``GROWTH_INTERVAL`` steps without one."""
+        """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL steps. RunError after MAX_OVERFLOWS."""
         if self.overflow:
             self.good_steps, self.overflows = 0, self.overflows + 1
         else:

@@ -128,7 +128,7 @@ class Study:
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Result of ``measure``, called once per search and stored, such as the diagnosis; charged to the budget."""
+        """Result of ``measure``, stored and charged once per search, such as the diagnosis; or raises its error."""
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])

@@ -147,7 +147,7 @@ def _kind_and_length(feature: Any) -> tuple[str | None, int]:
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """Returns ("bytes", "float" or "int64"; flat list of the values) of a feature to encode."""
+    """("bytes", "float" or "int64"; flat list of the values) of a feature; ConfigurationError for another type."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     texts = value if isinstance(value, (list, tuple)) else [value]

@@ -126,7 +126,7 @@ def plain(pattern: str | Path) -> str:
 
 
 def _expand_numbers(pattern: str) -> Iterator[str]:
-    """Yields the pattern for each number of ``{000..099}``, the usual notation for WebDataset shards."""
+    """Yields the pattern for each number of ``{000..099}``; ConfigurationError if the first is above the last."""
     if (match := NUMBER_RANGE.search(pattern)) is None:
         yield pattern
         return
