@@ -184,7 +184,7 @@ def _read_field(data: numpy.ndarray, at: numpy.ndarray, tag: int | numpy.ndarray
 
 
 def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Reads up to ``max_bytes`` of the varint at each position: (values, int64; position after each)."""
+    """Reads each varint, at most ``max_bytes`` of it: (values, int64; positions after the bytes that were read)."""
     byte = data.take(at, mode="clip")
     value, at, more = (byte & 0x7F).astype(numpy.int64), at + 1, byte > 0x7F
     for shift in range(7, 7 * max_bytes, 7):
