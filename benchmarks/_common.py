@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, intervals, tables, the verdict on a figure, and its record."""
+"""Shared by the benchmarks: interleaved turns, intervals, tables, the verdict on a figure, and its record."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PEERS = (
     "mosaicml",
     "loadtune",
     "scipy",
-)  # told in every record, where installed
-MISS = 0.05  # chance that an interval misses
+)  # packages whose versions every record lists if they are installed
+MISS = 0.05  # probability that an interval misses the median
 
 README = """# {title}: {reached}
 
 {figure}.
 
 ```
-{said}
+{printed}
 ```
 
 Made on {date} by `{command}` with {versions} on {cpu}, {cores} cores.
@@ -42,12 +42,12 @@ where they lie with 95 % certainty by the sign test (below six rounds: the whole
 ratios and differences are taken round by round.
 """
 
-_said: list[str] = []  # what this run has told so far
+_printed: list[str] = []  # lines printed by this run so far
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and where it lies with 95 % certainty."""
+    """A median with its 95 % confidence interval."""
 
     median: float
     low: float
@@ -58,16 +58,17 @@ class Interval:
 
 
 def interval(values: Iterable[float]) -> Interval:
-    """The median with the interval of the sign test: it asks nothing of the distribution, and bursts do not move it.
+    """Returns the median with the interval of the sign test, which assumes no distribution and is robust against
+    bursts.
 
-    Below six values no interval reaches 95 %; then it is the whole range.
+    With fewer than six values no interval reaches 95 %; the whole range is returned.
     """
     ordered = sorted(values)
     count, left_out, tail = (
         len(ordered),
         0,
         1,
-    )  # the tail in parts of 2**count, whole numbers: floats end at a thousand values
+    )  # binomial tail in units of 2**-count, as integers: floats overflow at about a thousand values
     while 2 * tail / 2**count <= MISS:
         left_out += 1
         tail += math.comb(count, left_out)
@@ -76,17 +77,19 @@ def interval(values: Iterable[float]) -> Interval:
 
 
 def in_turns(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list]:
-    """What each arm returned, round by round. Every other round goes backwards, so that a drift hits all alike."""
+    """Returns what each arm returned, by round. Every other round runs in reverse order, so that drift affects all arms
+    alike.
+    """
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
         for name in list(arms) if number % 2 == 0 else reversed(arms):
-            tell(f"round {number + 1} of {rounds}: {name}")
+            print_progress(f"round {number + 1} of {rounds}: {name}")
             taken[name].append(arms[name]())
     return taken
 
 
 def installed(module: str) -> str | None:
-    """None if the module can be imported; else what to print in its row."""
+    """Returns None if the module can be imported, otherwise the reason to print in its row."""
     try:
         import_module(module)
     except ModuleNotFoundError as error:
@@ -97,35 +100,35 @@ def installed(module: str) -> str | None:
     return None
 
 
-def tell(text: str) -> None:
-    """Progress, on standard error."""
+def print_progress(text: str) -> None:
+    """Prints progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-    """Progress of the library's verbs, a line when there is something new to say."""
+    """Prints progress of the library's functions: one line per change."""
     if what != watch.last:
         watch.last = what
-        tell(f"  {done:4.0%} {what}")
+        print_progress(f"  {done:4.0%} {what}")
 
 
 watch.last = None
 
 
-def say(line: str = "") -> None:
-    """A line of the outcome, which a record repeats."""
+def print_line(line: str = "") -> None:
+    """Prints a line of the result and adds it to the record."""
     print(line)
-    _said.append(line)
+    _printed.append(line)
 
 
 def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
-    """A table in plain text."""
+    """Prints a plain-text table."""
     lines = [headings, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     for number, line in enumerate(lines):
-        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
-            say("  ".join("-" * width for width in widths))
+            print_line("  ".join("-" * width for width in widths))
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -137,28 +140,29 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbers: dict) -> int:
-    """Says whether the figure was reached, writes the record, gives the exit code. ``reached=None``: it could not be
-    measured.
+    """Prints whether the figure was reached, writes the record and returns the exit code.
+
+    ``reached=None``: it could not be measured.
     """
-    words = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
-    print(f"\nFigure: {figure}: {words}.")
+    outcomes = {True: "reached", False: "NOT reached", None: "not measured"}[reached]
+    print(f"\nFigure: {figure}: {outcomes}.")
     if options.json:
         result = {"figure": figure, "reached": reached, **circumstances(), **plain(numbers)}
-        place = record(options.json, result, words) if options.json.is_dir() else written(options.json, result)
+        place = record(options.json, result, outcomes) if options.json.is_dir() else written(options.json, result)
         print(f"The raw numbers are in {place}.")
     return 0 if reached else 1
 
 
-def record(records: Path, result: dict, words: str) -> Path:
-    """The raw numbers in a new folder of ``records``, and for people what was told."""
+def record(records: Path, result: dict, summary: str) -> Path:
+    """Writes the raw numbers and the printed lines into a new folder of ``records``."""
     script, here = Path(sys.argv[0]), result["environment"]
     place = new_record(records, slug(script.stem))
     written(place / "result.json", result)
     text = README.format(
         title=script.stem.replace("_", " ").capitalize(),
-        reached=words,
+        reached=summary,
         figure=result["figure"],
-        said="\n".join(_said).strip(),
+        printed="\n".join(_printed).strip(),
         date=result["date"],
         command=result["command"],
         script=script.name,
@@ -171,9 +175,7 @@ def record(records: Path, result: dict, words: str) -> Path:
 
 
 def new_record(records: Path, claim: str) -> Path:
-    """A folder ``DATE_CLAIM_MACHINE`` that is not there yet: earlier ones of the day stay, and come before it by
-    name.
-    """
+    """Returns a new folder ``DATE_CLAIM_MACHINE``; its name sorts after those of earlier records of the same day."""
     names = (
         f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:])
     )
@@ -187,7 +189,7 @@ def written(path: Path, result: dict) -> Path:
 
 
 def circumstances() -> dict:
-    """When, by which command, on which machine, with which versions."""
+    """Returns date, command, machine and versions."""
     from hasten.engine.environment import environment
 
     return {
@@ -199,7 +201,7 @@ def circumstances() -> dict:
 
 
 def machine_name() -> str:
-    """The machine as a part of a folder's name, such as ``intel-xeon-processor-2-cores``."""
+    """Returns the machine as a part of a folder name, such as ``intel-xeon-processor-2-cores``."""
     from hasten.engine.environment import environment
 
     here = environment()
@@ -208,17 +210,17 @@ def machine_name() -> str:
 
 
 def slug(task: str) -> str:
-    """A task's name as a part of a folder's name: ``tiny-shakespeare``, ``mine-py-task``."""
+    """Returns a task's name as a part of a folder name: ``tiny-shakespeare``, ``mine-py-task``."""
     return "-".join("".join(letter if letter.isalnum() else " " for letter in task.rpartition("/")[2]).split())
 
 
 def search_folder(runs: Path, task: str) -> Path:
-    """Where the search of a task is kept, so that the benchmarks find what another has measured."""
+    """Returns the search folder of a task. Benchmarks share it, so a trial that one has measured is not repeated."""
     return runs / f"tune-{slug(task)}"
 
 
 def plain(thing):
-    """Intervals and tuples as JSON knows them."""
+    """Converts intervals and tuples to JSON types."""
     if isinstance(thing, Interval):
         return asdict(thing)
     if isinstance(thing, dict):

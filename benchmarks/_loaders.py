@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of data loading: measures loaders in turns, and prints tables of their rates."""
+"""Shared by the benchmarks of data loading: measures loaders in turns and prints tables of their rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, repeat
 from pathlib import Path
 
-from _common import Interval, in_turns, installed, interval, show, tell
+from _common import Interval, in_turns, installed, interval, print_progress, show
 
 PACKAGES = (
     "pyarrow",
@@ -58,7 +58,7 @@ def set_up(loaders: dict[str, Loader], fits: Callable[[object], bool]) -> tuple[
     """Returns (loaders whose batches are right, reasons why the others are not). Loaders without a module must work."""
     ready, missing = {}, {}
     for name, loader in loaders.items():
-        tell(f"set up: {name}")
+        print_progress(f"set up: {name}")
         try:
             if loader.module and (why := installed(loader.module)):
                 missing[name] = why
@@ -89,13 +89,13 @@ def rate(made: Iterable, seconds: float) -> float:
         count, began = 0, time.perf_counter()
         for batch in batches:
             count += rows_in(batch)
-            del batch  # as a training loop does
+            del batch  # a training loop does the same
             if (took := time.perf_counter() - began) >= seconds:
                 return count / took
 
 
 def seconds_of_a_pass(make: Callable[[], Iterable]) -> float:
-    """Returns seconds from opening to the end of the first epoch."""
+    """Returns seconds from opening a loader to the end of its first epoch."""
     began, count = time.perf_counter(), 0
     for batch in make():
         count += rows_in(batch)

@@ -1,7 +1,7 @@
-"""A hasten workload as loadtune wants it: ``get_workload()``. Which one is told by ``HASTEN_BENCHMARK_TASK``.
+"""Presents a hasten workload to loadtune, which calls ``get_workload()``.
 
-The parts are handed over as they are: the dataset, the model, the optimizer, the batch size, and the step that the
-textbook run does.
+``HASTEN_BENCHMARK_TASK`` names the workload. Dataset, model, optimizer and batch size are passed unchanged; the step is
+that of the textbook run.
 """
 
 import os

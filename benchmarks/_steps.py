@@ -1,11 +1,10 @@
-"""A small training whose data keep the clock and pass a baton, so that every engine is timed by the same watch, at the
-same time.
+"""A small training whose dataset measures time and switches between engines, so that one clock times all engines.
 
-Each engine runs in a thread of its own, and one of them at a time: whoever asks for the sample that opens its next leg
-hands the baton on and waits until it is back. A leg takes some tenths of a second, so what the machine does meanwhile
-(neighbours, clock rates) hits all alike, and a difference is known far better than from runs one after the other. The
-first leg, which holds the start-up, is left out, and so are the first steps of each: there the caches are still the
-neighbour's.
+Each engine trains in a thread of its own, and one thread runs at a time. An engine that requests the first sample of
+its next leg passes the baton to the next engine and waits for its turn. A leg takes a few tenths of a second, so other
+load on the machine and changes of clock rate affect all engines alike. The first leg of each engine, which contains the
+start-up, is dropped, and so are the first steps of each leg, during which the CPU caches still hold data of another
+engine.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-KEPT = 1024  # different samples; more would only fill the memory
+SAMPLES = 1024  # different samples; more would only use more memory
 CLASSES = 8
-WARM_UP = 0.1  # of a leg
+WARM_UP = 0.1  # fraction of a leg, at its start, that is not timed
 
 Train = Callable[[DataLoader], object]
 
 
 class Baton:
-    """Goes round among the runners that are still there."""
+    """Passed around among the engines that are still training."""
 
     def __init__(self, names: list[str]):
         self.names, self.turn, self.changed = names, names[0] if names else None, threading.Condition()
@@ -45,18 +44,16 @@ class Baton:
 
 
 class Clocked(Dataset):
-    """Samples of ``width`` numbers with a class; notes what the steps of each leg took, on the wall and of the
-    processor.
-    """
+    """Samples of ``width`` numbers with a class; records wall-clock and CPU seconds of the steps of each leg."""
 
     def __init__(self, name: str, baton: Baton, width: int, batch_size: int, steps: int, legs: int):
         drawn = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(KEPT, width, generator=drawn)
-        self.targets = torch.randint(CLASSES, (KEPT,), generator=drawn)
+        self.inputs = torch.randn(SAMPLES, width, generator=drawn)
+        self.targets = torch.randint(CLASSES, (SAMPLES,), generator=drawn)
         self.name, self.baton = name, baton
         self.leg, self.warm = steps * batch_size, int(WARM_UP * steps) * batch_size
         self.timed = steps - int(WARM_UP * steps)
-        self.length = (legs + 1) * self.leg + 1  # one more to start with, and the sample that ends the last
+        self.length = (legs + 1) * self.leg + 1  # one more leg as warm-up, and the sample that ends the last leg
         self.began, self.legs = (0.0, 0.0), []
 
     def __len__(self) -> int:
@@ -73,17 +70,16 @@ class Clocked(Dataset):
             self.baton.wait(self.name)
         if index % self.leg == self.warm:
             self.began = perf_counter(), process_time()
-        return self.inputs[index % KEPT], self.targets[index % KEPT]
+        return self.inputs[index % SAMPLES], self.targets[index % SAMPLES]
 
 
 def relay(
     arms: dict[str, Train], width: int, batch_size: int, steps: int, legs: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, on the wall and of the processor, leg by leg, of trainings that make one pass over a
-    DataLoader in turns.
+    """Returns wall-clock and CPU seconds per step, by leg, of trainings that take turns over one epoch of a DataLoader.
 
     Raises:
-        Exception: what an arm raised, when all are done.
+        Exception: what an engine raised, after all have ended.
     """
     baton = Baton(list(arms))
     data = {name: Clocked(name, baton, width, batch_size, steps, legs) for name in arms}
@@ -109,7 +105,7 @@ def relay(
 
 
 def by_hand(model: nn.Module, loader: DataLoader) -> None:
-    """The loop that everybody would write."""
+    """The textbook training loop."""
     optimizer = sgd(model)
     for inputs, targets in loader:
         loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -123,7 +119,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def as_task(model: Callable[[], nn.Module], loader: DataLoader):
-    """The same training as a task."""
+    """The same training as a hasten task."""
     from hasten import Task
 
     return Task(model=model, train_data=loader, loss=nn.functional.cross_entropy, optimizer=sgd, epochs=1)

@@ -1,9 +1,9 @@
-"""A thing compared with itself: an honest comparison must not find a winner.
+"""A/A test: compares a task with itself. An honest comparison reports no difference.
 
-The things differ in the length of their step, in what limits them and in their recipe. Data that are missing on
-this machine are told in the table.
+Both arms are the same task with the same recipe. The tasks differ in the length of their step, in their bottleneck and
+in their recipe. The table lists tasks whose data are missing on this machine.
 
-Figure: of 20 comparisons at least 19 say "no difference" or "unsure", and no interval misses 1 by more than 2 %.
+Figure: at least 19 of 20 comparisons report "no difference" or "unsure", and no interval misses 1 by more than 2 %.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from itertools import cycle, islice
 
-from _common import finish, parser, show, tell
+from _common import finish, parser, print_progress, show
 
 from hasten import ConfigurationError, RunError, compare
 
@@ -34,7 +34,7 @@ def main() -> int:
     options = options.parse_args()
     done, missing = [], {}
     for number, (task, recipe) in enumerate(islice(cycle(THINGS), options.comparisons)):
-        tell(f"comparison {number + 1} of {options.comparisons}: {task}, {recipe}")
+        print_progress(f"comparison {number + 1} of {options.comparisons}: {task}, {recipe}")
         try:
             found = compare(task, recipe, recipe, budget=options.budget, device="cpu", seed=number)
         except (RunError, ConfigurationError) as error:

@@ -1,16 +1,16 @@
-"""hasten's recipe against what loadtune 0.3 recommends for the same task.
+"""hasten's recipe against the recommendation of loadtune 0.3 for the same task.
 
-loadtune is run as its documents say (``loadtune tune FILE``), with more patience than its defaults: three repeats, two
-rounds and batch sizes allowed. What it recommends is then trained by hasten's engine, whose methods of the same meaning
-are switched on (workers, threads, compile, autocast), so the engines are the same and only the choices differ. Both
-recipes are timed in turns (``hasten.compare``), and trained to the end on the same seeds: the ratio is that of the
-times to the target, and what becomes of the metric is told for both.
+loadtune runs as documented (``loadtune tune FILE``) with a larger budget than its defaults: three repeats, two rounds,
+batch sizes allowed. hasten's engine then trains with its recommendation, translated to the hasten methods of the same
+meaning (workers, threads, compile, autocast). So both sides use the same engine and only the choices differ. Both
+recipes are timed in turns (``hasten.compare``) and trained to the end on the same seeds. The printed ratio is that of
+the times to the target; the final metrics of both are printed, too.
 
-hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``); where there is none, it is made now.
-``--proven`` takes the one that the newest record of the workload has proven instead, which spares the search but not
-the comparison. pytorch-autotune 2 needs CUDA and is not measured here.
+hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``), which is made now if it does not exist.
+``--proven`` takes the recipe of the newest record of the workload instead: no search, but the same comparison.
+pytorch-autotune 2 requires CUDA and is not measured here.
 
-Figure: hasten's recipe is never slower, and faster on most.
+Figure: hasten's recipe is never slower, and faster on most workloads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _common import finish, installed, parser, search_folder, show, tell, watch
+from _common import finish, installed, parser, print_progress, search_folder, show, watch
 from time_to_target import newest_records
 
 import hasten
@@ -33,25 +33,25 @@ from hasten import ConfigurationError, Recipe, RunError
 
 WORKLOADS = ("digits", "fashion_mnist", "tiny_shakespeare", "adult", "cifar10")
 HERE = Path(__file__).parent
-FIRST_SEED = 200  # which neither tuner has seen
-PATIENCE = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
-TIE = 0.02  # loadtune's own: below it a configuration is not better
+FIRST_SEED = 200  # seeds that neither tuner has used
+LOADTUNE_OPTIONS = ("--repeats", "3", "--max-rounds", "2", "--auto-batch", "--no-plots")
+TIE = 0.02  # loadtune's tie threshold: a smaller gain is not an improvement
 
 
 def loadtunes_choice(workload: str, steps: int) -> dict:
-    """What loadtune recommends: {"knobs", "recipe", "claimed", "seconds"}; the empty recipe where nothing beat its
+    """Returns loadtune's recommendation: {"knobs", "recipe", "claimed", "seconds"}; an empty recipe if nothing beat its
     baseline.
     """
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.json"
         program = Path(sys.executable).with_name("loadtune")
-        words = [
+        argv = [
             program,
             "tune",
             HERE / "_loadtune_workload.py",
             "--steps",
             str(steps),
-            *PATIENCE,
+            *LOADTUNE_OPTIONS,
             "--save-raw",
             raw,
             "--out",
@@ -59,7 +59,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
         ]
         began = time.monotonic()
         done = subprocess.run(
-            words, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False
+            argv, env=os.environ | {"HASTEN_BENCHMARK_TASK": workload}, capture_output=True, text=True, check=False
         )
         seconds = time.monotonic() - began
         if not raw.exists():
@@ -68,16 +68,16 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
                 f""
                 f"{(done.stdout + done.stderr).strip().splitlines()[-1][:200]}"
             )
-        told = json.loads(raw.read_text())
-    return {**chosen(told), "seconds": seconds, "trials": len(told["trials"]), "narrative": told["narrative"]}
+        result = json.loads(raw.read_text())
+    return {**chosen(result), "seconds": seconds, "trials": len(result["trials"]), "narrative": result["narrative"]}
 
 
-def chosen(told: dict) -> dict:
-    """By loadtune's own rule (``loadtune.experiment.best_trial``): of those within its tie, the one with fewest
+def chosen(result: dict) -> dict:
+    """Applies loadtune's own rule (``loadtune.experiment.best_trial``): within its tie, the configuration with fewest
     workers.
     """
-    good = [trial for trial in told["trials"] if trial["result"] and not trial["result"].get("error")]
-    base = told["baseline"]["throughput"]
+    good = [trial for trial in result["trials"] if trial["result"] and not trial["result"].get("error")]
+    base = result["baseline"]["throughput"]
     top = max((trial["result"]["throughput"] for trial in good), default=0.0)
     if top <= base:
         return {"knobs": {}, "recipe": Recipe(), "claimed": 1.0}
@@ -87,7 +87,10 @@ def chosen(told: dict) -> dict:
 
 
 def as_recipe(knobs: dict) -> Recipe:
-    """Loadtune's configuration in hasten's words. The batch size is loadtune's only where there is a GPU to fill."""
+    """Translates loadtune's configuration to a hasten recipe.
+
+    The batch size is loadtune's only on a GPU.
+    """
     if knobs["batch_size"]:
         raise ConfigurationError("loadtune changed the batch size, which it does on GPUs only; that is not translated")
     recipe = Recipe()
@@ -110,14 +113,14 @@ def as_recipe(knobs: dict) -> Recipe:
 
 
 def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
-    """Time to the target of both, on the same seeds."""
+    """Measures the time to the target of both recipes on the same seeds."""
     from hasten.tuning.confirm import time_to_target
 
     pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, watch=watch)
     runs: dict[str, list[dict]] = {"loadtune": [], "hasten": []}
     for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
         for name, recipe in (("loadtune", theirs), ("hasten", ours)):
-            tell(f"  seed {seed}, {name}")
+            print_progress(f"  seed {seed}, {name}")
             runs[name].append(hasten.train(workload, recipe, device=options.device, seed=seed))
     samples = [(_samples(a), _samples(b)) for a, b in zip(runs["loadtune"], runs["hasten"], strict=True)]
     ratio, seconds_theirs, seconds_ours = time_to_target(pace, samples)
@@ -132,22 +135,24 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
 
 
 def _samples(run: dict) -> int:
-    """To the target; a run that never got there took at least all of its own."""
+    """Returns samples to the target; a run that never reached it counts with all its samples."""
     return run["samples_to_target"] or run["samples"]
 
 
 def against(workload: str, options) -> dict:
     known = proven(workload) if options.proven else None
-    tell(f"{workload}: loadtune searches")
+    print_progress(f"{workload}: loadtune searches")
     theirs = loadtunes_choice(workload, options.steps)
-    tell(
+    print_progress(
         f"{workload}: loadtune recommends {theirs['recipe']}; hasten "
         f""
-        f"{'is told' if options.proven else 'searches, or remembers'}"
+        f"{'uses the recorded recipe' if options.proven else 'searches, or reads its trials'}"
     )
     found = known or searched(workload, options)
     ours = Recipe(found["recipe"])
-    told = measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
+    measurement = (
+        measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
+    )
     return {
         "loadtune": {**theirs, "recipe": str(theirs["recipe"])},
         "hasten": {
@@ -156,12 +161,12 @@ def against(workload: str, options) -> dict:
             "verdict": found["verdict"],
             "earlier": " earlier" if known else "",
         },
-        "measured": told,
+        "measured": measurement,
     }
 
 
 def proven(workload: str) -> dict:
-    """What an earlier search on a CPU said."""
+    """Returns the recipe of the newest CPU record of the workload."""
     found = newest_records().get(workload)
     if not found or found["device"] != "cpu":
         raise ConfigurationError(f"no record of {workload} on a CPU")
@@ -174,14 +179,14 @@ def searched(workload: str, options) -> dict:
 
 
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
-    told, searches = (
+    measurement, searches = (
         one["measured"],
         f"{one['loadtune']['seconds']:.0f} / {one['hasten']['seconds']:.0f}{one['hasten']['earlier']}",
     )
     recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
-    if told is None:
+    if measurement is None:
         return (workload, *recipes, "the same recipe", "", "", searches)
-    ratio, seconds, metric = told["ratio"], told["seconds"], told["metric"]
+    ratio, seconds, metric = measurement["ratio"], measurement["seconds"], measurement["metric"]
     return (
         workload,
         *recipes,
@@ -194,17 +199,13 @@ def row_of(workload: str, one: dict) -> tuple[str, ...]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
-    )
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     options.add_argument(
         "--steps", type=int, default=100, help="steps of each of loadtune's trials; its own default is 100"
     )
     options.add_argument("--budget", type=float, default=60.0, help="seconds of the comparison in turns")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument(
-        "--search-budget", type=float, help="seconds of hasten's search; the tuner's own default unless said"
-    )
+    options.add_argument("--search-budget", type=float, help="seconds of hasten's search; default: that of the tuner")
     options.add_argument(
         "--proven", action="store_true", help="hasten's recipes are those of the newest records: no search"
     )

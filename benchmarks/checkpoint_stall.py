@@ -1,16 +1,17 @@
-"""How long the training stands still for a checkpoint: written while it goes on, against written before it goes on.
+"""How long training stands still for a checkpoint: an asynchronous write against a synchronous one.
 
-A network of 17 million weights under Adam, 200 MB in all, takes steps on all cores; each leg is some steps with one
-checkpoint after the first. The arms:
+A network of 17 million weights under Adam, 200 MB in total, trains on all cores. Each leg is a number of steps with one
+checkpoint after the first step. The arms:
 
-* *torch.save*: what a script does by hand: the state into a file, onto the disk, then on with the training. Its time is
-  what the others are held against.
-* *hasten*: as ``train`` saves. It stands still in ``begin``, and before the next update if the copy is not ready yet.
+* *torch.save*: a hand-written script: it saves the state, syncs the file to disk and continues. The other arms are
+  compared with its time.
+* *hasten*: saves as ``train`` does. Training stands still in ``begin``, and before the next update if the copy of the
+  state is not ready.
 * *async_save*: torch.distributed.checkpoint, which copies first and writes in a thread.
 * *no checkpoint*: the same steps.
 
-What a leg takes longer than one without a checkpoint is told, too: on a processor that also trains, writing is never
-free.
+The additional time of a leg over one without a checkpoint is printed, too: on a processor that also trains, writing
+costs time.
 
 Figure: the stall is at most 5 % of one synchronous save.
 """
@@ -27,7 +28,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _common import finish, in_turns, interval, parser, say, show
+from _common import finish, in_turns, interval, parser, print_line, show
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -59,7 +60,7 @@ def program():
 
 
 class Arms:
-    """Each way to save: the seconds that the training stood still, and those of the whole leg."""
+    """All ways to save. Each leg returns the seconds for which training stood still, and its total seconds."""
 
     def __init__(self, built, folder: Path, steps: int):
         from hasten.engine.async_checkpoint import AsyncCheckpointer
@@ -68,7 +69,7 @@ class Arms:
         self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
         self.built = dataclasses.replace(
             built, optimizer_step=self._updating(built.optimizer_step)
-        )  # as engine/trainer.py does
+        )  # as in engine/trainer.py
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:
@@ -93,7 +94,7 @@ class Arms:
         from hasten.engine import checkpoint
 
         checkpoints = checkpoint.Checkpoints(self.folder)
-        checkpoints.whole = [self.folder]  # the first one of a run is also read back
+        checkpoints.whole = [self.folder]  # the first checkpoint of a run is also read back
         self.saving.begin(
             checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save
         )
@@ -136,10 +137,10 @@ def main() -> int:
         for leg in legs.values():
             leg()
         taken = in_turns(legs, options.rounds)
-    return told(options, taken)
+    return print_result(options, taken)
 
 
-def told(options, taken: dict[str, list[tuple[float, float]]]) -> int:
+def print_result(options, taken: dict[str, list[tuple[float, float]]]) -> int:
     stood = {name: [stall for stall, _ in legs] for name, legs in taken.items()}
     longer = {
         name: [leg - none for (_, leg), (_, none) in zip(legs, taken[NONE], strict=True)]
@@ -156,7 +157,9 @@ def told(options, taken: dict[str, list[tuple[float, float]]]) -> int:
         for name in (BY_HAND, OURS, TORCHS)
     ]
     show(("saved by", "stands still, ms", "of torch.save", "leg longer by, ms"), rows)
-    say(f"\nA step without a checkpoint takes {interval(1e3 * leg / options.steps for _, leg in taken[NONE]):.0f} ms.")
+    print_line(
+        f"\nA step without a checkpoint takes {interval(1e3 * leg / options.steps for _, leg in taken[NONE]):.0f} ms."
+    )
     figure = (
         f"a stall of at most {100 * WANTED:g} % of a synchronous save; it is "
         f""

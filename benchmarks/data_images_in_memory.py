@@ -22,12 +22,12 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, interval, parser, say
+from _common import finish, interval, parser, print_line
 from torch.utils.data import DataLoader, Dataset
 
 FIGURE, TIMES = 500_000, 10
 BATCH, SIDE, PADDING = 512, 32, 4
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of pixels from 0 to 1
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # normalization of pixels from 0 to 1
 OURS, MAPS, BOUND, ONE_BY_ONE = "hasten", "hasten, maps", "bound: gather, convert", "DataLoader, sample by sample"
 
 
@@ -178,7 +178,7 @@ def tf_data(images, labels):
 
 
 def litdata(folder, images, labels):
-    """From its own chunks, sample by sample; litdata reads no whole batches."""
+    """Reads litdata's own chunks, sample by sample; litdata has no batched reading."""
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
     numpy.savez(folder / "all.npz", images=images.numpy(), labels=labels.numpy())
@@ -282,11 +282,13 @@ def main() -> int:
     table(taken, missing, OURS, "images/s")
     ours, best = interval(taken[OURS]), best_of(taken, peers)
     over_samples, over_best = over(taken, OURS, ONE_BY_ONE), over(taken, OURS, best)
-    say(f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}")
+    print_line(
+        f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}"
+    )
     reached = ours.median >= FIGURE and over_samples.median >= TIMES and over_best.median >= 1
     others = [
         name for name in taken if name in peers and peers[name].module
-    ]  # without any of the peers the figure is not measured
+    ]  # without any peer the figure cannot be measured
     return finish(
         options,
         f"{FIGURE:,} images/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; "

@@ -20,7 +20,7 @@ import shutil
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # every thread and process decodes alone
+os.environ["OMP_NUM_THREADS"] = "1"  # every thread and process decodes its own images
 
 from _loaders import Loader, Passes, best_of, data, over, quiet, rates, scratch, set_up, table, versions, words
 
@@ -28,18 +28,18 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, interval, parser, say
+from _common import finish, interval, parser, print_line
 from torch.utils.data import DataLoader, Dataset
 
-DECODING, STORED = 1.3, 20  # times
+DECODING, STORED = 1.3, 20  # required speedups
 BATCH, SIDE = 64, 224
 CORES = len(os.sched_getaffinity(0))
 OURS, RESTORED, SAME_DECODER, PILLOW = "hasten", "hasten, re-stored", "simplejpeg + DataLoader", "Pillow + DataLoader"
-BOUND = "bound: decoding alone, times cores"
+BOUND = "bound: decoding only, times cores"
 
 
 def copied(photos, folder, copies: int) -> list[str]:
-    """Copies, all in one class, and their sorted paths."""
+    """Copies the photos into one class folder and returns their sorted paths."""
     place = folder / "photos" / "all"
     place.mkdir(parents=True)
     for number in range(copies):
@@ -62,11 +62,11 @@ def restored(folder):
     return images(folder / "photos", resize=SIDE).cache("disk").shuffle(seed=0).batch(BATCH, drop_last=True)
 
 
-# ---- what the others do with one photo
+# ---- per-photo functions of the other loaders
 
 
 def by_pillow(content: bytes) -> numpy.ndarray:
-    """``draft``, which lets libjpeg decode big photos smaller, is left to the other one: tutorials do not use it."""
+    """Decodes with Pillow without ``draft`` (libjpeg would decode large photos smaller): tutorials do not use it."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
@@ -82,7 +82,7 @@ def by_simplejpeg(content: bytes) -> numpy.ndarray:
 
 
 def _fitted(image) -> numpy.ndarray:
-    """The shorter side to 224 pixels, the middle cut out; shape (3, 224, 224)."""
+    """Resizes the shorter side to 224 pixels and crops the center; shape (3, 224, 224)."""
     from PIL import Image
 
     scale = SIDE / min(image.size)
@@ -124,7 +124,7 @@ def stateful(paths):
 
 
 def spdl(paths, decode):
-    """Its pipeline with threads, which is its documented way for decoders that leave Python's lock."""
+    """Spdl's pipeline with threads, its documented way for decoders that release the GIL."""
     from spdl.pipeline import PipelineBuilder
 
     photos = Photos(paths, decode)
@@ -144,12 +144,12 @@ def spdl(paths, decode):
 
 
 def spdl_io(paths):
-    """Its own decoder and filters, FFmpeg's, which the system has to have."""
+    """Spdl's own decoder and filters, based on FFmpeg, which must be installed on the system."""
     import spdl.io
     from spdl.pipeline import PipelineBuilder
 
     shape = f"scale={SIDE}:{SIDE}:force_original_aspect_ratio=increase,crop={SIDE}:{SIDE}"
-    spdl.io.demux_image(paths[0])  # says at once whether FFmpeg is there
+    spdl.io.demux_image(paths[0])  # fails here if FFmpeg is missing
     wanted = spdl.io.get_video_filter_desc(filter_desc=shape, pix_fmt="rgb24")
 
     def decoded(path):
@@ -186,8 +186,8 @@ def tf_data(paths):
     def decoded(path):
         picture = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
         size = tf.cast(tf.shape(picture)[:2], tf.float32)
-        whole = tf.maximum(SIDE, tf.cast(tf.round(size * SIDE / tf.reduce_min(size)), tf.int32))
-        picture = tf.image.resize_with_crop_or_pad(tf.image.resize(picture, whole, antialias=True), SIDE, SIDE)
+        resized = tf.maximum(SIDE, tf.cast(tf.round(size * SIDE / tf.reduce_min(size)), tf.int32))
+        picture = tf.image.resize_with_crop_or_pad(tf.image.resize(picture, resized, antialias=True), SIDE, SIDE)
         return tf.transpose(tf.cast(picture, tf.uint8), (2, 0, 1)), 0
 
     batches = (
@@ -197,7 +197,7 @@ def tf_data(paths):
 
 
 class Decoding:
-    """Decoding without resizing, batching or reading, on one core, counted for all."""
+    """The bound: decoding on one core, without resizing, batching or reading, scaled to all cores."""
 
     def __init__(self, paths):
         self.contents = [Path(path).read_bytes() for path in paths[:: max(1, len(paths) // 200)]]
@@ -216,7 +216,7 @@ class Decoding:
 
 def fits(batch) -> bool:
     if isinstance(batch, numpy.ndarray):
-        return True  # the bound's
+        return True  # the bound returns no images
     pictures = torch.as_tensor(batch[0])
     return (
         pictures.dtype == torch.uint8
@@ -262,15 +262,15 @@ def main() -> int:
         }
         ready, missing = set_up(loaders, fits)
         taken = rates(ready, options.rounds, options.seconds)
-        del ready  # its worker processes
+        del ready  # including its worker processes
     table(taken, missing, OURS, "photos/s")
     usual = best_of(taken, (PILLOW, SAME_DECODER))
     best = best_of(taken, of_spdl)
     decoding, stored = over(taken, OURS, usual), over(taken, RESTORED, usual)
     against = over(taken, OURS, best)
     ratios = (f"over {name}: {words(over(taken, OURS, name))}" for name in (PILLOW, SAME_DECODER))
-    say("\n" + "; ".join(ratios))
-    say(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
+    print_line("\n" + "; ".join(ratios))
+    print_line(f"re-stored, over {usual}: {words(stored)}; decoding, over the best of spdl ({best}): {words(against)}")
     bound = interval(taken[BOUND]).median if BOUND in taken else float("nan")
     return finish(
         options,

@@ -81,7 +81,7 @@ def loader(kind, rows: int, workers: int):
     made = kind(
         Batched(rows), batch_size=BATCH, collate_fn=identity, num_workers=workers, persistent_workers=workers > 0
     )
-    exhaust(made)  # starts its workers
+    exhaust(made)  # starts the workers
     return made
 
 
@@ -125,7 +125,7 @@ def main() -> int:
     ]
     show(
         ("loader", "us per step", "added by the position, us"),
-        rows + [(name, said, "") for name, said in missing.items()],
+        rows + [(name, reason, "") for name, reason in missing.items()],
     )
     return finish(
         options,

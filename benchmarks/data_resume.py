@@ -23,7 +23,7 @@ from _loaders import quiet, versions
 quiet()
 
 import torch
-from _common import finish, in_turns, installed, interval, parser, show, tell
+from _common import finish, in_turns, installed, interval, parser, print_progress, show
 from torch.utils.data import Dataset
 
 FIGURE = 0.2  # seconds
@@ -39,7 +39,7 @@ def digests(batches) -> list[str]:
 
 
 class Ours:
-    """hasten, with random numbers drawn for every row; ``ahead``: as in ``prefetch``."""
+    """hasten, with random numbers drawn for every row; ``ahead`` is the number of prefetched batches."""
 
     def __init__(self, x, y, **ahead):
         self.x, self.y, self.ahead = x, y, ahead
@@ -50,7 +50,7 @@ class Ours:
         pipeline = arrays(self.x, self.y).shuffle(seed=3).batch(BATCH).map(noisy)
         return pipeline.prefetch(2, **self.ahead) if self.ahead else pipeline
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         pipeline = self.made()
         pipeline.load_state_dict({"seed": 3, "epoch": 0, "position": number * BATCH})
         return iter(pipeline)
@@ -62,18 +62,20 @@ def noisy(batch, rng):
 
 
 class Bound:
-    """What cannot be left out: an order of all samples, and one batch."""
+    """The bound: a random order of all samples, and one batch."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         rows = torch.randperm(len(self.y), dtype=torch.int32)[number * BATCH : (number + 1) * BATCH]
         yield self.x[rows], self.y[rows]
 
 
 class Peer:
-    """Its place is saved when a pass comes by there: once for all places, as the way to each of them is long."""
+    """Another loader. Its states at all positions are saved during one epoch, because reaching each position takes
+    long.
+    """
 
     def __init__(self, make, save, load, places: list[int]):
         self.make, self.load, self.saved, self.expected = make, load, {}, {}
@@ -88,14 +90,14 @@ class Peer:
                 if number < place + AFTER:
                     self.expected[place] += digests([batch])
 
-    def taken_up(self, number: int):
+    def resume(self, number: int):
         return self.load(self.make(), self.saved[number])
 
 
-def taken_up(arm, number: int, expected: list[str] | None) -> tuple[float, bool]:
-    """(seconds to the first batch, whether it and those after it are as expected)."""
+def resume(arm, number: int, expected: list[str] | None) -> tuple[float, bool]:
+    """Returns (seconds to the first batch, whether this batch and those after it equal the expected ones)."""
     began = time.perf_counter()
-    batches = arm.taken_up(number)
+    batches = arm.resume(number)
     first = next(batches)
     took = time.perf_counter() - began
     exact = expected is None or digests([first, *islice(batches, AFTER - 1)]) == expected
@@ -154,7 +156,7 @@ def grain(x, y, places):
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=10, help="places that are taken up")
+    options.add_argument("--rounds", type=int, default=10, help="positions that are resumed")
     options.add_argument("--samples", type=int, default=1_000_000)
     options.add_argument("--quick", action="store_true", help="three places")
     options = options.parse_args()
@@ -173,20 +175,20 @@ def main() -> int:
         "StatefulDataLoader, 2 workers": (lambda: stateful(x, y, places, 2), "torchdata.stateful_dataloader"),
         "grain": (lambda: grain(x, y, places), "grain"),
     }
-    tell("an undisturbed pass: hasten")
+    print_progress("an undisturbed pass: hasten")
     undisturbed = digests(ours["hasten"].made())
     at_places = {number: undisturbed[number : number + AFTER] for number in places}
-    expected = dict.fromkeys(ours, at_places) | {BOUND: {}}  # ahead or not, it must be the same
+    expected = dict.fromkeys(ours, at_places) | {BOUND: {}}  # prefetching must not change the batches
     arms, missing = {**ours, BOUND: Bound(x, y)}, {}
     for name, (make, module) in peers.items():
         if why := installed(module):
             missing[name] = why
             continue
-        tell(f"an undisturbed pass: {name}")
+        print_progress(f"an undisturbed pass: {name}")
         try:
             arms[name] = make()
             expected[name] = arms[name].expected
-            taken_up(arms[name], places[0], None)
+            resume(arms[name], places[0], None)
         except Exception as error:
             arms.pop(name, None)
             missing[name] = f"does not run: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
@@ -218,12 +220,12 @@ def main() -> int:
 
 
 def _at_places(arm, places: list[int], expected: dict[int, list[str]]):
-    """The arm at one place after the other: the same ones for all."""
+    """Runs the arm at the given positions, which are the same for all arms."""
     coming = iter(places)
 
     def at_the_next() -> tuple[float, bool]:
         number = next(coming)
-        return taken_up(arm, number, expected.get(number))
+        return resume(arm, number, expected.get(number))
 
     return at_the_next
 

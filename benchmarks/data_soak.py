@@ -32,16 +32,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 import torch
-from _common import finish, interval, parser, show, tell
+from _common import finish, interval, parser, print_progress, show
 
 FIGURE = 0.05
 QUICK = 20 / 60  # minutes
 ROWS, WIDTH, BATCH, WORKERS = 20_000, 1024, 256, 2
 SHARED, NAMELESS = Path("/dev/shm"), "memfd:hasten-data"
-PAUSES = 0.3, 2.0  # seconds between two deaths
-SPARED = 2  # looks at which one that is new after a death is not killed
-FEWEST = 8  # epochs that can tell whether memory is flat
-OWN = ("Pss_Anon:", "Pss_Shmem:")  # of a process, in kB
+PAUSES = 0.3, 2.0  # seconds between two kills
+SPARED = 2  # number of checks during which a replacement worker is not killed
+FEWEST = 8  # epochs required to judge whether memory is flat
+OWN = ("Pss_Anon:", "Pss_Shmem:")  # memory of a process without mapped files, in kB
 
 
 def pipeline():
@@ -58,18 +58,18 @@ def noisy(batch, rng):
 
 
 def digest(batches: Iterable) -> str:
-    """Of all values: some of them as they are, of all a sum."""
+    """Returns a digest of a batch: some values unchanged, and a sum of all."""
     hashed = hashlib.blake2b()
     for x, y in batches:
         hashed.update(x[:, ::64].contiguous().numpy())
         hashed.update(str(x.view(torch.int32).sum(dtype=torch.int64).item()).encode())
         hashed.update(y.numpy())
-        del x, y  # as a training would
+        del x, y  # as a training step would
     return hashed.hexdigest()
 
 
 class Deaths(threading.Thread):
-    """Kills one of the worker processes now and then.
+    """Kills a worker process at random intervals.
 
     The replacement of a killed process is spared for a while, because a batch at which two processes die is an error.
     """
@@ -86,7 +86,7 @@ class Deaths(threading.Thread):
             if killed:
                 spared |= dict.fromkeys(alive.keys() - seen, SPARED)
             seen, killed = set(alive), False
-            with suppress(IndexError, psutil.NoSuchProcess):  # between two epochs there is none
+            with suppress(IndexError, psutil.NoSuchProcess):  # between two epochs there are no workers
                 alive[self.random.choice(sorted(alive.keys() - spared.keys()))].kill()
                 killed = True
                 self.count += 1
@@ -99,17 +99,19 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def held() -> int:
-    """Bytes that this process and its workers hold together."""
+    """Returns the bytes that this process and its workers hold together."""
     total = 0
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        with suppress(OSError):  # it has just died
+        with suppress(OSError):  # the process has just died
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
             total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith(OWN))
     return total
 
 
 def epoch_with_deaths(made, number: int) -> tuple[str, int]:
-    """(digest of the epoch's batches, bytes held in it: the median of three looks, for a worker may just be dead)."""
+    """Returns (digest of the epoch's batches, bytes held in it: the median of three measurements, as a worker may be
+    dead).
+    """
     looks, taken = {len(made) * part // 4 for part in (1, 2, 3)}, []
 
     def watched() -> Iterator:
@@ -136,10 +138,10 @@ def names_in_shared_memory() -> set[str]:
 
 
 def unused(names: set[str]) -> list[str]:
-    """Those of the names in ``/dev/shm`` that no process uses: others may work on this machine too."""
+    """Returns the names in ``/dev/shm`` that no process uses; other programs may work on this machine, too."""
     used = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # the process has ended or belongs to another user
             used += maps.read_text(errors="replace")
     return sorted(name for name in names if f"{SHARED}/{name}" not in used)
 
@@ -177,23 +179,23 @@ def main() -> int:
 def soak(options) -> int:
     seconds = 60 * (QUICK if options.quick else options.minutes)
     torch.set_num_threads(1)
-    alone = pipeline()
-    workers = alone.prefetch(4, processes=WORKERS, timeout=60)
-    digest(workers.epoch(0))  # whatever is opened once is open now
+    single_process = pipeline()
+    workers = single_process.prefetch(4, processes=WORKERS, timeout=60)
+    digest(workers.epoch(0))  # files that are opened once are open now
     names, before = names_in_shared_memory(), opened()
     deaths = Deaths(options.seed)
     deaths.start()
-    began, epochs, wrong, told = time.monotonic(), [], 0, time.monotonic()
+    began, epochs, wrong, last_report = time.monotonic(), [], 0, time.monotonic()
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
         try:
             while (passed := time.monotonic() - began) < seconds or len(epochs) < FEWEST:
                 found, memory = epoch_with_deaths(workers, len(epochs))
-                wrong += found != digest(alone.epoch(len(epochs)))
+                wrong += found != digest(single_process.epoch(len(epochs)))
                 epochs.append((passed, memory))
-                if time.monotonic() - told > 10:
-                    told = time.monotonic()
-                    tell(
+                if time.monotonic() - last_report > 10:
+                    last_report = time.monotonic()
+                    print_progress(
                         f"{passed:.0f} s: {len(epochs)} epochs, {deaths.count} deaths, {wrong} wrong, "
                         f"{memory / 1e6:.0f} MB"
                     )
@@ -209,12 +211,12 @@ def soak(options) -> int:
             ("epochs", len(epochs)),
             ("of them wrong", wrong),
             ("workers killed", deaths.count),
-            ("deaths that interrupted a batch, and were told", noticed),
+            ("deaths that interrupted a batch and were reported", noticed),
             (
                 "memory, all epochs",
                 f"{interval(each / 1e6 for each in memory):.1f} MB, at most {max(memory) / 1e6:.1f} MB",
             ),
-            *zip(("memory, second quarter", "memory, last quarter", "more"), _words(growth), strict=True),
+            *zip(("memory, second quarter", "memory, last quarter", "more"), _format_growth(growth), strict=True),
             *((f"left: {what}", count) for what, count in leftovers.items()),
         ],
     )
@@ -222,9 +224,9 @@ def soak(options) -> int:
     reached = noticed > 0 and not wrong and flat and not any(leftovers.values())
     return finish(
         options,
-        f"{seconds / 60:.3g} minutes of dying workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
+        f"{seconds / 60:.3g} minutes of killed workers: exact, memory flat within {FIGURE:.0%}, nothing left; "
         f"{wrong} of {len(epochs)} epochs wrong after {deaths.count} deaths, "
-        f"memory {_words(growth)[2]}, left {sum(leftovers.values())}",
+        f"memory {_format_growth(growth)[2]}, left {sum(leftovers.values())}",
         None if growth is None else reached,
         {
             "epochs": epochs,
@@ -237,9 +239,9 @@ def soak(options) -> int:
     )
 
 
-def _words(growth: tuple[float, float, float] | None) -> tuple[str, str, str]:
+def _format_growth(growth: tuple[float, float, float] | None) -> tuple[str, str, str]:
     if growth is None:
-        return ("too few epochs to tell",) * 3
+        return ("too few epochs to print_progress",) * 3
     return f"{growth[0] / 1e6:.1f} MB", f"{growth[1] / 1e6:.1f} MB", f"{growth[2]:+.1%}"
 
 

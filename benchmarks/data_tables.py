@@ -21,10 +21,10 @@ quiet()
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, say, show
+from _common import finish, in_turns, interval, parser, print_line, show
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-FIRST, CACHED = 3, 10  # times
+FIRST, CACHED = 3, 10  # required speedups
 BATCH, FLOATS, INTEGERS, TARGET = 512, 12, 4, "i3"
 OURS, ON_DISK, USUAL = "hasten", "hasten, disk cache", "pyarrow + DataLoader"
 BOUND = "bound: gather"
@@ -54,7 +54,7 @@ def hasten_on_disk(path):
 
 
 def columns_of(path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table as pyarrow gives it, stacked into one float32 matrix, and the target."""
+    """Returns the table as pyarrow reads it: the columns stacked into one float32 matrix, and the target."""
     from pyarrow.parquet import read_table
 
     read = read_table(path)
@@ -97,7 +97,9 @@ def stateful(path):
 
 
 def tf_data(path):
-    """It reads no Parquet; pyarrow does. Row numbers are shuffled and batched, then one gather a batch."""
+    """tf.data cannot read Parquet; pyarrow does. Row numbers are shuffled and batched, followed by one gather per
+    batch.
+    """
     import tensorflow as tf
 
     matrix, target = (tf.constant(each.numpy()) for each in columns_of(path))
@@ -109,7 +111,7 @@ def tf_data(path):
 
 
 def hugging_face(path):
-    """Its own reader, a new cache folder every time; whole batches as tensors, as its documents advise."""
+    """Its own reader with a new cache folder for every run; whole batches as tensors, as documented."""
     import datasets
 
     place = path.parent / f"datasets-{len(os.listdir(path.parent))}"
@@ -126,7 +128,7 @@ def hugging_face(path):
 
 
 class Bound:
-    """Rows of a matrix that is there, into memory that is warm."""
+    """The bound: rows gathered from a matrix in memory into memory that is already mapped."""
 
     def __init__(self, path):
         self.matrix, self.target = columns_of(path)
@@ -173,9 +175,9 @@ def main() -> int:
         seconds = in_turns(passes, options.rounds)
         first = {name: [options.rows / each for each in taken] for name, taken in seconds.items()}
         cached = rates(ready | set_up(extra, fits)[0], options.rounds, options.seconds)
-    say("First pass, from nothing:\n")
+    print_line("First epoch, no caches:\n")
     table(first, missing, OURS, "rows/s", start_up=False)
-    say("\nFrom the cache:\n")
+    print_line("\nFrom the cache:\n")
     table(cached, missing, OURS, "rows/s")
     ratios = [over(first, OURS, USUAL), over(cached, OURS, USUAL)]
     peers = {
@@ -183,7 +185,7 @@ def main() -> int:
         for when, taken in (("first pass", first), ("from the cache", cached))
         for name in ABREAST
     }
-    say()
+    print_line()
     show(("against", "times as fast"), [(name, words(ratio)) for name, ratio in peers.items()])
     reached = (
         ratios[0].median >= FIRST

@@ -41,10 +41,10 @@ from functools import partial
 
 import numpy
 import torch
-from _common import finish, in_turns, interval, parser, say, tell
+from _common import finish, in_turns, interval, parser, print_line, print_progress
 
 BATCH, FILES = 512, 4
-OURS, ALONE = "hasten", "hasten, shuffled"
+OURS, SINGLE = "hasten", "hasten, shuffled"
 BOUND = "bound: copying the bytes"
 KINDS = ("pictures", "clicks")
 
@@ -64,7 +64,7 @@ def write(folder, kind: str, records: int) -> list[str]:
     from hasten.data.formats.tf_example import encode_example
     from hasten.data.formats.tfrecord import frame_records
 
-    tell(f"write {records} {kind}")
+    print_progress(f"write {records} {kind}")
     rng, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
         path = folder / f"{kind}-{number}.tfrecord"
@@ -133,7 +133,7 @@ THEIRS = {
 
 
 class Bound:
-    """The bytes of as many records, copied into memory that is warm."""
+    """The bound: the bytes of as many records, copied into memory that is already mapped."""
 
     def __init__(self, paths, records: int):
         self.bytes = numpy.concatenate([numpy.fromfile(path, numpy.uint8) for path in paths])
@@ -141,10 +141,10 @@ class Bound:
         self.into = numpy.empty(self.size, numpy.uint8)
 
     def __iter__(self):
-        nothing = torch.empty(BATCH, 0)
+        empty = torch.empty(BATCH, 0)
         for begin in range(0, len(self.bytes) - self.size, self.size):
             numpy.copyto(self.into, self.bytes[begin : begin + self.size])
-            yield nothing
+            yield empty
 
 
 def fits(batch) -> bool:
@@ -152,7 +152,7 @@ def fits(batch) -> bool:
 
 
 def sums(made) -> dict[str, float]:
-    """Of each column, over a pass: alike for all who read the same records, in whatever order."""
+    """Returns the sum of each column over an epoch; it is the same for any order of the records."""
     total: dict[str, float] = {}
     for batch in made:
         for name, column in batch.items():
@@ -160,18 +160,18 @@ def sums(made) -> dict[str, float]:
     return total
 
 
-def compared(kind: str, ready: dict) -> None:
-    """Makes sure that all read the same."""
-    tell(f"compare what they give of {kind}")
+def check_equal_values(kind: str, ready: dict) -> None:
+    """Checks that all loaders read the same values."""
+    print_progress(f"compare what they give of {kind}")
     all_of_them = {name: sums(made) for name, made in ready.items()}
     for name, theirs in all_of_them.items():
         ours = all_of_them[OURS]
         if theirs.keys() != ours.keys() or not all(numpy.isclose(theirs[column], ours[column]) for column in ours):
-            raise SystemExit(f"{name} gives {theirs} of {kind}, {OURS} {ours}: nothing is compared")
+            raise SystemExit(f"{name} gives {theirs} of {kind}, {OURS} {ours}: the loaders are not compared")
 
 
-def from_nothing(loader: Loader, records: int) -> float:
-    """Records a second of a first pass, without what is kept of the passes before."""
+def first_epoch_rate(loader: Loader, records: int) -> float:
+    """Returns records per second of a first epoch, without the caches of earlier epochs."""
     shutil.rmtree(os.environ["HASTEN_CACHE"], ignore_errors=True)
     return records / seconds_of_a_pass(loader.make)
 
@@ -189,7 +189,7 @@ def main() -> int:
     numbers, ratios = {}, {}
     options.records = (
         -(-options.records // (FILES * BATCH)) * FILES * BATCH
-    )  # whole batches in every file, however they are read
+    )  # full batches in every file, for any way of reading
     with scratch() as folder:
         for kind in KINDS:
             paths = write(folder, kind, options.records)
@@ -198,23 +198,23 @@ def main() -> int:
                 name: Loader(partial(tf_data, read, kind, paths), "tensorflow") for name, read in THEIRS.items()
             }
             ready, missing = set_up(loaders, fits)
-            compared(kind, ready)
-            passes = {name: (lambda loader=loaders[name]: from_nothing(loader, options.records)) for name in ready}
+            check_equal_values(kind, ready)
+            passes = {name: (lambda loader=loaders[name]: first_epoch_rate(loader, options.records)) for name in ready}
             first = in_turns(passes, options.rounds)
-            ready |= {ALONE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
+            ready |= {SINGLE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
             later = rates(ready, options.rounds, options.seconds)
-            for when, taken in (("first pass, from nothing", first), ("later", later)):
-                say(f"\n{kind}, {when}:\n")
+            for when, taken in (("first epoch, no caches", first), ("later", later)):
+                print_line(f"\n{kind}, {when}:\n")
                 loaded = {name: values for name, values in taken.items() if name != BOUND}
                 table(loaded, missing, OURS, "records/s", start_up=taken is later)
                 numbers[f"{kind}, {when}"], ratios[f"{kind}, {when}"] = taken, over(taken, OURS, best_of(taken, THEIRS))
-            say(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
+            print_line(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
     print()
-    told = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
+    speedups = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
     bounds = ", ".join(f"{interval(numbers[f'{kind}, later'][BOUND]).median:,.0f} {kind}/s" for kind in KINDS)
     return finish(
         options,
-        f"at least tf.data on the same files; it is {told} (bound, later: {bounds})",
+        f"at least tf.data on the same files; it is {speedups} (bound, later: {bounds})",
         None if None in ratios.values() else all(ratio.median >= 1 for ratio in ratios.values()),
         {"rates": numbers, "ratios": ratios, "missing": missing, "versions": versions()},
     )

@@ -85,11 +85,11 @@ def stateful(path):
 
 
 def litdata(path):
-    """Its loader for tokens, on its own chunks."""
+    """Litdata's loader for tokens, on its own chunks."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
     place = str(path.parent / "litdata")
-    with silence():
+    with discard_output():
         optimize(pieces, [str(path)], place, chunk_bytes="64MB", num_workers=1, item_loader=TokensLoader())
     dataset = StreamingDataset(place, item_loader=TokensLoader(block_size=LENGTH + 1), shuffle=True, drop_last=True)
 
@@ -102,10 +102,10 @@ def litdata(path):
 
 
 @contextmanager
-def silence() -> Iterator[None]:
-    """What this process and those that it starts print meanwhile goes nowhere."""
+def discard_output() -> Iterator[None]:
+    """Discards the output of this process and of those that it starts."""
     sys.stdout.flush()
-    kept = [os.dup(place) for place in (1, 2)]
+    saved = [os.dup(place) for place in (1, 2)]
     try:
         with open(os.devnull, "wb") as nowhere:
             for place in (1, 2):
@@ -113,7 +113,7 @@ def silence() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        for place, before in enumerate(kept, 1):
+        for place, before in enumerate(saved, 1):
             os.dup2(before, place)
             os.close(before)
 
@@ -124,7 +124,7 @@ def pieces(path):
 
 
 class Bound:
-    """Tokens that lie together, converted into memory that is warm."""
+    """The bound: contiguous tokens, converted into memory that is already mapped."""
 
     def __init__(self, path):
         self.data = torch.from_numpy(numpy.fromfile(path, numpy.uint16)).view(torch.int16)
@@ -137,7 +137,7 @@ class Bound:
 
 def fits(batch) -> bool:
     x, y = batch
-    one_on = torch.equal(x[:, 1:], y[:, :-1]) or torch.equal(x, y)  # the bound's are the same tokens twice
+    one_on = torch.equal(x[:, 1:], y[:, :-1]) or torch.equal(x, y)  # the bound converts the same tokens twice
     return x.shape == y.shape == (BATCH, LENGTH) and x.dtype == torch.int64 and one_on
 
 

@@ -25,7 +25,7 @@ import time
 from contextlib import ExitStack
 
 import torch
-from _common import Interval, finish, in_turns, interval, parser, say, show, tell
+from _common import Interval, finish, in_turns, interval, parser, print_line, print_progress, show
 
 from hasten import ConfigurationError, Recipe, RunError
 from hasten.benchmarking.fork_server import Worker
@@ -43,11 +43,12 @@ TEXTBOOK = "textbook"
 TUNED = "autotune_loader"
 METHODS = ("in_memory_batches", "loader_workers", TUNED)
 STORE = (
-    256_000_000  # bytes of the store that the bound gathers from, where the data are that many: more than a cache holds
+    # bytes of the store that the bound gathers from, if the data are that large: more than the CPU caches hold
+    256_000_000
 )
 GATHERS = 50
-FEWEST = 5  # steps of a block
-PATIENCE = 12.0  # seconds in which a tuner may settle before it is timed
+FEWEST = 5  # steps per block
+CONVERGENCE_TIMEOUT_S = 12.0  # seconds in which an autotuner may converge before it is timed
 HEADINGS = (
     "workload",
     "loader",
@@ -62,23 +63,23 @@ HEADINGS = (
 
 
 class Waiting(Probe):
-    """An arm that tells how long it waited, and what it could not have avoided."""
+    """An arm that measures how long its steps wait for data, and the bounds of that wait."""
 
     def warm_up(self, seconds: float) -> None:
-        """Steps until buffers are full, processes there, and a tuner has settled."""
+        """Trains until buffers are full, workers run, and an autotuner has converged."""
         began, autotuner = time.perf_counter(), self.program.run.checkpoint_state.get(TUNED)
         while (passed := time.perf_counter() - began) < seconds or (
-            autotuner and autotuner.wait_fraction is None and passed < PATIENCE
+            autotuner and autotuner.wait_fraction is None and passed < CONVERGENCE_TIMEOUT_S
         ):
             self.train(1)
 
     def wait_fraction(self, steps: int) -> dict:
-        """Seconds of a block of steps, and those of them that were spent waiting for batches."""
+        """Returns the seconds of a block of steps and the part of them spent waiting for batches."""
         block = self.timed_block(steps)
         return {"seconds": block["seconds"], "waited": block["phases"]["input"], "steps": steps}
 
     def reading(self, seconds: float) -> dict:
-        """Samples of the dataset, and seconds to read one of them; for an arm that reads samples."""
+        """Reads samples of the dataset; returns seconds per sample. For an arm that reads samples."""
         dataset, taken = self.program.train.spec.dataset, []
         began = time.perf_counter()
         for number in torch.randperm(len(dataset)).tolist():
@@ -104,7 +105,7 @@ class Waiting(Probe):
 
 
 def task_of(workload: str) -> TaskRef:
-    """The workload without its validation data: nothing is evaluated here."""
+    """Returns the workload without its validation data: nothing is evaluated here."""
 
     def training():
         return dataclasses.replace(TaskRef.of(workload).load(), validation_data=None)
@@ -116,10 +117,10 @@ def task_of(workload: str) -> TaskRef:
 def arms_of(
     workload: str, stack: ExitStack, warm_up: float
 ) -> tuple[dict[str, Worker], dict[str, dict], dict[str, str]]:
-    """(arms that run, standing still; their plans; why others do not)."""
+    """Returns (suspended arms that can run, their plans, reasons why the others cannot)."""
     arms, plans, missing, task, known = {}, {}, {}, task_of(workload).to_json(), method_names()
     for name in (TEXTBOOK, *(each for each in METHODS if each in known)):
-        tell(f"{workload}: {name}")
+        print_progress(f"{workload}: {name}")
         recipe = Recipe({} if name == TEXTBOOK else {name: {}}).with_method(import_path(TimePhases))
         worker = stack.enter_context(
             Worker("data_wait:Waiting", task=task, methods=recipe.methods, device="cpu", seed=0)
@@ -139,10 +140,11 @@ def arms_of(
 
 
 def measured(workload: str, options) -> dict:
-    """Blocks of all arms in turn, and what the bounds are made of.
+    """Measures blocks of all arms in turn, and the values that the bounds are computed from.
 
     Raises:
-        Refusal, Failure: the workload does not run here.
+        ConfigurationError: the workload cannot run on this machine.
+        RunError: the workload fails on this machine.
     """
     with ExitStack() as stack:
         arms, plans, missing = arms_of(workload, stack, options.warm_up)
@@ -170,31 +172,31 @@ def block_of(arm: Worker, steps: int) -> dict:
         arm.suspend()
 
 
-def outcome(told: dict) -> dict[str, dict]:
+def outcome(measurement: dict) -> dict[str, dict]:
     """Returns, for each arm, the seconds and the wait fraction of a step and of a whole run, and both bounds."""
     found = {}
-    for name, blocks in told["blocks"].items():
+    for name, blocks in measurement["blocks"].items():
         step, wait = (
             interval(block[what] / block[of] for block in blocks)
             for what, of in (("seconds", "steps"), ("waited", "seconds"))
         )
         waited, work = step.median * wait.median, step.median * (1 - wait.median)
-        start = max(0.0, told["starts"][name] - told["starts"][TEXTBOOK])
+        start = max(0.0, measurement["starts"][name] - measurement["starts"][TEXTBOOK])
         found[name] = {
             "step": step,
             "wait": wait,
-            "bound": told["gather"] / (told["gather"] + work),
+            "bound": measurement["gather"] / (measurement["gather"] + work),
             "start": start,
-            "wait_of_a_run": share_of_a_run(told, start, waited, work),
-            "bound_of_a_run": share_of_a_run(told, told["read_once"], told["gather"], work),
+            "wait_of_a_run": share_of_a_run(measurement, start, waited, work),
+            "bound_of_a_run": share_of_a_run(measurement, measurement["read_once"], measurement["gather"], work),
         }
     return found
 
 
-def share_of_a_run(told: dict, start: float, waited: float, work: float) -> float:
-    """What starting and waiting take of a run whose steps wait and work for so many seconds each."""
-    waiting = start + told["steps_of_a_run"] * waited
-    return waiting / (waiting + told["steps_of_a_run"] * work)
+def share_of_a_run(measurement: dict, start: float, waited: float, work: float) -> float:
+    """Returns the fraction of a run spent on starting and waiting, from the seconds that steps wait and work."""
+    waiting = start + measurement["steps_of_a_run"] * waited
+    return waiting / (waiting + measurement["steps_of_a_run"] * work)
 
 
 def fastest(arms: dict[str, dict]) -> str:
@@ -202,7 +204,7 @@ def fastest(arms: dict[str, dict]) -> str:
 
 
 def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
-    """The workload's part of the table, in the order of HEADINGS."""
+    """Returns the workload's rows of the table, in the order of HEADINGS."""
     rows = []
     for name, arm in arms.items():
         step = Interval(*(1e3 * each for each in dataclasses.astuple(arm["step"])))
@@ -217,9 +219,7 @@ def rows_of(workload: str, arms: dict[str, dict]) -> list[tuple[str, ...]]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all of them unless said"
-    )
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=0.5, help="of each arm in a round")
     options.add_argument("--warm-up", type=float, default=1.5, help="seconds of each arm before the first round")
@@ -232,20 +232,20 @@ def main() -> int:
             0.2,
             0.3,
         )
-    told, failed = {}, {}
+    outcomes, failed = {}, {}
     for workload in options.workloads or WORKLOADS:
         try:
-            told[workload] = measured(workload, options)
+            outcomes[workload] = measured(workload, options)
         except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
-    found = {workload: outcome(each) for workload, each in told.items()}
+    found = {workload: outcome(each) for workload, each in outcomes.items()}
     show(HEADINGS, [row for workload, arms in found.items() for row in rows_of(workload, arms)])
     for name, why in failed.items():
-        say(f"{name} not measured: {why}")
+        print_line(f"{name} not measured: {why}")
     for name, why in (
-        (f"{workload}, {name}", why) for workload, each in told.items() for name, why in each["missing"].items()
+        (f"{workload}, {name}", why) for workload, each in outcomes.items() for name, why in each["missing"].items()
     ):
-        say(f"{name}: {why}")
+        print_line(f"{name}: {why}")
     best = {workload: (fastest(arms), arms[fastest(arms)]) for workload, arms in found.items()}
     over = [workload for workload, (_, arm) in best.items() if arm["wait"].median > FIGURE]
     forbidden = [workload for workload in over if best[workload][1]["bound"] > FIGURE]
@@ -260,7 +260,7 @@ def main() -> int:
         options,
         "; ".join(waits),
         None if failed or not best else over == forbidden,
-        {"told": told, "found": found, "failed": failed},
+        {"told": outcomes, "found": found, "failed": failed},
     )
 
 

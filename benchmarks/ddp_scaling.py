@@ -1,21 +1,18 @@
-"""Data parallel training on two processes against one, one thread each: a small convolutional network, 128 samples a
-process and step.
+"""Data-parallel training on two processes against one, one thread each: a small CNN, 128 samples per process and step.
 
-So many make a step of some tenths of a second. With 32 as much as a tenth goes, on virtual cores, to waiting for
-whoever of the two was interrupted, in any loop; over longer steps that averages out.
+This batch size makes a step of a few tenths of a second. With 32 samples up to a tenth of a step on virtual cores is
+spent waiting for a process that was interrupted, in any training loop; over longer steps that averages out. All arms
+live in the same two processes and take turns, a leg of some steps each, timed by the slowest rank:
 
-All arms live in the same two processes and take turns, a leg of some steps each, by the slowest rank's watch:
-
-* *one process*: rank 0 trains alone, the other sleeps. Efficiency is its time for a step against that of two processes,
-  which see twice as many samples.
-* *both, without a word*: each trains for itself. What two processes on this machine cost each other anyway is the
-  bound.
-* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a loop by hand. *accelerate*,
+* *one process*: rank 0 trains without communication, rank 1 sleeps. Efficiency is its time per step divided by that of
+  two processes, which process twice as many samples.
+* *both, no communication*: each process trains by itself. This bound contains the time that two processes on this
+  machine cost each other anyway.
+* *hasten*: ``ddp`` as the engine builds it. *torch*: DistributedDataParallel in a hand-written loop. *accelerate*,
   *lightning* (Fabric) and *deepspeed* (stage 0): their own loops.
-* *ray*: Ray Train starts two processes of its own, which sleep until it is their turn, and wait for the file that says
-  so.
+* *ray*: Ray Train starts two processes of its own, which sleep until a file signals their turn.
 
-Figure: efficiency of at least 0.93, and never behind torch's own by more than 1 %.
+Figure: efficiency of at least 0.93, and at most 1 % slower than torch's own DDP.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from threading import Thread
 from time import perf_counter, sleep
 
 import torch
-from _common import finish, in_turns, installed, interval, parser, say, show
+from _common import finish, in_turns, installed, interval, parser, print_line, show
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -40,8 +37,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 BATCH, SAMPLES, CLASSES = 128, 2048, 10
 WANTED, BEHIND = 0.93, 0.01
 ONE, BOUND, OURS, THEIRS = "one process", "both, without a word", "hasten", "torch"
-RAY, POLLED = "ray", 0.01  # seconds between two looks whether it is its turn
-ANSWER = "DDP_SCALING_ANSWER"  # where rank 0 leaves the exit code
+RAY, POLLED = "ray", 0.01  # seconds between two checks of whose turn it is
+ANSWER = "DDP_SCALING_ANSWER"  # environment variable: the file into which rank 0 writes the exit code
 
 
 def model() -> nn.Module:
@@ -74,7 +71,7 @@ def optimizer(net: nn.Module) -> torch.optim.Optimizer:
 def by_hand(
     net: nn.Module, loader, backward: Callable = torch.Tensor.backward, updated: Callable = optimizer
 ) -> Iterator[float]:
-    """A step at a time, for ever."""
+    """A hand-written loop; yields after each step."""
     update = updated(net)
     for epoch in count():
         if isinstance(loader.sampler, DistributedSampler):
@@ -94,7 +91,7 @@ def torch_ddp() -> Iterator:
     )
 
 
-def alone() -> Iterator:
+def single_process() -> Iterator:
     return by_hand(model(), DataLoader(data(), batch_size=BATCH, shuffle=True))
 
 
@@ -151,7 +148,7 @@ def deepspeed() -> Iterator:
 
 
 class _Steps:
-    """DeepSpeed's engine as an optimizer: it zeroes the gradients itself."""
+    """DeepSpeed's engine as an optimizer; it zeroes the gradients itself."""
 
     def __init__(self, engine):
         self.step = engine.step
@@ -164,7 +161,7 @@ PEERS = {"accelerate": accelerate, "lightning": lightning, "deepspeed": deepspee
 
 
 class Ray:
-    """Two workers of Ray Train, and a folder through which rank 0 tells them when it is their turn."""
+    """Two workers of Ray Train, and a folder through which rank 0 signals their turns."""
 
     def __init__(self, folder: str, steps: int):
         import ray
@@ -176,7 +173,7 @@ class Ray:
             "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
         }
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]  # this process has joined its job; Ray's would take torchrun's store for theirs
+            del os.environ[name]  # this process has joined its own job; Ray would take torchrun's store for its store
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
         trainer = TorchTrainer(
             _in_rays_worker,
@@ -187,7 +184,7 @@ class Ray:
         Thread(target=trainer.fit, daemon=True).start()
 
     def leg(self) -> float:
-        """Seconds of a step, on the slower worker."""
+        """Returns seconds per step on the slower worker."""
         (self.folder / f"go-{self.turn}").touch()
         answers = [self.folder / f"{self.turn}-of-{rank}" for rank in range(2)]
         while not all(answer.exists() for answer in answers):
@@ -225,9 +222,9 @@ def main() -> int:
     from hasten.distributed.process_group import init_process_group
 
     with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
-        arms = {ONE: alone(), BOUND: alone(), OURS: hasten(ranks), THEIRS: torch_ddp()}
+        arms = {ONE: single_process(), BOUND: single_process(), OURS: hasten(ranks), THEIRS: torch_ddp()}
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
-        for name in (name for name in PEERS if name not in missing):  # in one order on all ranks
+        for name in (name for name in PEERS if name not in missing):  # in the same order on all ranks
             arms[name] = PEERS[name]()
         ways = {
             name: lambda name=name: leg(
@@ -243,15 +240,15 @@ def main() -> int:
         for way in ways.values():
             way()
         if not ranks.is_main_process:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  only rank 0 prints
         taken = in_turns(ways, options.rounds)
         if ranks.is_main_process:
-            Path(os.environ[ANSWER]).write_text(str(told(options, taken, missing, ranks.world_size)))
+            Path(os.environ[ANSWER]).write_text(str(print_result(options, taken, missing, ranks.world_size)))
     return 0
 
 
 def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
-    """Seconds of a step, on the slowest rank."""
+    """Returns seconds per step on the slowest rank."""
     ranks.any(False)
     began = perf_counter()
     if not idle:
@@ -260,7 +257,7 @@ def leg(arm: Iterator, steps: int, ranks, idle: bool) -> float:
     return ranks.all_reduce_max([0.0 if idle else (perf_counter() - began) / steps])[0]
 
 
-def told(options, taken: dict[str, list[float]], missing: dict[str, str], world: int) -> int:
+def print_result(options, taken: dict[str, list[float]], missing: dict[str, str], world: int) -> int:
     efficiency = {
         name: interval(one / many for one, many in zip(taken[ONE], legs, strict=True)) for name, legs in taken.items()
     }
@@ -273,7 +270,7 @@ def told(options, taken: dict[str, list[float]], missing: dict[str, str], world:
         ("arm", "ms a step", f"efficiency of {world} processes"),
         [*rows, *((name, why, "") for name, why in missing.items())],
     )
-    say(
+    print_line(
         f"\nhasten against torch's own: {100 * behind.median:+.2f} % ({100 * behind.low:+.2f} to "
         f""
         f"{100 * behind.high:+.2f})"
@@ -288,7 +285,7 @@ def told(options, taken: dict[str, list[float]], missing: dict[str, str], world:
 
 
 def both() -> int:
-    """Starts this script in two processes, with torchrun."""
+    """Starts this script in two processes with torchrun."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name})

@@ -1,10 +1,10 @@
-"""What an engine costs when it has nothing to do: microseconds a step over the loop written by hand.
+"""Cost of an engine without methods: microseconds per step over a hand-written loop.
 
-A toy step (Linear 8x8, batch 4, SGD, CPU, one thread), so that only the engine is left. All read the same
-DataLoader and are timed by their data, and hand on to each other every few tenths of a second (``_steps.py``). Peers
-are set up as lean as their documents allow. "by hand, again" tells how far a difference can be believed.
+A minimal step (Linear 8x8, batch 4, SGD, CPU, one thread) leaves only the engine's cost. All engines read the same
+DataLoader, are timed by their dataset, and take turns every few tenths of a second (``_steps.py``). Peers are
+configured as lean as their documentation allows. The row "by hand, again" shows the measurement error.
 
-Figure: hasten's engine without a method costs at most 5 microseconds a step.
+Figure: hasten's engine without a method costs at most 5 microseconds per step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def hasten_train(loader) -> None:
 
 
 def ignite(loader) -> None:
-    """With a step function of our own, which is leaner than ``create_supervised_trainer``."""
+    """With a step function of its own, which is leaner than ``create_supervised_trainer``."""
     from ignite.engine import Engine
 
     net = model()
@@ -95,9 +95,7 @@ def lightning(loader) -> None:
 
 
 def composer(loader) -> None:
-    """No algorithm, no callback, no logger. Its last release does not support the PyTorch that is used here; it runs
-    all the same.
-    """
+    """No algorithm, callback or logger. Its last release runs, but does not support this version of PyTorch."""
     from composer import ComposerModel, Trainer
 
     class Module(ComposerModel):
@@ -143,7 +141,7 @@ def main() -> int:
     _quieten()
     missing = {name: why for name in PEERS if (why := installed(name))}
     arms = OURS | {name: arm for name, arm in PEERS.items() if name not in missing}
-    for name, arm in list(arms.items()):  # a peer that does not run here is told, not dropped
+    for name, arm in list(arms.items()):  # a peer that cannot run here is listed with the reason
         try:
             relay({name: arm}, WIDTH, BATCH, steps=10, legs=1)
         except Exception as error:
@@ -160,7 +158,7 @@ def main() -> int:
             name,
             f"{interval(legs).median:.1f}",
             f"{min(legs):.1f}",
-            *(_words(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
+            *(_format_intervals(extra[name], of_processor[name]) if name != "by hand" else ("", "")),
         )
         for name, legs in wall.items()
     ]
@@ -177,11 +175,11 @@ def main() -> int:
 
 
 def _over_by_hand(micro: dict[str, list[float]]) -> dict:
-    """Leg by leg, what each arm took more than the loop by hand."""
+    """Returns, by leg, the additional time of each arm over the hand-written loop."""
     return {name: interval(a - b for a, b in zip(legs, micro["by hand"], strict=True)) for name, legs in micro.items()}
 
 
-def _words(*intervals) -> tuple[str, ...]:
+def _format_intervals(*intervals) -> tuple[str, ...]:
     return tuple(f"{each:.1f}" for each in intervals)
 
 

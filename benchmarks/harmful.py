@@ -1,25 +1,25 @@
-"""Methods that harm and say nothing of it, each with a true speed-up as the bait; and the bait alone, which is honest.
+"""Methods that silently harm training, each with a real speed-up as bait; and the bait alone as an honest method.
 
-The bait keeps every sample in memory after it was read once: on a dataset that makes its samples anew each time
-this is really faster, and changes no bit. Three harms ride on it::
+The bait caches every sample in memory after its first read. On a dataset that computes its samples at every read this
+is really faster and changes no bit. Three harmful variants::
 
-    WrongLabels       one sample of ten gets the label of another
-    SmallSteps        the learning rate divided by 30
-    FrozenFirstLayer  the first layer detached: it is not trained, and the backward pass is shorter
+    WrongLabels        one sample of ten gets the label of another
+    SmallSteps         the learning rate divided by 30
+    FrozenFirstLayer   the first layer detached: it is not trained, and the backward pass is shorter
 
-Each exists once for every exactness that it may claim, as ``WrongLabels_BIT_EXACT`` and so on.
+Each variant exists once for every exactness class that it may claim, such as ``WrongLabels_BIT_EXACT``.
 """
 
 from __future__ import annotations
 
 from hasten import Card, Exactness, Method
 
-ONE_IN = 10  # samples get a wrong label
+ONE_IN = 10  # one sample in this many gets a wrong label
 DIVIDED_BY = 30
 
 
-class Kept:
-    """A dataset whose samples are read once."""
+class Cached:
+    """A dataset that reads each sample once and then returns it from memory."""
 
     def __init__(self, dataset):
         self.dataset, self.samples = dataset, {}
@@ -36,20 +36,20 @@ class Kept:
         return self.dataset[index]
 
 
-class Mislabelled(Kept):
-    """The same, but some samples carry the label of another one far away."""
+class Mislabelled(Cached):
+    """The same, but some samples carry the label of a distant sample."""
 
     def read(self, index):
         sample = self.dataset[index]
         if index % ONE_IN:
             return sample
-        stranger = self.dataset[(index * 7919 + 1) % len(self)]
-        return (*sample[:-1], stranger[-1])
+        other = self.dataset[(index * 7919 + 1) % len(self)]
+        return (*sample[:-1], other[-1])
 
 
 class Honest(Method):
     card = Card(summary="keep the samples in memory", exactness=Exactness.BIT_EXACT, accelerates={"input"})
-    dataset = Kept
+    dataset = Cached
 
     def data(self, batches, run):
         if not batches.training or batches.spec is None:
@@ -90,4 +90,4 @@ HARMFUL = {
     for exactness in Exactness
     if (cls := _claiming(harm, exactness))
 }
-globals().update(HARMFUL)  # so that each can be named as ./harmful.py:Class
+globals().update(HARMFUL)  # so that each class can be named as ./harmful.py:Class

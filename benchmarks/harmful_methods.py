@@ -1,10 +1,10 @@
-"""Methods that silently harm, offered to the tuner as if they were speed-ups (``harmful.py``).
+"""Harmful methods offered to the tuner as if they were speed-ups (``harmful.py``).
 
-Each is offered alone, as ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness that it may claim,
-and truly makes the training faster. All searches share a folder, so what the original does is measured once. The other
-side is the honest bait, which must be taken: a tuner that refuses everything would be no use.
+Each runs in a search of its own, ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness class that it
+may claim, and really makes training faster. All searches share a folder, so the original is measured once. One honest
+method is offered, too, and must be accepted: a tuner that refuses everything is useless.
 
-Figure: every harmful method refused, with a reason; the honest one taken.
+Figure: every harmful method is refused with a reason; the honest method is accepted.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import sys
 import textwrap
 from pathlib import Path
 
-from _common import finish, parser, show, tell, watch
+from _common import finish, parser, print_progress, show, watch
 from harmful import HARMFUL
 
 from hasten import RunError, tune
 
 FILE = Path(__file__).parent / "harmful.py"
-BESIDE = ("fused_optimizer",)  # the only other method to be tried: the search is about what is offered
+OTHER_METHODS = ("fused_optimizer",)  # the only other method that is tried: the search is about the offered method
 
 
-def offered(name: str, options) -> dict:
-    """What became of one method."""
+def verdict_on(name: str, options) -> dict:
+    """The verdict on one method."""
     method = f"{FILE}:{name}"
     try:
         result = tune(
             options.task,
             budget=options.budget,
-            methods=BESIDE,
+            methods=OTHER_METHODS,
             extra=[method],
             out=options.out,
             device="cpu",
@@ -37,7 +37,7 @@ def offered(name: str, options) -> dict:
         )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
-    fate = result["offered"][0]
+    fate = result["verdict_on"][0]
     return {
         "name": name,
         "accepted": fate["accepted"],
@@ -47,27 +47,25 @@ def offered(name: str, options) -> dict:
 
 
 def _measured(fate: dict) -> bool:
-    """Whether it lost in a trial; one that the budget never reached has not been refused."""
+    """Returns whether the method lost in a trial; one that the budget never reached was not refused."""
     return bool(fate["trials"]) and fate["trials"][-1]["verdict"] in ("refused", "no gain", "slower")
 
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; all unless said")
+    options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; default: all")
     options.add_argument("--task", default="digits")
-    options.add_argument(
-        "--budget", type=float, default=None, help="seconds of a search; the tuner's own default unless said"
-    )
+    options.add_argument("--budget", type=float, default=None, help="seconds of a search; default: that of the tuner")
     options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
     options = options.parse_args()
     fates = []
     for name in options.names or ["Honest", *HARMFUL]:
-        tell(f"offering {name}")
-        fates.append(offered(name, options))
-    words = {True: "taken", False: "refused", None: "failed"}
+        print_progress(f"offering {name}")
+        fates.append(verdict_on(name, options))
+    verdicts = {True: "taken", False: "refused", None: "failed"}
     show(
         ("method", "fate", "why"),
-        [(each["name"], words[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
+        [(each["name"], verdicts[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
     )
 
     harmful = [each for each in fates if each["name"] in HARMFUL]

@@ -1,6 +1,6 @@
-"""How long one waits for nothing: ``import hasten`` and ``hasten --help``, each in a new process.
+"""Start-up time: ``import hasten`` and ``hasten --help``, each in a new process.
 
-Beside them, as the scale: an empty Python (the bound), ``import torch``, and the help of peers.
+The other side: an empty Python process (the bound), ``import torch``, and the help of peers.
 
 Figure: both below 0.3 s, and torch is not imported.
 """
@@ -18,7 +18,7 @@ FIGURE = 0.3  # seconds
 PYTHON = [sys.executable, "-c"]
 PROGRAMS = Path(sys.executable).parent
 ARMS = {
-    "python, nothing": [*PYTHON, "pass"],
+    "python, no import": [*PYTHON, "pass"],
     "import hasten": [*PYTHON, "import hasten"],
     "hasten --help": [PROGRAMS / "hasten", "--help"],
     "import torch": [*PYTHON, "import torch"],
@@ -32,9 +32,9 @@ HEAVY = (
 )
 
 
-def seconds(words: list) -> float:
+def seconds(argv: list) -> float:
     began = time.perf_counter()
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
@@ -42,13 +42,13 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=12, help="starts of each")
     options = options.parse_args()
-    missing = {name: "not installed" for name, words in ARMS.items() if not Path(words[0]).exists()}
-    arms = {name: (lambda words=words: seconds(words)) for name, words in ARMS.items() if name not in missing}
+    missing = {name: "not installed" for name, argv in ARMS.items() if not Path(argv[0]).exists()}
+    arms = {name: (lambda argv=argv: seconds(argv)) for name, argv in ARMS.items() if name not in missing}
     for arm in arms.values():
         arm()  # the first start fills the disk cache
     taken = in_turns(arms, options.rounds)
     found = {name: interval(times) for name, times in taken.items()}
-    bound = found["python, nothing"].median
+    bound = found["python, no import"].median
     show(
         ("start", "seconds", "times an empty Python"),
         [(name, f"{each:.3f}", f"{each.median / bound:.1f}") for name, each in found.items()]

@@ -1,8 +1,8 @@
-"""``kill -9`` at random moments of a run that saves after every step, so most kills fall into a checkpoint; then
+"""``kill -9`` at random moments of a run that saves after every step, so that most kills hit a checkpoint; then
 ``resume``.
 
-A front to ``tests/helpers/killing.py``: the same run, killed once and taken up again, as often as is asked for. The
-undisturbed run is the other side: weights and log have to be the same, byte for byte.
+Runs ``tests/helpers/killing.py`` as often as requested. The other side is the undisturbed run: weights and log must be
+equal to it byte for byte.
 
 Figure: 20 of 20 bit-identical.
 """
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _common import finish, parser, show, tell
+from _common import finish, parser, print_progress, show
 
 import hasten
 
@@ -29,7 +29,7 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     from helpers.killing import METHOD, TASK, kill_and_resume
 
-    torch.set_num_threads(1)  # as in the process that takes it up: sums in another order have other bits
+    torch.set_num_threads(1)  # as in the process that resumes the run: sums in another order have other bits
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Path(folder) / "undisturbed"
@@ -40,7 +40,9 @@ def main() -> int:
             kill_and_resume(place, kills=1, seed=seed)
             same = {name: (place / "killed" / name).read_bytes() == (undisturbed / name).read_bytes() for name in FILES}
             outcomes.append({"seed": seed, **same})
-            tell(f"kill {len(outcomes)} of {options.kills}: {'identical' if all(same.values()) else 'DIFFERENT'}")
+            print_progress(
+                f"kill {len(outcomes)} of {options.kills}: {'identical' if all(same.values()) else 'DIFFERENT'}"
+            )
     identical = {name: sum(outcome[name] for outcome in outcomes) for name in FILES}
     show(("file", "identical", "kills"), [(name, count, len(outcomes)) for name, count in identical.items()])
     reached = all(count == options.kills for count in identical.values())

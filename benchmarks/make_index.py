@@ -10,8 +10,8 @@ users see the records with ``hasten methods NAME``. The keys of a line:
     ratio                            {median, low, high} of the first speed-up that the record states, or null
     methods                          the methods that were measured, by their present names
     path                             the folder, relative to the repository
-    trials                           of a search: [{what, verdict, ratio, why}] of each trial; those that records/withdrawn.jsonl
-                                     names have the verdict "withdrawn" and no ratio
+    trials                           of a search: [{what, verdict, ratio, why}] of each trial; the verdict is
+                                     "withdrawn", without a ratio, for those listed in records/withdrawn.jsonl
 """
 
 from __future__ import annotations

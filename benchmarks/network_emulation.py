@@ -1,10 +1,10 @@
-"""A slow network between the processes of one machine: a namespace whose only way from itself to itself leads through
-this program.
+"""Emulates a slow network between the processes of one machine: a network namespace whose traffic passes through this
+program.
 
-``python network_emulation.py MEGABITS MILLISECONDS COMMAND ...`` runs a command there. Who talks over the interface
-``slow0``, a TUN device, talks to itself through this program: what comes out of it is held for so many milliseconds,
-let through at so many megabits a second, and put back. Both directions of the cable pass the same gate, so it lets
-through twice its rate. The loopback interface is there too, and as fast as ever. Wants root and iproute2.
+``python network_emulation.py MEGABITS MILLISECONDS COMMAND ...`` runs a command in the namespace. Packets sent over the
+interface ``slow0``, a TUN device, arrive at this program, which delays them by the given milliseconds, limits their
+rate to the given megabits per second, and writes them back. Both directions of the link share one rate limiter, so it
+passes twice the rate. The loopback interface has its usual speed. Requires root and iproute2.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import time
 from queue import SimpleQueue
 
 ADDRESS, INTERFACE = "10.88.0.1", "slow0"
-LARGEST = 60_000  # bytes of a packet: few large ones spare this program the time
+LARGEST = 60_000  # bytes per packet: few large packets cost this program less time
 MAKE_TUN, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001  # linux/if_tun.h
 OF_NETWORK = 0x40000000  # linux/sched.h
-BACKLOG = 0.2  # seconds of the cable's rate that wait in it, beyond which packets are dropped
+BACKLOG = 0.2  # length of the queue in seconds at the link's rate; further packets are dropped
 
 
 def main(megabits: float, milliseconds: float, command: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(megabits: float, milliseconds: float, command: list[str]) -> int:
 
 
 def tun() -> int:
-    """The device, and the rules by which what is sent to the address takes its way."""
+    """Creates the TUN device and the routing rules that lead packets to the address through it."""
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, MAKE_TUN, struct.pack("16sH22x", INTERFACE.encode(), TUN_WITHOUT_HEADER))
     ip("link", "set", "lo", "up")
@@ -57,11 +57,11 @@ def tun() -> int:
 
 
 def relay(device: int, rate: float, delay: float) -> None:
-    """Puts every packet back, later: bytes a second, and seconds."""
+    """Writes every packet back later, by this rate in bytes per second and this delay in seconds."""
     waiting: SimpleQueue = SimpleQueue()
 
     def take() -> None:
-        free = 0.0  # when the gate has let through what came before
+        free = 0.0  # when the rate limiter has passed the earlier packets
         while True:
             packet = os.read(device, LARGEST + 64)
             now = time.monotonic()
@@ -79,8 +79,8 @@ def relay(device: int, rate: float, delay: float) -> None:
         threading.Thread(target=end, daemon=True).start()
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def ip(*argv: str) -> None:
+    subprocess.run(["ip", *argv], check=True)
 
 
 def write(path: str, text: str) -> None:

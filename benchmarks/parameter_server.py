@@ -1,17 +1,16 @@
-"""The parameter server against averaging all gradients in a ring (``ddp``): seconds a step on 2 and on 4 processes, one
-thread each.
+"""The parameter server against all-reduced gradients (``ddp``): seconds per step on 2 and 4 processes, one thread each.
 
-All arms live in the same processes and take turns, a leg of some steps each, by the slowest rank's watch; the network
-is that of one machine. Three cases:
+All arms live in the same processes and take turns, a leg of some steps each, timed by the slowest rank; the network is
+the loopback interface of one machine. Three cases:
 
-* *nobody is slow*;
-* *one is*: rank 1 sleeps 20 ms in every third step. Nobody can end before it does, so that nothing is to be won but by
-  speaking less;
-* *in turns*: every rank sleeps 20 ms in every third step, another one each time. ddp waits in each of these steps, a
-  server in few.
+* *no slow rank*;
+* *one slow rank*: rank 1 sleeps 20 ms in every third step. No rank can finish before it, so only less communication
+  saves time;
+* *slow in turns*: every rank sleeps 20 ms in every third step, another one each time. ``ddp`` waits in each of these
+  steps, a server in few.
 
-Figure: with two processes slow in turns, 2 steps of staleness at least 1.1x as fast as ddp. The other cases are told as
-they are.
+Figure: with two processes slow in turns, 2 steps of staleness are at least 1.1x as fast as ddp. The other cases are
+printed without a required figure.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import time
 from pathlib import Path
 
 import torch
-from _common import finish, in_turns, interval, parser, say, show, tell
+from _common import finish, in_turns, interval, parser, print_line, print_progress, show
 from ddp_scaling import ANSWER, data, leg, model, optimizer
 from torch.nn.functional import cross_entropy
 
 WANTED, SLEEP, EVERY = 1.1, 0.020, 3
-BATCH = 32  # samples a process and step
+BATCH = 32  # samples per process and step
 RING, BEST, ROOM = "ddp", "parameter_server:staleness=2", "parameter_server:staleness=8"
 RECIPES = (RING, "parameter_server:staleness=0", BEST, ROOM)
 TURNS = "in turns"
 CASES = {
-    "nobody is slow": lambda rank, step: False,
+    "no slow rank": lambda rank, step: False,
     "one is": lambda rank, step: rank == 1 and step % EVERY == 0,
     TURNS: lambda rank, step: step % EVERY == rank % EVERY,
 }
@@ -60,7 +59,7 @@ def program_of(recipe: str, ranks):
 
 
 def sleeping(steps, slow, rank: int):
-    """The steps, before some of which this rank sleeps."""
+    """Yields the steps; this rank sleeps before some of them."""
     for number, _ in enumerate(steps):
         if slow(rank, number):
             time.sleep(SLEEP)
@@ -68,7 +67,7 @@ def sleeping(steps, slow, rank: int):
 
 
 def rank_of_a_job(options) -> None:
-    """Measures every recipe in every case, and leaves the numbers where the first process finds them."""
+    """Measures every recipe in every case; rank 0 writes the results to a file."""
     from contextlib import ExitStack
 
     from hasten.distributed.process_group import init_process_group
@@ -77,7 +76,7 @@ def rank_of_a_job(options) -> None:
     torch.set_num_threads(1)
     with init_process_group("cpu") as ranks, ExitStack() as stack:
         if not ranks.is_main_process:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  only rank 0 prints
         taken = {}
         programs = {recipe: program_of(recipe, ranks) for recipe in RECIPES}
         for program in programs.values():
@@ -88,14 +87,14 @@ def rank_of_a_job(options) -> None:
             ways = {recipe: lambda arm=arm: leg(arm, options.steps, ranks, idle=False) for recipe, arm in arms.items()}
             for way in ways.values():
                 way()
-            tell(f"{ranks.world_size} processes, {case}")
+            print_progress(f"{ranks.world_size} processes, {case}")
             taken[case] = in_turns(ways, options.rounds)
         if ranks.is_main_process:
             Path(os.environ[ANSWER]).write_text(json.dumps(taken))
 
 
 def measured(world: int) -> dict[str, dict[str, list[float]]]:
-    """What so many processes, started with torchrun, have taken: by case and recipe."""
+    """Returns the measurements of that many processes, started with torchrun, by case and recipe."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         subprocess.run([*agent, *sys.argv], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name}, check=True)
@@ -134,11 +133,11 @@ def main() -> int:
         for case, legs in cases.items()
         for recipe, times in legs.items()
     ]
-    show(("processes", "who is slow", "recipe", "ms a step", "times as fast as ddp"), rows)
+    show(("processes", "slow ranks", "recipe", "ms per step", "times as fast as ddp"), rows)
     best = faster[2][TURNS][BEST] if 2 in faster else None
-    say()
-    told = f"{best:.2f}" if best else "unknown"
-    figure = f"with two processes slow in turns, at least {WANTED:g}x as fast as ddp; it is {told}"
+    print_line()
+    speedup = f"{best:.2f}" if best else "unknown"
+    figure = f"with two processes slow in turns, at least {WANTED:g}x as fast as ddp; it is {speedup}"
     return finish(options, figure, best and best.median >= WANTED, {"seconds a step": taken, "times as fast": faster})
 
 

@@ -1,13 +1,14 @@
-"""What is planted must be found: a speed-up of known size, and a harm of known size at the edge of the margin.
+"""Planted effects: a speed-up of known size must be found, and a harm at the edge of the margin must be refused.
 
-Speed: every batch of a training comes after 20 ms; a method shortens the wait to a known share. What the step itself
-takes is measured beside, so the true ratio is known, and the interval of ``hasten.compare`` has to hold it.
-Harm: final metrics with a known spread over the seeds are given to the gate, look after look, as the tuner does. A
-recipe whose metric is worse by exactly the margin must be refused at least 95 times of 100; the power (how often a
-recipe that is as good passes) is printed beside, for a gate that refuses everything would be no use.
+Speed: a training waits 20 ms for each batch, and a method shortens this wait by a known factor. The rest of the step is
+measured separately, so the true ratio is known, and the interval of ``hasten.compare`` must contain it.
 
-Figures: the true ratio inside the interval in at least 95 % of the comparisons; harm at the margin refused in at least
-95 %.
+Harm: final metrics with a known spread over the seeds are passed to the gate after each seed, as the tuner does. A
+recipe whose metric is worse by exactly the margin must be refused in at least 95 of 100 cases. The power (how often an
+equally good recipe passes) is printed, too, because a gate that refuses everything is useless.
+
+Figures: the true ratio lies in the interval in at least 95 % of the comparisons; harm at the margin is refused in at
+least 95 %.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from time import perf_counter
 
-from _common import finish, interval, parser, show, tell
+from _common import finish, interval, parser, print_progress, show
 from planted_task import SECONDS_A_BATCH, slow
 
 from hasten import compare
@@ -29,12 +30,12 @@ HERE = Path(__file__).parent
 SHARES = (0.5, 0.8, 0.9, 0.95)
 CERTAIN = 0.95
 MARGIN = 0.005
-SPREADS = (0.1, 0.3, 1.0, 3.0)  # of the metric over the seeds, in margins
-EARLIER_SEEDS = 3  # of the baseline, which the tuner has before the gate
+SPREADS = (0.1, 0.3, 1.0, 3.0)  # standard deviation of the metric over the seeds, in margins
+EARLIER_SEEDS = 3  # seeds of the baseline that the tuner has before the gate
 
 
 def step_seconds(steps: int = 200) -> tuple[float, float]:
-    """What a step takes beside the wait: from the lower to the upper quartile."""
+    """Returns the time of a step without the wait: lower and upper quartile."""
     from hasten.engine.loop import train_steps as training_steps
     from hasten.engine.plan import build
 
@@ -52,19 +53,21 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
     for number, share in enumerate(islice(cycle(SHARES), comparisons)):
         before = step_seconds()
         method = f"{HERE / 'planted_task.py'}:Sooner:share={share}"
-        told = compare(f"{HERE / 'planted_task.py'}:slow", "baseline", method, budget=budget, device="cpu", seed=number)
+        result = compare(
+            f"{HERE / 'planted_task.py'}:slow", "baseline", method, budget=budget, device="cpu", seed=number
+        )
         steps = [*before, *step_seconds()]
         truth = sorted((SECONDS_A_BATCH + step) / (SECONDS_A_BATCH * share + step) for step in (min(steps), max(steps)))
-        ratio = told["ratio"]
+        ratio = result["ratio"]
         inside = ratio["low"] <= truth[1] and ratio["high"] >= truth[0]
-        tell(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
+        print_progress(f"comparison {number + 1} of {comparisons}: wait x {share}: {'inside' if inside else 'OUTSIDE'}")
         found.append(
             {
                 "share": share,
                 "truth": truth,
                 "ratio": ratio,
-                "verdict": told["verdict"],
-                "blocks": told["blocks"],
+                "verdict": result["verdict"],
+                "blocks": result["blocks"],
                 "inside": inside,
             }
         )
@@ -72,9 +75,9 @@ def planted_speed(comparisons: int, budget: float) -> list[dict]:
 
 
 def gate_passes(harm: float, spread: float, further: int, chance: random.Random) -> bool:
-    """Whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as the tuner asks it.
+    """Returns whether a recipe that is worse by ``harm`` passes the gate, asked after as many seeds as in the tuner.
 
-    ``further``: seeds of the recipe alone for each pair.
+    ``further``: additional seeds of the recipe for each pair.
     """
     from hasten.tuning.gate import LOOKS, quality_gate
 

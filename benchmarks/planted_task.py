@@ -1,4 +1,4 @@
-"""A training whose step takes a known time, and a method that shortens it by a known share: for ``planted.py``."""
+"""A training whose step takes a known time, and a method that shortens it by a known factor, for ``planted.py``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 from hasten import Card, Exactness, Method, Task
 
 BATCH = 8
-SECONDS_A_BATCH = 0.02  # long beside the step itself, so that the planted ratio is nearly the whole truth
+SECONDS_A_BATCH = 0.02  # long compared with the step itself, so that the planted ratio is nearly the true one
 
 
 class Slow(Dataset):
-    """Samples that come a batch at a time, each batch after ``seconds``."""
+    """Samples that arrive one batch at a time, each batch after ``seconds``."""
 
     def __init__(self, seconds: float, length: int = 4096):
         drawn = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Slow(Dataset):
         until = perf_counter() + self.seconds
         samples = [self[index] for index in indices]
         while perf_counter() < until:
-            pass  # awake: a sleep of 20 ms ended up to 4 ms late on a virtual machine, and a short one did not
+            pass  # busy-waits: a sleep of 20 ms ended up to 4 ms late on a virtual machine, a busy wait did not
         return samples
 
 
@@ -54,7 +54,7 @@ def slow(seconds: float = SECONDS_A_BATCH) -> Task:
 
 @dataclass(frozen=True)
 class Sooner(Method):
-    """Shortens the wait to a ``share`` of what it was."""
+    """Shortens the wait to the fraction ``share``."""
 
     share: float = 0.5
 

@@ -1,15 +1,14 @@
-"""What recording costs: ``train()`` with progress bar, step log and checkpoints against the bare loop, at steps of
-about 1 ms.
+"""Cost of recording: ``train()`` with progress bar, step log and checkpoints against the bare loop, at steps of about 1
+ms.
 
-Everything is as a user gets it: the bar redrawn on a (null) terminal, every loss in the log, a checkpoint every
-thirty seconds; none of these is held up while the others have their turn (``_steps.py``), so a second of training is
-charged with those of four. The model is widened until a step takes about 1 ms.
+All settings are the defaults: the bar is redrawn on a (null) terminal, every loss is logged, a checkpoint is written
+every thirty seconds. Recording continues while the other engines have their turns (``_steps.py``), so one second of
+training carries the recording of four. The model is widened until a step takes about 1 ms.
 
-Two trainings that do the same differ by some per cent for as long as they live, by where their weights lie in memory;
-"by hand, again" shows it. So what happens between two steps (the bar, the log, the checkpoints) is also timed where it
-happens.
+Two identical trainings differ by a few per cent for their whole life, depending on the addresses of their weights; the
+row "by hand, again" shows it. Therefore the work between two steps (bar, log, checkpoints) is also timed directly.
 
-Figure: at most 1 % of the time, by that watch.
+Figure: at most 1 % of the time, by the direct measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from time import perf_counter
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-from _common import finish, interval, parser, say, show
+from _common import finish, interval, parser, print_line, show
 from _steps import CLASSES, as_task, by_hand, relay
 from torch import nn
 
@@ -36,7 +35,7 @@ from hasten.engine.trainer import Trainer
 BATCH = 32
 INPUTS = 64
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536)
-WANTED = 1e-3  # seconds a step
+WANTED = 1e-3  # seconds per step
 FIGURE = 1.0  # per cent
 
 
@@ -47,14 +46,14 @@ def model(width: int) -> nn.Module:
 
 
 def fitting_width() -> int:
-    """The width whose step comes nearest to the wanted one, by the time of the processor: others may be using it."""
+    """Returns the width whose step takes closest to the wanted CPU time; wall-clock time depends on other programs."""
     arms = {width: lambda loader, width=width: by_hand(model(width), loader) for width in WIDTHS}
     taken = relay(arms, INPUTS, BATCH, steps=100, legs=3)
     return min(WIDTHS, key=lambda width: abs(min(cpu for _, cpu in taken[width]) - WANTED))
 
 
 class BetweenSteps:
-    """Notes how long a recorded run looks up from its steps, in all: for the bar, the log and the checkpoints."""
+    """Measures the total time that a recorded run spends between steps: for the bar, the log and the checkpoints."""
 
     def __init__(self):
         self.seconds, self.look_up = 0.0, Trainer._pause
@@ -68,7 +67,7 @@ class BetweenSteps:
 
 
 def recorded(width: int, checkpoint_seconds: float):
-    """``train()`` as the command line calls it, with its bar and a folder."""
+    """Runs ``train()`` as the command line does, with its progress bar and a run directory."""
 
     def train(loader) -> None:
         with (
@@ -84,7 +83,7 @@ def recorded(width: int, checkpoint_seconds: float):
     return train
 
 
-def silent(width: int):
+def unrecorded(width: int):
     def train(loader) -> None:
         hasten.train(as_task(lambda: model(width), loader), device="cpu")
 
@@ -92,7 +91,7 @@ def silent(width: int):
 
 
 class Terminal(io.TextIOWrapper):
-    """Takes the bar for real and shows it to nobody."""
+    """A terminal for the progress bar that discards its output."""
 
     def __init__(self):
         super().__init__(open(os.devnull, "wb"))  # noqa: SIM115  closed with the wrapper
@@ -112,7 +111,7 @@ def main() -> int:
     trains = {
         "the loop by hand": lambda loader: by_hand(model(width), loader),
         "by hand, again": lambda loader: by_hand(model(width), loader),
-        "train(), nothing recorded": silent(width),
+        "train(), no recording": unrecorded(width),
         "with bar, step log and checkpoints": recorded(width, options.checkpoint_seconds),
     }
     between, steps = BetweenSteps(), int(options.seconds / WANTED)
@@ -139,9 +138,9 @@ def main() -> int:
     )
     seconds = (
         sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
-    )  # with the leg that is left out
+    )  # including the leg that is dropped
     share = 100 * between.seconds / seconds
-    say(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
+    print_line(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
     figure = (
         f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is "
         f"{share:.2f} % (bound: 0)"

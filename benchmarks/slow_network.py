@@ -1,11 +1,11 @@
-"""What the tuner makes of a job of two processes whose network is slow: 200 Mbit/s and 5 ms each way, against
-DistributedDataParallel.
+"""``hasten tune`` for two processes on a slow network, 200 Mbit/s and 5 ms each way, against DistributedDataParallel.
 
-Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes talk through ``network_emulation.py``,
-and nothing else is told to it: it measures the original (ddp), tries what it knows, one process too, and confirms the
-winner on fresh seeds. Each machine has one core. What the cable does is measured beside it (``hasten network``).
+Runs ``hasten tune`` on ``slow_network_task.py`` in a namespace whose processes communicate through
+``network_emulation.py``. The tuner gets no hint: it measures the original (ddp), tries its methods and a single
+process, and confirms the winner on fresh seeds. Each emulated machine has one core. The link is measured, too (``hasten
+bench-comm``).
 
-Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin, found by the tuner alone.
+Figure: a recipe at least 3x faster in time to target than ddp, quality inside the margin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _common import finish, parser, say, show, tell
+from _common import finish, parser, print_line, print_progress, show
 
 WANTED = 3.0
 MEGABITS, MILLISECONDS = "200", "5"
@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 TASK = f"{HERE / 'slow_network_task.py'}:task"
 
 
-def on_the_cable(*words: str) -> dict:
-    """The answer of a command there."""
+def run_on_slow_network(*argv: str) -> dict:
+    """Runs a command on the emulated network and returns its JSON result."""
     command = [
         sys.executable,
         str(HERE / "network_emulation.py"),
@@ -35,30 +35,30 @@ def on_the_cable(*words: str) -> dict:
         sys.executable,
         "-m",
         "hasten",
-        *words,
+        *argv,
         "--json",
     ]
     of_one_core = os.environ | {"OMP_NUM_THREADS": "1"}
-    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, env=of_one_core).stdout)
-    if "error" in told:
-        sys.exit(f"{' '.join(words)}: {told['error']}")
-    return told
+    answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, env=of_one_core).stdout)
+    if "error" in answer:
+        sys.exit(f"{' '.join(argv)}: {answer['error']}")
+    return answer
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--budget", default="25m", help="of the search")
     options = options.parse_args()
-    tell("measuring the cable")
-    reduce = on_the_cable("network", "--processes", "2")["collectives"]["all-reduce"]
-    tell("searching")
+    print_progress("measuring the cable")
+    reduce = run_on_slow_network("network", "--processes", "2")["collectives"]["all-reduce"]
+    print_progress("searching")
     with tempfile.TemporaryDirectory() as folder:
-        found = on_the_cable("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
-    return told(options, reduce, found)
+        found = run_on_slow_network("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
+    return print_result(options, reduce, found)
 
 
-def told(options, reduce: dict, found: dict) -> int:
-    say(
+def print_result(options, reduce: dict, found: dict) -> int:
+    print_line(
         f"An all-reduce of two processes on this cable: {1e3 * reduce['latency']:.0f} ms + "
         f""
         f"{reduce['bandwidth'] / 1e6:.0f} MB/s.\n"
@@ -75,7 +75,7 @@ def told(options, reduce: dict, found: dict) -> int:
     ]
     show(("tried", "when", "verdict", "ratio"), rows)
     speedup, quality = found.get("speedup") or {"median": 1.0, "low": 1.0, "high": 1.0}, found.get("quality") or {}
-    say(f"\nverdict: {found['verdict']}; recipe: {found['recipe']}; quality: {quality}")
+    print_line(f"\nverdict: {found['verdict']}; recipe: {found['recipe']}; quality: {quality}")
     figure = (
         f"at least {WANTED:g}x as fast as ddp to the target, quality inside the margin; it is "
         f""

@@ -1,5 +1,5 @@
-"""Clothes for two machines of one core each with a slow network between them: a batch takes some 45 ms of arithmetic,
-its gradients are 2.7 MB.
+"""Fashion images for two machines of one core each with a slow network: a batch takes about 45 ms of arithmetic, its
+gradients have 2.7 MB.
 """
 
 import torch
@@ -13,7 +13,7 @@ HIDDEN, SAMPLES, TESTS = 512, 40_000, 10_000
 
 
 def clothes(split: str, count: int) -> TensorDataset:
-    """The first images of a split as vectors, and their kinds."""
+    """Returns the first images of a split as vectors, and their labels."""
     them = Clothes(split)
     images = torch.tensor(them.images[:count]).flatten(1) / 255
     return TensorDataset((images - MEAN) / STD, torch.tensor(them.labels[:count]).long())

@@ -1,12 +1,12 @@
-"""Time to target: what ``hasten tune`` makes of each workload, against the textbook run and against the strong
+"""Time to target: the recipe that ``hasten tune`` finds for each workload, against the textbook run and the strong
 baseline.
 
-Both sides are in every search: the pace of the arms is measured in turns, the samples to the target on paired fresh
-seeds (``hasten/tuning/confirm.py``). A search that was stopped goes on where it was. Each finished one becomes a
-folder under ``records/``, from which ``--table`` makes the table for people.
+Every search measures both sides: the speed of the arms in turns, the samples to the target on paired fresh seeds
+(``hasten/tuning/confirm.py``). An interrupted search is continued. Each finished search becomes a folder under
+``records/``; ``--table`` prints a table of them.
 
 Figures: digits 3x, fashion_mnist 5x, tiny_shakespeare 1.5x, adult 5x, cifar10 4x over the textbook; 1.3x over the
-strong baseline on three of them; quality inside the margin on all. The search is not counted, but told beside.
+strong baseline on three of them; quality inside the margin on all. The time of the search is not included, but printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from _common import circumstances, finish, new_record, parser, search_folder, show, slug, tell, watch
+from _common import circumstances, finish, new_record, parser, print_progress, search_folder, show, slug, watch
 
 import hasten
 from hasten import ConfigurationError, Recipe, RunError
@@ -28,7 +28,7 @@ OVER_STRONG_BASELINE, ON = 1.3, 3
 HEADINGS = (
     "workload",
     "textbook, s",
-    "tuned, s",
+    "run_search, s",
     "speed-up",
     "over strong baseline",
     "quality, before / after",
@@ -48,19 +48,19 @@ README = """# Time to target: {task}
 
 Made on {date} by `{command}` with {versions}.
 
-`result.json` is what the search told, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
+`result.json` is the result of the search, `trials.jsonl` every trial with its raw times, `recipe.toml` the recipe.
 {lines}"""
 
-LINES = """The speed-up is computed from the raw numbers, with NumPy alone, by
+LINES = """The speed-up is computed from the raw numbers, with NumPy only, by
 `python records/time_to_target.py records/{folder}`.
 
 Where the paired runs themselves took clearly less of a gain (`measured_speedup`), that is what is reported instead.
 """
 
 
-def tuned(workload: str, options) -> dict:
-    """The result of the search, which goes on if there is one already."""
-    tell(f"{workload}:")
+def run_search(workload: str, options) -> dict:
+    """Returns the result of the search, continuing an existing one."""
+    print_progress(f"{workload}:")
     return hasten.tune(
         workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
     )
@@ -81,7 +81,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
             f"| {heading} | {cell} |" for heading, cell in zip(HEADINGS, row_of(workload, result), strict=True)
         ),
         date=about["date"],
-        # what it had, by whomever
+        # the usual settings of the workload's strong baseline
         command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
@@ -92,7 +92,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
 
 
 def row_of(workload: str, result: dict) -> tuple[str, ...]:
-    """One line of the table, in the order of HEADINGS."""
+    """Returns one row of the table, in the order of HEADINGS."""
     times, quality = result["time_to_target"], result["quality"]
     return (
         workload,
@@ -100,7 +100,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['tuned']:.1f}" if times else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
         _ratio(result["speedup_over_strong_baseline"]) if result["speedup_over_strong_baseline"] else "",
-        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
+        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["run_search"]) if metric is not None),
         f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
         f"{result['search_seconds']:.0f}",
         str(Recipe(result["recipe"])),
@@ -108,9 +108,9 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
 
 
 def newest_records() -> dict[str, dict]:
-    """The newest result of every workload for which there is one."""
+    """Returns the newest result of every workload that has a record."""
     found = {}
-    for path in sorted(RECORDS.glob(f"*_{CLAIM}_*/result.json")):  # the names begin with the date
+    for path in sorted(RECORDS.glob(f"*_{CLAIM}_*/result.json")):  # folder names begin with the date
         result = json.loads(path.read_text(encoding="utf-8"))
         found[result["task"]] = result
     return {name: found[name] for name in (*FIGURES, *sorted(found.keys() - FIGURES.keys())) if name in found}
@@ -124,7 +124,7 @@ def print_markdown() -> int:
 
 
 def shortcomings(results: dict[str, dict], failed: dict[str, str]) -> list[str]:
-    """What keeps the figures from being reached."""
+    """Returns the reasons why the figures are not reached."""
     found = [f"{name}: {why}" for name, why in failed.items()]
     for name, result in results.items():
         speedup, wanted = (result["speedup"] or {}).get("median", 1.0), FIGURES.get(name, 1.0)
@@ -148,10 +148,8 @@ def _ratio(speedup: dict) -> str:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; all of them unless said"
-    )
-    options.add_argument("--budget", type=float, help="seconds of a search; the tuner's own default unless said")
+    options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; default: all")
+    options.add_argument("--budget", type=float, help="seconds of a search; default: that of the tuner")
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the searches")
     options.add_argument("--table", action="store_true", help="measure nothing; print the records as a markdown table")
@@ -162,13 +160,13 @@ def main() -> int:
     results, failed = {}, {}
     for workload in options.workloads or FIGURES:
         try:
-            results[workload] = tuned(workload, options)
+            results[workload] = run_search(workload, options)
         except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
             continue
         if options.record:
             place = record(workload, results[workload], search_folder(options.runs, workload))
-            tell(f"  recorded in {place}")
+            print_progress(f"  recorded in {place}")
     show(
         HEADINGS,
         [row_of(name, result) for name, result in results.items()]

@@ -1,14 +1,13 @@
-"""What a process keeps in memory under ``ddp`` and ``zero``, against the formula, at 2 and 4 processes.
+"""Memory of a process under ``ddp`` and ``zero`` against the formula, at 2 and 4 processes.
 
-A network of 39 million weights in float32 under Adam, and batches so small that nothing else counts. Memory is what the
-process has resident (RSS) when the gradients are there and the update comes next, less what it has at that point for a
-network of no size; the allocator is told to give back what it holds in vain. Per weight of a network shared out among n
-that is
+A network of 39 million weights in float32 under Adam; batches are so small that only the state counts. Memory is the
+resident set size (RSS) when the gradients exist and the update is next, minus the same for a network of negligible
+size; the allocator first returns its unused memory. The formula in bytes per weight of a network sharded over n ranks:
 
-    ddp     4 (weights) + 4 (gradients) + 8 (Adam)      16
-    zero    stage 1     8 + 8/n
-            stage 2     16/n      and while the gradients are computed the whole weights, 4 + 16/n
-            stage 3     16/n      and while the gradients are computed the weights of a block
+    ddp            4 (weights) + 4 (gradients) + 8 (Adam)    16
+    zero stage 1                                             8 + 8/n
+    zero stage 2                                             16/n and during the backward pass all weights, 4 + 16/n
+    zero stage 3                                             16/n and during the backward pass the weights of a block
 
 Figure: within 10 % of the formula, every stage at 2 and 4 processes.
 """
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from _common import finish, parser, say, show, tell
+from _common import finish, parser, print_line, print_progress, show
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -39,7 +38,7 @@ FORMULAS = {
     "zero:stage=2": lambda n: 16 / n,
     "zero:stage=3": lambda n: 16 / n,
 }
-ANSWER = "ZERO_MEMORY_ANSWER"  # where rank 0 leaves what was measured
+ANSWER = "ZERO_MEMORY_ANSWER"  # environment variable: the file into which rank 0 writes the measurement
 STRATEGY = "ZERO_MEMORY_STRATEGY"
 
 
@@ -52,7 +51,7 @@ def main() -> int:
     rows, found = [], {}
     for world in options.processes:
         for strategy, formula in FORMULAS.items():
-            tell(f"{strategy}, {world} processes")
+            print_progress(f"{strategy}, {world} processes")
             measured = in_ranks(strategy, world)
             off = max(abs(each / formula(world) - 1) for each in measured)
             found[f"{strategy} at {world}"] = {"bytes a weight": measured, "formula": formula(world), "off": off}
@@ -66,7 +65,7 @@ def main() -> int:
                 )
             )
     show(("strategy", "processes", "bytes a weight, by rank", "formula", "farthest off"), rows)
-    say("")
+    print_line("")
     off = max(each["off"] for each in found.values())
     return finish(
         options,
@@ -77,13 +76,13 @@ def main() -> int:
 
 
 def in_ranks(strategy: str, world: int) -> list[float]:
-    """Bytes a weight that each rank has."""
+    """Returns bytes per weight on each rank."""
     with tempfile.NamedTemporaryFile("r") as answer:
         agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         subprocess.run(
             [*agent, __file__], env=os.environ | {"OMP_NUM_THREADS": "1", ANSWER: answer.name, STRATEGY: strategy}
         )
-        return json.loads(answer.read())  # of ranks that came to an end, however their interpreters then fared
+        return json.loads(answer.read())  # of ranks that returned, whatever the exit code of their interpreters
 
 
 def measure() -> int:
@@ -95,7 +94,7 @@ def measure() -> int:
     from hasten.engine.registry import make_methods
 
     def trained(width: int, ranks) -> int:
-        """What is resident just before an update of a network so wide."""
+        """Returns the resident memory just before an update of a network of this width."""
         rows, readings = torch.randn(64, width), []
         task = Task(
             model=lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))),
@@ -117,7 +116,7 @@ def measure() -> int:
         return readings[-1]
 
     with init_process_group("cpu") as ranks:
-        before = trained(SMALL, ranks)  # with all that is imported on the way
+        before = trained(SMALL, ranks)  # including everything imported on the way
         own = (trained(WIDTH, ranks) - before) / (LAYERS * (WIDTH + 1) * WIDTH)
         everybodys = [json.loads(each) for each in ranks.all_gather(json.dumps(own).encode())]
         if ranks.is_main_process:
@@ -126,7 +125,7 @@ def measure() -> int:
 
 
 def resident() -> int:
-    """Bytes, after the allocator has given back what it holds in vain."""
+    """Returns resident bytes after the allocator has returned its unused memory."""
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 

@@ -1,4 +1,4 @@
-"""Generates pages while the site is built, from the cards, the records, the command line and CONTRIBUTING.md."""
+"""Generates pages while the site is built, from cards, records, effects, the command line and CONTRIBUTING.md."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def on_files(files, config):
     pages = {
         "methods.md": methods_page,
+        "effects.md": effects_page,
         "benchmarks.md": benchmarks_page,
         "cli.md": cli_page,
         "contributing.md": contributing_page,
@@ -45,6 +46,36 @@ def methods_page() -> str:
             f"Source: {card.source}",
         ]
         lines += ["", *options_table(method_class(name)), *records_table(name)]
+    return "\n".join(lines)
+
+
+def effects_page() -> str:
+    """Method by make of the model: acts, or why not; from data/effects.json, which make_effects.py writes."""
+    measured = json.loads((ROOT / "docs" / "data" / "effects.json").read_text(encoding="utf-8"))
+    pairs = measured["pairs"]
+    methods, makes = (list(dict.fromkeys(pair[key] for pair in pairs)) for key in ("method", "make"))
+    acts = {(pair["method"], pair["make"]): pair["acts"] for pair in pairs}
+    lines = [
+        "# Effects",
+        "",
+        "Every method observes one step of a run and shows that it acted, or reports the reason why it has no effect; "
+        "a method without effect is not measured. The table shows short runs with a small model of each make "
+        f"(`hasten.testing.models`), with torch {measured['torch']} on the {measured['device'].upper()}, "
+        f"`compile` with backend {measured['backend']}, {measured['date']}.",
+        "",
+        "| method | " + " | ".join(make.replace("_", " ") for make in makes) + " |",
+        "|---" * (len(makes) + 1) + "|",
+    ]
+    for method in methods:
+        cells = " | ".join("acts" if acts[method, make] else "-" for make in makes)
+        lines.append(f"| [{method}](#{method}) | {cells} |")
+    for method in methods:
+        lines += ["", f"## {method}", "", "| model | acts | what it shows, or why not |", "|---|---|---|"]
+        makes_of: dict[tuple, list[str]] = {}  # (acts, text) -> makes
+        for pair in pairs:
+            if pair["method"] == method:
+                makes_of.setdefault((pair["acts"], pair["text"]), []).append(pair["make"].replace("_", " "))
+        lines += [f"| {', '.join(of)} | {'yes' if yes else 'no'} | {text} |" for (yes, text), of in makes_of.items()]
     return "\n".join(lines)
 
 

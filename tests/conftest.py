@@ -1,11 +1,10 @@
-"""What every test relies on: where the real data are, one thread a process, and the markers that say what a test
-costs."""
+"""Set-up of all tests: the folder of real data, one thread per process, and markers for the cost of a test."""
 
 import gc
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and before torch reads it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by processes that tests start; set before torch reads it
 
 import pytest
 import torch
@@ -23,22 +22,22 @@ HELPERS_THAT_START = {
 
 if "HASTEN_DATA" not in os.environ and BESIDE.is_dir():
     os.environ["HASTEN_DATA"] = str(BESIDE)
-# For commands that tests run: their task files import helpers.
+# Commands run by tests load task files that import helpers.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 torch.set_num_threads(1)
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = (
-    0.5  # a loader found in a circle cannot tell its workers to end, and waits 5 s for each
+    0.5  # a loader that is collected in a reference cycle cannot end its workers, and waits 5 s for each
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What hasten tells its users while it runs is output, and no fault of a test that causes it."""
+    """Ignores hasten's own warnings: they are output for users, not faults of a test."""
     config.addinivalue_line("filterwarnings", f"default::{HastenWarning.__module__}.{HastenWarning.__qualname__}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test exactly one of the markers unit, multiprocess and launcher, unless it names one itself."""
+    """Gives each test exactly one of the markers unit, multiprocess and launcher, unless it has one."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("unit", "multiprocess", "launcher")):
             item.add_marker(_kind(item))
@@ -53,8 +52,8 @@ def pytest_collection_finish() -> None:
 
 
 def _kind(item: pytest.Item) -> str:
-    """By the folder, the fixtures, and what the test's module imports from helpers."""
-    if item.path.parent.name == "launch" and "folder" in item.fixturenames:  # where commands run
+    """Returns the marker, by folder, fixtures and the helpers that the test's module imports."""
+    if item.path.parent.name == "launch" and "folder" in item.fixturenames:  # tests there run commands
         return "launcher"
     modules = {getattr(value, "__module__", "") for value in vars(item.module).values()}
     kinds = {kind for name, kind in HELPERS_THAT_START.items() if f"helpers.{name}" in modules}

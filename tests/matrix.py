@@ -1,8 +1,8 @@
-"""Runs unit tests on every supported pair of torch and Python that can be installed here: ``make test-matrix``.
+"""Runs unit tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
 
-Each pair gets an environment of its own under ``.matrix/``, which a second call finds done. A torch without a CPU build
-at the configured package index is installed as its CUDA build of several GB, which runs on the CPU as well;
-``--cpu-only`` reports it as not installed instead. The exit code is 1 where a test failed or no pair could be run.
+Each pair gets an environment of its own under ``.matrix/``, which later calls reuse. A torch without a CPU build at the
+configured package index is installed as its CUDA build of several GB, which runs on the CPU as well; ``--cpu-only``
+reports it as not installed instead. The exit code is 1 if a test failed or no pair could be run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")] + [("2.15", "3.13")]
-TESTS = ["tests/test_torch_compat.py", "tests/engine", "tests/methods", "tests/core"]
+TESTS = ["tests/test_torch_compat.py", "tests/test_private_torch_use.py", "tests/engine", "tests/methods", "tests/core"]
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str,
 
 
 class NotInstalledError(Exception):
-    """A pair cannot be installed here, and why."""
+    """A pair cannot be installed here, with the reason."""
 
 
 def make_environment(folder: Path, torch: str, python: str, is_cpu_only: bool) -> Path:

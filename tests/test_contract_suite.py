@@ -8,7 +8,13 @@ import pytest
 from hasten.core.card import FACTS
 from hasten.engine.registry import method_class, method_names
 from hasten.testing import CHECKS, Subject, check_method
-from hasten.testing.checks import SMALL_TASKS, has_a_complete_card, has_options_that_are_data, reports_no_effect
+from hasten.testing.checks import (
+    SMALL_TASKS,
+    has_a_complete_card,
+    has_options_that_are_data,
+    reports_no_effect,
+    shows_its_effect,
+)
 from helpers.small_tasks import SETTINGS, tasks_with_effect
 
 WITHOUT_A_TASK = (has_a_complete_card, has_options_that_are_data)
@@ -16,14 +22,14 @@ WITHOUT_A_TASK = (has_a_complete_card, has_options_that_are_data)
 
 @cache
 def subject(name: str, with_effect: bool) -> Subject:
-    """The method on a task on which it has an effect, or on the small tasks of the suite."""
+    """Returns the method on a task on which it has an effect, or on the small tasks of the suite."""
     task = next(iter(tasks_with_effect(name)), None)
     given_task = task(batch_size=32) if with_effect and task not in (None, *SMALL_TASKS) else None
     return Subject(name, given_task, **SETTINGS.get(name, {}))
 
 
 def is_applicable(name: str, check) -> bool:
-    """Whether the check can be judged in one process on this machine; other cases are not generated."""
+    """Returns whether the check can be decided in one process on this machine; other cases are not generated."""
     if check in WITHOUT_A_TASK:
         return True
     if check is reports_no_effect:
@@ -35,7 +41,7 @@ APPLICABLE = [
     pytest.param(name, check, id=f"{name}-{check.__name__}")
     for name in method_names()
     for check in CHECKS
-    if is_applicable(name, check)
+    if check is not shows_its_effect and is_applicable(name, check)  # it has tests of its own, on all makes
 ]
 
 

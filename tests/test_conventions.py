@@ -23,12 +23,12 @@ ORDINARY_WORDS = {
     "num_threads",
     "pipeline",
     "zero",
-}  # of torch, or English
+}  # names in torch, or plain English
 METHODS = sorted(path.stem for path in (PACKAGE / "methods").rglob("*.py") if not path.stem.startswith("_"))
 
 
 def literals(tree: ast.AST) -> list[str]:
-    """The string constants of a module, without its docstrings."""
+    """Returns the string constants of a module, without its docstrings."""
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -40,7 +40,8 @@ def literals(tree: ast.AST) -> list[str]:
 
 
 def method_names_in(source: str) -> list[str]:
-    """The method names in a module's string constants; ordinary words such as ``zero`` count only with an option."""
+    """Returns the method names in a module's string constants; ordinary words such as ``zero`` count only with an
+    option."""
     distinctive = "|".join(set(METHODS) - ORDINARY_WORDS)
     pattern = re.compile(rf"\b({distinctive})\b|\b({'|'.join(ORDINARY_WORDS)}):\w+=")
     return [match.group(0) for text in literals(ast.parse(source)) for match in pattern.finditer(text)]
@@ -52,7 +53,7 @@ def test_no_file_outside_methods_names_a_method(path):
     assert not named, f"{path.name} names {named}; what other packages must know of a method is a field of its card"
 
 
-def test_a_named_method_is_noticed():
+def test_scan_finds_method_names():
     assert method_names_in('HINT = "add gradient_clipping"\nother = f"--with zero:stage={3}"') == [
         "gradient_clipping",
         "zero:stage=",
@@ -94,7 +95,7 @@ def test_core_is_at_most_1100_lines():
 
 
 def imports(path: Path, top_only: bool = False) -> list[str]:
-    """Every module that a file imports, as ``package.module`` or ``package.module.name``."""
+    """Returns every module that a file imports, as ``package.module`` or ``package.module.name``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = []
     for node in tree.body if top_only else ast.walk(tree):
@@ -137,7 +138,7 @@ BANNED = re.compile(r"kept|crew|climb|appetite|twins|whereabouts|unmade|in_vain|
 
 
 def test_identifiers_use_the_terms_of_the_field():
-    """Words of an earlier private dialect that no reader could guess."""
+    """The banned words have a standard term (``BANNED``)."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):

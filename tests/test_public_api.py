@@ -52,5 +52,5 @@ def test_unknown_name_raises_attribute_error():
 
 def test_star_import_gives_every_public_name():
     code = "from hasten import *; print(Task.__name__, tune.__name__, RunContext.__name__, __version__)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said == f"Task tune RunContext {hasten.__version__}\n"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == f"Task tune RunContext {hasten.__version__}\n"

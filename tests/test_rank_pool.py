@@ -44,7 +44,7 @@ def test_run_ranks_local_function_is_sent_by_value():
     assert run_ranks(2, lambda rank, factor: rank * factor + seen, 10) == [3, 13]
 
 
-def test_run_ranks_error_of_hasten_is_returned_and_the_pool_kept():
+def test_run_ranks_hasten_error_is_returned_and_the_pool_reused():
     before = run_ranks(2, pid)
     assert [str(error) for error in run_ranks(2, fails)] == ["as hasten fails"] * 2
     assert run_ranks(2, pid) == before

@@ -4,11 +4,12 @@ The steps of torchrun's agent are in ``_torch_compat_elastic.py``, because impor
 that only the launcher has to spend.
 
 No other file of the package may use an attribute of torch that begins with an underscore, or recognize an error by the
-text of a torch message; ``tests/test_torch_compat.py`` scans for both, and has one test per name below. ``make
-test-matrix`` runs those tests on every supported version of torch. The versions at the message texts are those on which
-the text was seen.
+text of a torch message; ``tests/test_private_torch_use.py`` scans for both, and ``tests/test_torch_compat.py`` has one
+test per name below. ``make test-matrix`` runs those tests on every supported version of torch. The versions at the
+message texts are those on which the text was seen.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -328,6 +329,22 @@ def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
     return reason.reason.splitlines()[0], frame.filename if frame else "?", frame.lineno if frame else 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module itself, not only of one around it, go to compiled code."""
+    return module._compiled_call_impl is not None
+
+
+def graph_break_reasons() -> Counter[str]:
+    """Why torch.compile ended graphs, or did not start them, so far in this process: reason -> how often."""
+    from torch._dynamo.utils import counters
+
+    reasons: Counter[str] = Counter()
+    for text, count in counters["unimplemented"].items():
+        explanation = [line.strip() for line in text.splitlines() if line.strip().startswith("Explanation: ")]
+        reasons[explanation[0].removeprefix("Explanation: ") if explanation else text.splitlines()[0]] += count
+    return reasons
 
 
 def compile_seconds() -> float:

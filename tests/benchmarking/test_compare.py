@@ -1,4 +1,4 @@
-"""Comparisons by real processes: a thing with itself, a planted speed-up of known size, wrong requests."""
+"""Comparisons in real processes: a task with itself, a planted speed-up of known size, invalid requests."""
 
 import dataclasses
 import time
@@ -42,17 +42,17 @@ def sleepy(pause: float = 0.002) -> Task:
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_thing_with_itself_is_not_called_different():
-    told = hasten.compare(sleepy(), budget=6)
-    assert told["verdict"] in ("no difference", "unsure")
-    assert told["ratio"]["low"] < 1.02
-    assert told["ratio"]["high"] > 0.98
+def test_compare_of_task_with_itself_finds_no_difference():
+    result = hasten.compare(sleepy(), budget=6)
+    assert result["verdict"] in ("no difference", "unsure")
+    assert result["ratio"]["low"] < 1.02
+    assert result["ratio"]["high"] > 0.98
 
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_planted_speed_up_is_found_with_its_size():
-    """The cache takes the wait away; what is left is measured on a task that never waits."""
+def test_compare_with_planted_speedup_finds_its_size():
+    """The cache removes the wait; the remaining time is measured on a task that never waits."""
     slow, fast = sleepy(0.004), sleepy(0.0)
     gained = hasten.compare(slow, "baseline", "cache_dataset", budget=8)
     rest = hasten.compare(fast, "cache_dataset", "cache_dataset", budget=3)["seconds_per_1000_samples"]["a"]
@@ -63,7 +63,7 @@ def test_a_planted_speed_up_is_found_with_its_size():
 
 
 def diverging(data) -> Task:
-    """Its weights are beyond all numbers after a step or two."""
+    """A task whose weights overflow after one or two steps."""
     return Task(
         model=lambda: torch.nn.Linear(4, 1),
         train_data=data,
@@ -73,7 +73,7 @@ def diverging(data) -> Task:
     )
 
 
-def with_a_hole(make=lambda data: data) -> Task:
+def with_one_nan(make=lambda data: data) -> Task:
     """NaN in one of eight batches."""
     inputs = torch.ones(64, 4)
     inputs[20] = torch.nan
@@ -83,19 +83,19 @@ def with_a_hole(make=lambda data: data) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("task", "told"),
+    ("task", "message"),
     [
         (
-            with_a_hole(),
+            with_one_nan(),
             r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity; clean "
             r"the data",
         ),
         (
-            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
+            with_one_nan(lambda data: torch.utils.data.DataLoader(data, batch_size=8)),
             r"the loss is nan at step 3 \(epoch 1, batch 3\): the batch itself holds NaN or infinity",
         ),
         (
-            with_a_hole(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
+            with_one_nan(lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)),
             r"the loss is nan at step (\d) \(epoch 1, batch \1\): the batch itself holds NaN or infinity",
         ),
         (
@@ -105,20 +105,20 @@ def with_a_hole(make=lambda data: data) -> Task:
     ],
     ids=["samples", "loader", "shuffled loader", "training"],
 )
-def test_a_loss_that_is_no_number_is_told_as_in_a_training(task, told):
-    """At once: before there is anything to compare."""
-    with pytest.raises(RunError, match=told):
+def test_compare_and_diagnose_with_nan_loss_raise(task, message):
+    """The error is raised before there is anything to compare."""
+    with pytest.raises(RunError, match=message):
         hasten.compare(task, budget=3)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         hasten.train(task, device="cpu")
 
 
-def test_a_budget_may_be_a_text(monkeypatch):
-    def told(*arguments, budget, **others):
+def test_compare_budget_may_be_text(monkeypatch):
+    def raise_budget_error(*arguments, budget, **others):
         raise RunError(f"{budget} seconds")
 
-    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
-    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", told)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", raise_budget_error)
+    monkeypatch.setattr("hasten.profiling.diagnose.profile_steps", raise_budget_error)
     with pytest.raises(RunError, match=r"^90\.0 seconds"):
         hasten.compare(sleepy(), budget="1.5m")
     with pytest.raises(RunError, match=r"^36\.0 seconds"):
@@ -129,7 +129,7 @@ def test_a_budget_may_be_a_text(monkeypatch):
                 verb(sleepy(), budget=wrong)
 
 
-LIAR = """
+CLOCK_CHANGING_METHOD = """
 import time
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -150,14 +150,14 @@ class Liar(Method):
 """
 
 
-def test_an_arm_that_tampers_with_its_clock_is_found_out(tmp_path):
-    (tmp_path / "liar.py").write_text(LIAR)
+def test_compare_arm_that_changes_its_clock_raises(tmp_path):
+    (tmp_path / "liar.py").write_text(CLOCK_CHANGING_METHOD)
     with pytest.raises(RunError, match=r"the clock of the comparison .* must not change the clock"):
         hasten.compare(sleepy(0.01), "baseline", f"{tmp_path}/liar.py:Liar", budget=3)
 
 
 class Late:
-    """Stands in for an arm whose first answers come late, as on a busy machine."""
+    """Stands in for an arm whose first results arrive late, as on a busy machine."""
 
     def __init__(self, times: int):
         self.times = times
@@ -168,7 +168,7 @@ class Late:
         return {"samples": 8, "seconds": 0.1}
 
 
-def test_a_late_answer_is_taken_anew():
+def test_run_interleaved_late_result_is_measured_again():
     assert _time_block(Late(2), 1, 3.0)["samples"] == 8
     with pytest.raises(RunError, match="must not change the clock"):
         _time_block(Late(3), 1, 3.0)
@@ -178,12 +178,12 @@ def test_a_late_answer_is_taken_anew():
     ("step", "sync_period", "steps"),
     [(0.1, 1, 5), (0.1, 16, 16), (0.001, 16, 304), (0.1, 7, 7), (2.0, 1, 1), (2.0, 500, 500)],
 )
-def test_a_block_holds_whole_repetitions(step, sync_period, steps):
-    """Or a method whose processes talk seldom would be timed between two talks."""
+def test_steps_per_block_is_multiple_of_sync_period(step, sync_period, steps):
+    """Otherwise a method that communicates every few steps would be timed between two exchanges."""
     assert block_steps({"step": step, "sync_period": sync_period}) == steps
 
 
-def test_repetitions_that_no_budget_holds_are_told():
+def test_compare_repetitions_beyond_the_budget_raise():
     recipe, plan = Recipe.parse("diloco:sync_every=500"), {"step": 0.1, "sync_period": 500, "warmup_steps": 0}
     check_blocks_are_fair(recipe, plan, 500, longest=200.0)
     with pytest.raises(
@@ -194,13 +194,13 @@ def test_repetitions_that_no_budget_holds_are_told():
         check_blocks_are_fair(recipe, plan, 500, longest=40.0)
 
 
-def test_a_run_that_begins_with_other_steps_is_not_shown_by_blocks():
+def test_check_blocks_are_fair_with_warmup_steps_raises():
     recipe, plan = Recipe.parse("local_sgd:warmup_steps=500"), {"step": 0.1, "sync_period": 8, "warmup_steps": 500}
     with pytest.raises(RunError, match="the first 500 steps of local_sgd:warmup_steps=500 differ from the others"):
         check_blocks_are_fair(recipe, plan, 8, longest=1e9)
 
 
-def test_a_method_with_nothing_to_act_on_is_no_arm():
+def test_compare_method_without_effect_raises():
     with pytest.raises(RunError, match=r"channels_last has no effect"):
         hasten.compare(sleepy(), "baseline", "channels_last", budget=3)
 
@@ -208,7 +208,7 @@ def test_a_method_with_nothing_to_act_on_is_no_arm():
 @pytest.mark.parametrize(
     "recipe", ["no_such_method", "num_threads:count=many", "missing.toml", "in_memory_batches+cache_dataset"]
 )
-def test_wrong_requests_are_refused_before_anything_starts(recipe):
+def test_compare_invalid_request_raises_before_start(recipe):
     with pytest.raises(ConfigurationError):
         hasten.compare(sleepy(), "baseline", recipe, budget=3)
 

@@ -179,11 +179,11 @@ def test_nan_gradient_is_the_worst(check):
 
 
 def test_changes_training_needs_an_effect(check):
-    nothing, labels = (
+    no_effect, labels = (
         check("DoesNothing", Exactness.CHANGES_TRAINING),
         check("DropsLabels", Exactness.CHANGES_TRAINING),
     )
-    assert not nothing.passed and nothing.number == 0 and "no effect" in nothing.why
+    assert not no_effect.passed and no_effect.number == 0 and "no effect" in no_effect.why
     assert labels.passed and labels.number > 1e-3
 
 
@@ -195,7 +195,7 @@ def test_changed_plan_is_an_effect(check):
 @pytest.mark.parametrize("exactness", Exactness)
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "nothing to act on: no such layer")],
+    [("Explodes", "finite"), ("Raises", "KeyError: 'lost'"), ("Idle", "has no effect: no such layer")],
 )
 def test_check_that_cannot_run_fails(name, why, exactness, check):
     result = check(name, exactness)

@@ -1,4 +1,4 @@
-"""Workers: isolation, suspension, death, errors, and the main modules that they work from."""
+"""Workers of the fork server: isolation, suspension, death, errors, and the main modules of their parent."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ class ProcessIds(torch.utils.data.Dataset):
 
 
 class Service:
-    """Lives in a worker; found there by this file's path on sys.path."""
+    """Runs in a worker, which imports it through this file's directory on sys.path."""
 
     def __init__(self, start: int = 0):
         self.count = start
@@ -47,7 +47,7 @@ class Service:
         return os.environ.get("LEFT_BEHIND"), torch.initial_seed()
 
     def start_loader(self) -> list[int]:
-        """Process IDs of this worker and of two loader workers that stay."""
+        """Returns the process IDs of this worker and of two persistent loader workers."""
         self.loader = iter(torch.utils.data.DataLoader(ProcessIds(), num_workers=2, persistent_workers=True))
         return [os.getpid(), *sorted({int(next(self.loader)) for _ in range(8)})]
 
@@ -95,14 +95,14 @@ def worker(**arguments) -> Worker:
     return Worker(HERE, **arguments)
 
 
-def test_an_object_lives_there_and_answers():
+def test_worker_creates_object_and_answers_calls():
     with worker(start=3) as one, worker() as other:
         assert one.call("add", number=4) == 7
         assert other.call("add", number=1) == 1
         assert one.call("process") != other.call("process") != os.getpid()
 
 
-def test_what_one_leaves_behind_the_next_does_not_find():
+def test_worker_does_not_see_state_of_another():
     with worker() as one:
         before = one.call("traces")
         one.call("leave_traces")
@@ -111,7 +111,7 @@ def test_what_one_leaves_behind_the_next_does_not_find():
         assert other.call("traces") == before
 
 
-def test_a_frozen_worker_does_nothing_until_it_is_called():
+def test_worker_suspended_runs_only_during_calls():
     with worker() as one:
         one.suspend()
         deadline = time.monotonic() + 60
@@ -121,7 +121,7 @@ def test_a_frozen_worker_does_nothing_until_it_is_called():
         assert one.call("add", number=2) == 2
 
 
-def test_leaving_ends_the_process():
+def test_worker_exit_ends_the_process():
     with worker() as one:
         pid = one.pid
     deadline = time.monotonic() + 60
@@ -133,7 +133,7 @@ def test_leaving_ends_the_process():
 
 
 def status_of(pid: int) -> str:
-    """A zombie has ended, too."""
+    """Returns the status of a process; a zombie counts as ended."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -196,7 +196,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 SLOW = [
     pytest.param(way, marks=pytest.mark.slow) for way in ("python -c", "standard input")
-]  # each imports torch twice
+]  # each process imports torch twice
 
 
 @pytest.mark.parametrize("way", ["script without a guard", *SLOW])
@@ -215,66 +215,66 @@ def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path)
     wait_until(pids, "gone")
 
 
-def test_refusals_come_through_as_they_are():
+def test_worker_hasten_error_is_raised_unchanged():
     with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
         one.call("refuse")
     with worker() as one, pytest.raises(ConfigurationError, match="no whole file"):
-        one.call("lose")  # a kind of its own that lives in a room above
+        one.call("lose")  # a HastenError subclass defined in a higher package
 
 
-def test_other_errors_become_failures_with_their_own_words():
+def test_worker_other_error_is_raised_as_run_error_with_its_message():
     with worker() as one:
         with pytest.raises(
             RunError, match=r"KeyError: 'something of the user's'|KeyError: \"something of the user's\""
         ):
             one.call("break_down")
-        assert one.call("add", number=1) == 1, "the worker goes on after an error"
+        assert one.call("add", number=1) == 1, "the worker continues after an error"
 
 
-def test_a_killed_worker_is_told_as_out_of_memory():
+def test_worker_killed_reports_out_of_memory():
     with worker() as one, pytest.raises(RunError, match="memory"):
         one.call("run_out_of_memory")
 
 
-def test_a_watch_that_breaks_is_not_taken_for_the_death_of_the_process():
+def test_watch_that_raises_is_not_reported_as_worker_death():
     def watch(*progress):
-        raise BrokenPipeError("nobody reads our standard error")
+        raise BrokenPipeError("standard error is closed")
 
-    with worker() as one, pytest.raises(BrokenPipeError, match="nobody reads"):
+    with worker() as one, pytest.raises(BrokenPipeError, match="standard error is closed"):
         one.call("report_progress", watch=watch)
 
 
-def test_a_call_that_takes_too_long_is_ended():
+def test_worker_call_beyond_the_timeout_is_ended():
     with worker() as one, pytest.raises(RunError, match="took longer"):
         one.call("sleep", seconds=30, timeout=0.3)
 
 
-def test_what_user_code_prints_does_not_disturb_the_answers():
+def test_worker_output_of_user_code_does_not_disturb_answers():
     with worker() as one:
         assert one.call("print_and_answer") == 7
 
 
-def test_what_is_noticed_over_there_is_told_here_once():
-    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+def test_worker_warning_is_shown_once_in_the_parent():
+    with worker() as one, worker() as other, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         one.call("notice", text="3 rows were left out")
         other.call("notice", text="5 rows were left out")
         assert one.call("add", number=1) == 1
-    assert [(str(each.message), each.category) for each in told] == [("3 rows were left out", HastenWarning)]
-    assert told[0].filename == __file__
+    assert [(str(each.message), each.category) for each in caught] == [("3 rows were left out", HastenWarning)]
+    assert caught[0].filename == __file__
 
 
-def test_what_was_told_here_no_worker_tells_again():
+def test_warning_already_shown_is_not_repeated_by_workers():
     reset_shown_warnings()
-    with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
+    with worker() as one, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
         with mark_warnings_shown():
             warnings.warn("2 columns are rounded", HastenWarning, stacklevel=1)
             warnings.warn("a library's own", UserWarning, stacklevel=1)
         one.call("notice", text="3 columns are rounded")
         one.call("notice", text="a row is long")
         warnings.warn("4 columns are rounded", HastenWarning, stacklevel=1)
-    assert [str(each.message) for each in told] == [
+    assert [str(each.message) for each in caught] == [
         "2 columns are rounded",
         "a library's own",
         "a row is long",
@@ -282,9 +282,9 @@ def test_what_was_told_here_no_worker_tells_again():
     ]
 
 
-def test_children_of_a_worker_do_not_speak_in_between():
-    with worker() as one, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)  # whatever Python says of what others left open
-        assert one.call("notice_in_a_child", text="a loader worker has something to say") == 0
+def test_worker_children_do_not_answer():
+    with worker() as one, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)  # Python may warn about resources of other tests
+        assert one.call("notice_in_a_child", text="a warning of a loader worker") == 0
         assert one.call("add", number=1) == 1
-    assert not told
+    assert not caught

@@ -17,7 +17,7 @@ def blocks(count: int, ratio: float, noise: float, seed: int) -> tuple[list[floa
 
 @pytest.mark.parametrize("true_ratio", [0.8, 1.0, 1.5, 10.0])
 @pytest.mark.parametrize("count", [6, 14, 48])
-def test_interval_holds_the_true_ratio_as_often_as_it_says(true_ratio, count):
+def test_interval_contains_the_true_ratio_at_the_stated_rate(true_ratio, count):
     inside = 0
     for seed in range(400):
         ratio = ratio_of(*blocks(count, true_ratio, 0.05, seed), error=0.05)
@@ -25,7 +25,7 @@ def test_interval_holds_the_true_ratio_as_often_as_it_says(true_ratio, count):
     assert inside >= 0.93 * 400
 
 
-def test_looking_at_every_stopping_point_errs_in_at_most_one_case_of_twenty():
+def test_verdict_at_every_stopping_point_is_wrong_in_at_most_one_of_twenty():
     wrong = 0
     for seed in range(400):
         a, b = blocks(LOOKS[-1], 1.0, 0.05, seed)
@@ -33,14 +33,14 @@ def test_looking_at_every_stopping_point_errs_in_at_most_one_case_of_twenty():
     assert wrong <= 0.05 * 400
 
 
-def test_one_burst_of_the_neighbours_does_not_decide():
+def test_verdict_with_one_burst_of_load_is_unchanged():
     a, b = blocks(20, 1.0, 0.01, seed=3)
     a[7] *= 10
     ratio = ratio_of(a, b)
     assert 0.97 < ratio.median < 1.03
 
 
-def test_swapping_the_arms_turns_the_ratio_around():
+def test_ratio_with_swapped_arms_is_inverted():
     a, b = blocks(14, 1.3, 0.03, seed=1)
     one, other = ratio_of(a, b), ratio_of(b, a)
     assert one.median == pytest.approx(1 / other.median)
@@ -58,5 +58,5 @@ def test_swapping_the_arms_turns_the_ratio_around():
         (1.005, 1.019, SAME),
     ],
 )
-def test_verdicts(low, high, verdict):
+def test_verdict_of_intervals(low, high, verdict):
     assert verdict_of(Ratio((low * high) ** 0.5, low, high)) == verdict

@@ -20,7 +20,7 @@ HERE = f"{__name__}:Service"
 
 
 class Service:
-    """Lives on every rank; found there by this file's path on sys.path."""
+    """Runs on every rank, which imports it through this file's directory on sys.path."""
 
     def __init__(self, start: int = 0):
         self.start, self.context = start, ExitStack()
@@ -32,7 +32,7 @@ class Service:
     def sum_of_ranks(self) -> float:
         return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
 
-    def who(self) -> tuple[str, str]:
+    def rank_and_world_size(self) -> tuple[str, str]:
         return os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
 
     def pids(self) -> list[int]:
@@ -42,7 +42,7 @@ class Service:
         return available_cpus()
 
     def fail_on(self, rank: int, how: str) -> None:
-        """That rank fails while the others wait for it."""
+        """Raises on one rank while the others wait for it."""
         if self.ranks.rank == rank:
             self._fail(how)
         self.ranks.any(False)
@@ -61,42 +61,40 @@ class Service:
         self.ranks.any(False)
         raise RunError("all of us")
 
-    def feel_it_first(self) -> None:
-        """Rank 0 tells at once that another has failed, and rank 1 a moment later that it was it."""
+    def fail_after_report(self) -> None:
+        """Rank 0 reports at once that another rank has failed; rank 1 reports a moment later that it is the cause."""
         if os.environ["RANK"] == "0":
             raise PeerFailure("another rank has ended")
         time.sleep(0.5)
         raise RunError("it was me")
 
     def notice(self) -> None:
-        warnings.warn(
-            f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} has something to say", HastenWarning, stacklevel=1
-        )
+        warnings.warn(f"rank {'one' if os.environ['RANK'] == '1' else 'zero'} warns", HastenWarning, stacklevel=1)
 
 
 def job(processes: int = 2, **arguments) -> WorkerGroup:
     return WorkerGroup(processes, HERE, **arguments)
 
 
-def test_ranks_meet_and_rank_0_answers():
+def test_group_of_two_returns_result_of_rank_0():
     with job(3, start=10) as three, job(2) as two:
         assert three.call("sum_of_ranks") == 33
         assert two.call("sum_of_ranks") == 1
-        assert three.call("who") == ("0", "3")
+        assert three.call("rank_and_world_size") == ("0", "3")
 
 
-def test_each_rank_has_its_part_of_the_cores():
-    with Worker(HERE) as alone, job(2) as two:
-        assert two.call("cores") == max(1, alone.call("cores") // 2)
+def test_group_divides_cores_among_ranks():
+    with Worker(HERE) as single, job(2) as two:
+        assert two.call("cores") == max(1, single.call("cores") // 2)
 
 
-def test_one_process_is_a_worker():
+def test_group_of_one_is_a_worker():
     with start_workers(1, HERE) as one:
         assert isinstance(one, Worker) and one.call("sum_of_ranks") == 0
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "says"),
+    ("how", "kind", "message"),
     [
         ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
         ("refuse", ConfigurationError, r"^not this way$"),
@@ -104,26 +102,26 @@ def test_one_process_is_a_worker():
         ("hang", RunError, r"^took longer than 2 s and was ended$"),
     ],
 )
-def test_what_one_rank_does_ends_all_of_them(how, kind, says):
+def test_group_with_failing_rank_ends_all_ranks(how, kind, message):
     with job() as two:
         pids, began = two.call("pids"), time.monotonic()
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=message):
             two.call("fail_on", rank=1, how=how, timeout=2.0)
         assert time.monotonic() - began < 20
-        assert gone(pids)
+        assert processes_ended(pids)
 
 
-def test_what_all_say_is_nobodys_in_particular():
+def test_group_error_of_all_ranks_names_no_rank():
     with job() as two, pytest.raises(RunError, match=r"^all of us$"):
         two.call("fail_alike")
 
 
-def test_the_rank_whose_fault_it_was_is_waited_for():
+def test_group_waits_for_the_rank_that_caused_the_failure():
     with job() as two, pytest.raises(RunError, match=r"^rank 1: it was me$"):
-        two.call("feel_it_first")
+        two.call("fail_after_report")
 
 
-def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
+def test_group_suspended_runs_only_during_calls():
     with job() as two:
         pids = two.call("pids")
         two.suspend()
@@ -134,21 +132,21 @@ def test_a_frozen_job_does_nothing_on_any_rank_until_it_is_called():
         assert two.call("sum_of_ranks") == 1
 
 
-def test_rank_0_has_the_word():
-    with job() as two, warnings.catch_warnings(record=True) as told:
+def test_group_shows_warnings_of_rank_0_only():
+    with job() as two, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         two.call("notice")
-    assert [str(each.message) for each in told if each.category is HastenWarning] == ["rank zero has something to say"]
+    assert [str(each.message) for each in caught if each.category is HastenWarning] == ["rank zero warns"]
 
 
-def gone(pids: list[int]) -> bool:
+def processes_ended(pids: list[int]) -> bool:
     deadline = time.monotonic() + 60
-    while (there := any(map(lives, pids))) and time.monotonic() < deadline:
+    while (alive := any(map(is_alive, pids))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not there
+    return not alive
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The benchmarks of data: none is forgotten, and those that are quick do run."""
+"""The data benchmarks: all are listed in the Makefile and the README, and the quick ones run."""
 
 import json
 import os
@@ -13,21 +13,21 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("data_*.py"))
 
 
-def test_make_runs_all_of_them_and_the_readme_tells_of_all():
+def test_makefile_runs_and_readme_lists_all_scripts():
     (listed,) = re.findall(r"^BENCHMARKS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     assert [name for name in SCRIPTS if name not in listed.split() or f"`{name}.py" not in readme] == []
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_states_its_figure_can_be_looked_at_quickly_and_ends_with_a_verdict(name):
+def test_script_states_figure_has_quick_and_ends_with_finish(name):
     text = (ROOT / "benchmarks" / f"{name}.py").read_text()
     assert "\nFigure: " in text.partition('"""\n\n')[0]
     assert '"--quick"' in text and "return finish(" in text
 
 
 def run_quickly(name: str, folder: Path) -> dict:
-    """The raw numbers of ``--quick``. Whether a busy machine reaches a figure is not for tests to say."""
+    """Returns the raw numbers of ``--quick``. Tests do not check whether a busy machine reaches the figure."""
     file = folder / f"{name}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
     done = subprocess.run(
@@ -38,32 +38,31 @@ def run_quickly(name: str, folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_keeping_the_place(tmp_path):
-    told = run_quickly("data_place", tmp_path)
+def test_data_place_quick_runs(tmp_path):
+    result = run_quickly("data_place", tmp_path)
     assert (
-        len(told["micro"]["hasten, position tracked"]) == 5
-        and told["extra"]["hasten, position tracked"]["median"] < 100
+        len(result["micro"]["hasten, position tracked"]) == 5
+        and result["extra"]["hasten, position tracked"]["median"] < 100
     )
 
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_the_wait_for_data(tmp_path, monkeypatch):
-    """The textbook's loader waits for most of a step of digits, whole batches for little of it; and the shares are
-    shares."""
+def test_data_wait_quick_runs(tmp_path, monkeypatch):
+    """The textbook loader waits for most of a step of digits, batched loading for little; fractions lie in 0..1."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait
 
     monkeypatch.setattr(
         data_wait, "METHODS", ("in_memory_batches", "loader_workers")
-    )  # the third is given 12 s to settle
+    )  # the third arm has 12 s to converge
     monkeypatch.setattr(
         sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")]
     )
     assert data_wait.main() in (0, 1)
-    told = json.loads(file.read_text())
-    arms = told["found"]["digits"]
-    assert arms.keys() == {"textbook", "in_memory_batches", "loader_workers"} and not told["failed"]
+    result = json.loads(file.read_text())
+    arms = result["found"]["digits"]
+    assert arms.keys() == {"textbook", "in_memory_batches", "loader_workers"} and not result["failed"]
     assert arms["in_memory_batches"]["wait"]["median"] < 0.5 * arms["textbook"]["wait"]["median"]
     for arm in arms.values():
         shares = arm["wait"]["low"], arm["wait"]["high"], arm["bound"], arm["wait_of_a_run"], arm["bound_of_a_run"]

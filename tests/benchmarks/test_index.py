@@ -25,7 +25,7 @@ def make_index():
     return imported(ROOT / "benchmarks" / "make_index.py")
 
 
-def test_index_is_what_the_folders_say(make_index):
+def test_index_equals_the_record_folders(make_index):
     assert make_index.read() == make_index.entries(), "run benchmarks/make_index.py"
 
 
@@ -42,8 +42,8 @@ def test_index_keeps_one_valid_record_per_subject(make_index):
     assert len(valid) == len(set(valid)) and len(valid) < len(FOLDERS)
 
 
-def test_index_names_methods_as_they_are_called_today(make_index):
-    """Besides methods, a trial is named after what it measures: the baseline, one process, or the search itself."""
+def test_index_names_methods_by_their_present_names(make_index):
+    """A trial is named after its methods or what it measures: the baseline, one process, or the search itself."""
     trials = [trial["what"] for entry in make_index.read() for trial in entry["trials"]]
     names = {name for what in trials for name in make_index._members(what)}
     assert names and names <= make_index.METHOD_FILES | {"baseline", "one process", "search"}
@@ -61,9 +61,9 @@ def test_calculation_imports_numpy_only():
         f"{blocked}; import runpy; sys.argv = ['x', {str(WINNERS[0])!r}]; "
         f"runpy.run_path('records/time_to_target.py', run_name='__main__')"
     )
-    said = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said == "10.21x (6.05 to 17.24)\n"
+    output = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output == "10.21x (6.05 to 17.24)\n"
 
 
-def test_no_generated_page_is_kept():
+def test_repository_contains_no_generated_page():
     assert not list(ROOT.glob("records/**/*.html"))

@@ -1,4 +1,4 @@
-"""The benchmarks of data loading: what is counted as a rate, and that whoever does not run is told."""
+"""Shared functions of the data-loading benchmarks: rates, and reasons for loaders that cannot run."""
 
 import sys
 import time
@@ -31,18 +31,18 @@ def batches_of_ten(pause=0.0, start=0.0, nap=time.sleep):
     return passes
 
 
-def test_the_rate_counts_rows_over_many_passes(loaders, monkeypatch):
+def test_rate_counts_rows_of_many_epochs(loaders, monkeypatch):
     napped = []
     monkeypatch.setattr(loaders, "time", SimpleNamespace(perf_counter=lambda: sum(napped)))
     rate = loaders.rate(loaders.Passes(batches_of_ten(pause=0.002, nap=napped.append)), 0.1)
     assert rate == pytest.approx(5000), "ten rows every two milliseconds"
 
 
-def test_a_first_pass_counts_the_start(loaders):
+def test_first_epoch_includes_start_up(loaders):
     assert loaders.seconds_of_a_pass(batches_of_ten(start=0.05)) >= 0.05
 
 
-def test_who_does_not_run_is_told_and_ours_must(loaders):
+def test_set_up_reports_loaders_that_cannot_run_but_requires_ours(loaders):
     def broken():
         raise RuntimeError("no FFmpeg\nand more")
 
@@ -57,13 +57,13 @@ def test_who_does_not_run_is_told_and_ours_must(loaders):
         loaders.set_up({"ours": loaders.Loader(broken)}, lambda batch: True)
 
 
-def test_the_best_of_those_that_ran(loaders):
+def test_best_of_ignores_loaders_that_did_not_run(loaders):
     taken = {"ours": [4.0, 6.0], "slow": [1.0, 2.0], "fast": [2.0, 3.0]}
     assert loaders.best_of(taken, ["slow", "fast", "absent"]) == "fast" and loaders.best_of(taken, ["absent"]) is None
     assert loaders.over(taken, "ours", "fast").median == 2.0 and loaders.over(taken, "ours", "absent") is None
 
 
-def test_the_table_tells_the_spread_and_what_rates_leave_out(loaders, capsys):
+def test_table_shows_spread_and_start_up(loaders, capsys):
     _, missing = loaders.set_up(
         {"fine": loaders.Loader(lambda: loaders.Passes(batches_of_ten(start=0.05)))}, lambda batch: True
     )

@@ -1,5 +1,4 @@
-"""The soak can see what it looks for: leaks that forked workers share, names that nobody uses; and its short form
-passes."""
+"""The data soak detects what it looks for, memory shared by forked workers and unused names; its short form passes."""
 
 import json
 import mmap
@@ -27,7 +26,7 @@ def soak(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_memory_that_a_forked_worker_shares_is_seen(soak):
+def test_held_includes_memory_shared_with_forked_workers(soak):
     before = soak.held()
     leak = numpy.ones(64 << 20, numpy.uint8)
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -39,13 +38,13 @@ def test_memory_that_a_forked_worker_shares_is_seen(soak):
         worker.join()
 
 
-def test_growth_is_between_the_second_and_the_last_quarter(soak):
+def test_growth_compares_second_and_last_quarter(soak):
     assert soak.growth_of([50, 90, 100, 100, 101, 102, 110, 110]) == pytest.approx((100, 110, 0.1))
     assert soak.growth_of([1] * 7) is None
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs Linux")
-def test_a_name_is_left_when_nobody_uses_it(soak):
+def test_unused_finds_names_without_a_process(soak):
     path = soak.SHARED / f"hasten-test-{os.getpid()}"
     path.write_bytes(bytes(mmap.PAGESIZE))
     try:
@@ -56,8 +55,8 @@ def test_a_name_is_left_when_nobody_uses_it(soak):
         path.unlink()
 
 
-def soaked(folder, *length):
-    """(exit code, what it says, its raw numbers)."""
+def run_soak(folder, *length):
+    """Returns (exit code, output, raw numbers)."""
     command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
@@ -66,12 +65,11 @@ def soaked(folder, *length):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_the_short_form_passes(tmp_path):
-    """Where its epochs are too few to tell growth from noise, as on a busy machine, there are more of them: a leak only
-    grows."""
+def test_soak_quick_passes(tmp_path):
+    """If the epochs are too few to tell growth from noise, as on a busy machine, more are run: a leak only grows."""
     for length in (["--quick"], ["--minutes", "1"]):
-        code, said, told = soaked(tmp_path, *length)
-        assert told["wrong"] == 0 < told["noticed"] <= told["deaths"] and not any(told["left"].values()), said
+        code, output, result = run_soak(tmp_path, *length)
+        assert result["wrong"] == 0 < result["noticed"] <= result["deaths"] and not any(result["left"].values()), output
         if code == 0:
             return
-    pytest.fail(said)
+    pytest.fail(output)

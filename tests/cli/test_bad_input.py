@@ -1,4 +1,4 @@
-"""Every wrong request: exit code 2 (1 for a run that cannot go on), exactly one line on standard error, no
+"""Every invalid request: exit code 2 (1 for a run that cannot continue), exactly one line on standard error, no
 traceback."""
 
 import json
@@ -134,7 +134,7 @@ FILES = {
     "file": "",
     "broken.toml": "[methods.ema\n",
     "binary.toml": "\udcff\udcfe",
-    "stranger.toml": "[tasks.x]\n",
+    "unrelated.toml": "[tasks.x]\n",
     "no_table.toml": "methods = 3\n",
     "not_tables.toml": "[methods]\nema = 3\n",
     "list_value.toml": "[methods.ema]\ndecay = [1, 2]\n",
@@ -150,8 +150,8 @@ FILES = {
     "huge.toml": "#" * (1 << 20) + "\n",
 }
 
-# words after `hasten`, what the line has to say
-WRONG = [
+# arguments of `hasten`, required content of the error line
+INVALID_REQUESTS = [
     ("trian digits", "did you mean train?"),
     ("train", "TASK"),
     ("train digits extra", "extra"),
@@ -222,7 +222,7 @@ WRONG = [
     ("train mine.py:good --recipe gone.toml", "gone.toml"),
     ("train mine.py:good --recipe broken.toml", "TOML"),
     ("train mine.py:good --recipe binary.toml", "UTF-8"),
-    ("train mine.py:good --recipe stranger.toml", "tasks"),
+    ("train mine.py:good --recipe unrelated.toml", "tasks"),
     ("train mine.py:good --recipe no_table.toml", "table"),
     ("train mine.py:good --recipe not_tables.toml", "table"),
     ("train mine.py:good --recipe list_value.toml", "decay"),
@@ -272,7 +272,7 @@ WRONG = [
     ("eject mine.py:good --out nowhere/script.py", "nowhere"),
 ]
 
-CANNOT_GO_ON = [
+UNRESUMABLE = [
     ("train mine.py:plain_number", "Task(loss=) must return a tensor"),
     ("train mine.py:no_number", "not None"),
     ("train mine.py:no_loss_of_its_own", "returns its own loss; this one returned None"),
@@ -294,12 +294,12 @@ CANNOT_GO_ON = [
     ("train mine.py:good --with compile:backend=warp", "warp"),
 ]
 
-GOES_ON = [("train mine.py:no_length", "no length")]
+WARNINGS = [("train mine.py:no_length", "no length")]
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with good and bad files."""
+    """A folder with valid and invalid files."""
     folder = tmp_path_factory.mktemp("bad_input")
     for name, text in FILES.items():
         (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -308,15 +308,15 @@ def here(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_wrong_request(words, says, here, monkeypatch, capfd):
+@pytest.mark.parametrize(("argv", "message"), INVALID_REQUESTS, ids=lambda value: value[:60])
+def test_command_invalid_request_exits_2_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
-    assert_one_line(words, says, main(words.split()), 2, capfd)
+    assert_one_line(argv, message, main(argv.split()), 2, capfd)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["train", "mine.py:good", "--recipe", ""],
         ["compare", "mine.py:good", "--a", "", "--b", "ema"],
@@ -325,38 +325,38 @@ def test_wrong_request(words, says, here, monkeypatch, capfd):
     ],
     ids=" ".join,
 )
-def test_an_empty_name_is_none(words, here, monkeypatch, capfd):
-    """As an unset variable of a shell script gives it."""
+def test_command_empty_name_is_refused(argv, here, monkeypatch, capfd):
+    """An unset variable of a shell script gives an empty name."""
     monkeypatch.chdir(here)
-    assert_one_line(" ".join(words), "", main(words), 2, capfd)
+    assert_one_line(" ".join(argv), "", main(argv), 2, capfd)
 
 
-@pytest.mark.parametrize(("words", "says"), CANNOT_GO_ON, ids=lambda value: value[:60])
-def test_run_that_cannot_go_on(words, says, here, monkeypatch, capfd):
+@pytest.mark.parametrize(("argv", "message"), UNRESUMABLE, ids=lambda value: value[:60])
+def test_command_unresumable_run_exits_1_with_one_line(argv, message, here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    assert_one_line(words, says, main([*words.split(), "--quiet"]), 1, capfd)
+    assert_one_line(argv, message, main([*argv.split(), "--quiet"]), 1, capfd)
 
 
-@pytest.mark.parametrize(("words", "says"), GOES_ON, ids=lambda value: value[:60])
-def test_what_is_worth_a_notice(words, says, here, monkeypatch, capfd):
-    """The run goes on; one line says what the user may not have meant."""
+@pytest.mark.parametrize(("argv", "message"), WARNINGS, ids=lambda value: value[:60])
+def test_command_probable_mistake_warns(argv, message, here, monkeypatch, capfd):
+    """The run continues; one line warns of a probable mistake."""
     monkeypatch.chdir(here)
-    assert main([*words.split(), "--json"]) == 0
+    assert main([*argv.split(), "--json"]) == 0
     err = capfd.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("hasten: ") and says in err
+    assert err.count("\n") == 1 and err.startswith("hasten: ") and message in err
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     ["--recipe with_code.toml --with mine.py:Fine", "--recipe elsewhere/with_code.toml --with elsewhere/mine.py:Fine"],
 )
-def test_code_that_a_recipe_and_the_command_line_both_name(words, here, monkeypatch, capfd):
-    """The recipe's ``mine.py`` lies beside it, wherever the program runs; its settings hold."""
+def test_recipe_code_also_named_on_command_line_keeps_its_options(argv, here, monkeypatch, capfd):
+    """The recipe's ``mine.py`` lies beside it, whatever the current directory is; its options apply."""
     monkeypatch.chdir(here)
     (here / "elsewhere").mkdir(exist_ok=True)
     for name in ("mine.py", "with_code.toml"):
         (here / "elsewhere" / name).write_text(FILES[name])
-    assert main(["train", "mine.py:good", "--json", *words.split()]) == 0
+    assert main(["train", "mine.py:good", "--json", *argv.split()]) == 0
     assert json.loads(capfd.readouterr().out)["steps"] == 3 * 2
 
 
@@ -367,7 +367,7 @@ class Hostile:
 
 @pytest.fixture
 def broken_off(here, tmp_path, monkeypatch):
-    """The checkpoints, oldest first, of a run of mine.py:longer that was broken off, and the words that take it up."""
+    """Returns the checkpoints, oldest first, of an interrupted mine.py:longer, and the arguments that resume it."""
     monkeypatch.chdir(here)
 
     def break_off(records):
@@ -376,23 +376,23 @@ def broken_off(here, tmp_path, monkeypatch):
 
     with pytest.raises(InterruptedError):
         hasten.train("mine.py:longer", out=tmp_path / "run", checkpoint_seconds=0, observers=[break_off], device="cpu")
-    words = ["train", "mine.py:longer", "--out", str(tmp_path / "run"), "--resume", "--device", "cpu", "--quiet"]
-    return sorted((tmp_path / "run" / "checkpoints").iterdir()), words
+    argv = ["train", "mine.py:longer", "--out", str(tmp_path / "run"), "--resume", "--device", "cpu", "--quiet"]
+    return sorted((tmp_path / "run" / "checkpoints").iterdir()), argv
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(broken_off, capfd):
-    (_, newest), words = broken_off
+def test_resume_damaged_checkpoint_is_skipped_and_named(broken_off, capfd):
+    (_, newest), argv = broken_off
     newest.write_bytes(newest.read_bytes()[:100])
-    assert main(words) == 0
+    assert main(argv) == 0
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith(f"hasten: {newest.name} is passed over")
 
 
-def test_no_checkpoint_of_a_stranger_is_executed(broken_off, here, capfd):
-    checkpoints, words = broken_off
+def test_resume_foreign_checkpoint_is_not_executed(broken_off, here, capfd):
+    checkpoints, argv = broken_off
     for path in checkpoints:
         torch.save({"model": Hostile()}, path)
-    assert main(words) == 1
+    assert main(argv) == 1
     lines = capfd.readouterr().err.splitlines()
     assert [line.startswith("hasten: step-") for line in lines] == [
         True,
@@ -402,10 +402,10 @@ def test_no_checkpoint_of_a_stranger_is_executed(broken_off, here, capfd):
     assert not (here / "executed").exists()
 
 
-def assert_one_line(words: str, says: str, code: int, expected: int, capfd) -> None:
+def assert_one_line(argv: str, message: str, code: int, expected: int, capfd) -> None:
     out, err = capfd.readouterr()
-    assert code == expected, f"hasten {words}: exit code {code}, said {err!r}"
-    assert err.count("\n") == 1 and err.startswith("hasten: "), f"hasten {words}: not one line but {err!r}"
-    assert says.lower() in err.lower(), f"hasten {words}: {err!r} does not say {says!r}"
+    assert code == expected, f"hasten {argv}: exit code {code}, stderr {err!r}"
+    assert err.count("\n") == 1 and err.startswith("hasten: "), f"hasten {argv}: not one line but {err!r}"
+    assert message.lower() in err.lower(), f"hasten {argv}: {err!r} does not contain {message!r}"
     assert "Traceback" not in err and "internal error" not in err and len(err) < 700
     assert out == ""

@@ -1,4 +1,4 @@
-"""The program, mostly in a process of its own: answers, JSON, exit codes, interruption."""
+"""The command line, mostly in a process of its own: results, JSON, exit codes, interruption."""
 
 import json
 import math
@@ -62,20 +62,20 @@ def here(tmp_path):
     return tmp_path
 
 
-def test_json_is_one_object_whatever_the_task_prints(here):
+def test_json_output_is_one_object_whatever_the_task_prints(here):
     done = run_hasten("train", "noisy.py:task", "--json", "--with", "ema", "--out", "run", "--seed", "3", cwd=here)
-    assert done.returncode == 1, done.stderr  # the target of 2 is beyond reach
+    assert done.returncode == 1, done.stderr  # the target of 2 cannot be reached
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result.keys() >= {"metric", "best_metric", "steps", "seconds", "seconds_to_target", "out"}
     assert result["steps"] == 16 and result["seed"] == 3 and result["seconds_to_target"] is None
-    for said in ("a task file that prints", "file descriptor 1", "starts a child", "once more"):
-        assert said in done.stderr
+    for printed in ("a task file that prints", "file descriptor 1", "starts a child", "once more"):
+        assert printed in done.stderr
     assert "library's warning" not in done.stderr
     assert (here / "run" / "model.safetensors").exists()
 
 
-def test_an_answer_for_people_says_that_the_target_was_missed(here, monkeypatch, capfd):
+def test_train_missed_target_is_stated(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     assert main(["--seed", "3", "train", "noisy.py:task"]) == 1
     out, err = capfd.readouterr()
@@ -84,7 +84,7 @@ def test_an_answer_for_people_says_that_the_target_was_missed(here, monkeypatch,
     assert "the target 2 was not reached" in line and "the best was 0." in line
 
 
-def test_without_out_each_run_has_a_new_folder(here, monkeypatch, capfd):
+def test_train_without_out_uses_a_new_folder_per_run(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     for folder in ("train-noisy-py-task", "train-noisy-py-task-2", "train-noisy-py-task-3"):
         main(["train", "noisy.py:task", "--json"])
@@ -92,14 +92,14 @@ def test_without_out_each_run_has_a_new_folder(here, monkeypatch, capfd):
         assert (here / "runs" / folder / "model.safetensors").exists()
 
 
-def test_an_error_is_json_too(here):
+def test_json_output_of_an_error_is_json(here):
     done = run_hasten("tune", "digits", "--budget", "soon", "--json", cwd=here)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--budget" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         "--json --seed 7 train TASK",
         "train --json --seed 7 TASK",
@@ -107,8 +107,8 @@ def test_an_error_is_json_too(here):
         "--seed 7 train TASK --json",
     ],
 )
-def test_global_options_before_and_after_the_verb(words):
-    options = parse_arguments(words.split())
+def test_global_options_before_and_after_the_command(argv):
+    options = parse_arguments(argv.split())
     assert (options.json, options.seed, options.verb, options.task, options.device, options.quiet) == (
         True,
         7,
@@ -119,7 +119,7 @@ def test_global_options_before_and_after_the_verb(words):
     )
 
 
-def test_one_method_told_as_data():
+def test_methods_json_of_one_method():
     method = methods.run(Namespace(name="znorm", device="cpu"), no_progress).result
     assert {"name": "eps", "type": "float", "default": 1e-8, "range": "above 0"} in method["options"]
     assert "float16" in method["wraps"] and "znorm" not in method["wraps"]
@@ -128,19 +128,19 @@ def test_one_method_told_as_data():
     json.loads(strict_json(both))
 
 
-def test_a_method_page_tells_what_can_be_typed(capfd):
-    """And what it is otherwise; None is nothing that one could type."""
-    for name, *told in (
+def test_methods_page_shows_options_that_can_be_typed(capfd):
+    """Options and their defaults; None is not a value that can be typed."""
+    for name, *expected in (
         ("autotune_loader", "threads: chosen by the method unless given (int, at least 0 and at most 256)"),
         ("float16", "scale = dynamic (str or float, dynamic or above 0)"),
         ("loader_workers", "pin_memory = true (true or false)", "num_workers = 2 (int, at least 0 and at most 64)"),
     ):
         assert main(["methods", name]) == 0
         page = " ".join(capfd.readouterr().out.split())
-        assert all(words in page for words in told) and "None" not in page
+        assert all(text in page for text in expected) and "None" not in page
 
 
-def test_the_catalogue(here, monkeypatch, capfd):
+def test_methods_page_lists_all_methods(here, monkeypatch, capfd):
     listed = {
         method["name"]: method
         for method in methods.run(Namespace(name=None, device="cpu"), no_progress).result["methods"]
@@ -157,7 +157,7 @@ def publish(trials: list[dict], folder, monkeypatch):
     monkeypatch.setattr(methods, "RECORDS", folder / "records.jsonl")
 
 
-def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
+def test_methods_page_shows_records(here, monkeypatch, capfd):
     trial = {
         "what": "ema:decay=0.9",
         "verdict": "no gain",
@@ -170,7 +170,7 @@ def test_a_method_page_shows_its_records(here, monkeypatch, capfd):
     assert "above 0 and below 1" in page and "digits: ema:decay=0.9 no gain, 0.97x" in page and "emanation" not in page
 
 
-def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
+def test_methods_page_record_of_several_methods_is_shown_for_each(here, monkeypatch):
     trial = {
         "what": "batch_size:factor=4,rule=sqrt + ema:decay=0.9 + znorm",
         "verdict": "faster",
@@ -183,14 +183,14 @@ def test_a_record_of_several_methods_is_shown_with_each(here, monkeypatch):
         assert [record["what"] for record in records] == [trial["what"]] * times
 
 
-def test_the_published_records_are_shown_wherever_hasten_runs(tmp_path, monkeypatch):
+def test_published_records_are_installed_with_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = methods.run(Namespace(name="channels_last", device="cpu"), no_progress).result["records"]
     assert {"cifar10", "fashion_mnist"} <= {record["task"] for record in records}
     assert any(record["ratio"] and record["ratio"]["median"] > 1.1 for record in records)
 
 
-def test_a_reader_that_has_seen_enough_is_no_mistake(here):
+def test_stdout_closed_by_its_reader_is_no_error(here):
     reader, theirs = os.pipe()
     with open(here / "err", "w+") as err:
         process = start_hasten("methods", cwd=here, out=theirs, err=err.fileno(), prepare=lambda: os.close(reader))
@@ -200,20 +200,22 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(here):
 
 
 @pytest.mark.slow
-def test_a_reader_of_the_progress_that_left_stops_no_work(here):
-    """Our own broken pipe is no death of the process that measures, for whose answer one would wait for ever. A task's
-    own is its own."""
+def test_stderr_closed_by_its_reader_does_not_stop_the_run(here):
+    """A broken pipe of the progress output must not end the measuring process, as its result would be awaited for ever.
+
+    A broken pipe of the task is the task's own error.
+    """
     quiet = [
         line for line in NOISY.format(nap=0, epochs=1).splitlines() if "print" not in line and "os.write" not in line
     ]
     (here / "quiet.py").write_text("\n".join(quiet))
     reader, theirs = os.pipe()
     os.close(reader)
-    words = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
+    argv = ["compare", "quiet.py:task", "--a", "baseline", "--b", "ema", "--budget", "1s", "--json"]
     with open(here / "answer", "w+") as answer:
         code = join_process(
             start_hasten(
-                *words,
+                *argv,
                 cwd=here,
                 out=answer.fileno(),
                 err=theirs,
@@ -234,12 +236,12 @@ def without_columns() -> None:
 
 
 @pytest.mark.parametrize("odd", [in_ascii, without_columns])
-def test_an_odd_terminal_gets_its_answer_too(here, odd):
+def test_terminal_with_unusual_settings_gets_output(here, odd):
     done = run_hasten("methods", cwd=here, prepare=odd)
     assert done.returncode == 0 and done.stderr == "" and "in_memory_batches" in done.stdout
 
 
-def test_a_folder_that_is_gone_is_told(here):
+def test_current_folder_deleted_is_reported(here):
     (gone := here / "gone").mkdir()
     done = run_hasten("methods", cwd=gone, prepare=gone.rmdir)
     assert (done.returncode, done.stderr) == (
@@ -257,17 +259,17 @@ def test_eject_writes_a_script(here, monkeypatch, capfd):
     assert capfd.readouterr().out == script and "class Ema" in script
 
 
-def interrupted(ready, *words, here, by=signal.SIGINT) -> tuple[int, str, str]:
-    """(exit code, output, error) of the program, to which Ctrl-C comes as soon as something is ready."""
+def interrupted(ready, *argv, here, by=signal.SIGINT) -> tuple[int, str, str]:
+    """Returns (exit code, output, error) of the program, which gets Ctrl-C as soon as a file exists."""
     with open(here / "out", "w+") as out, open(here / "err", "w+") as err:
-        process = start_hasten(*words, cwd=here, out=out.fileno(), err=err.fileno())
+        process = start_hasten(*argv, cwd=here, out=out.fileno(), err=err.fileno())
         wait_for(ready)
         os.kill(process.pid, by)
         return join_process(process), *(file.seek(0) or file.read() for file in (out, err))
 
 
 @pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
-def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder):
+def test_train_interrupted_stops_cleanly_and_states_how_to_resume(here, options, folder):
     log = here / folder / "log.jsonl"
     code, _, err = interrupted(
         lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here
@@ -278,23 +280,23 @@ def test_interruption_stops_cleanly_and_says_how_to_go_on(here, options, folder)
 
 
 @pytest.mark.slow
-def test_an_impatient_hand_still_gets_the_answer(here):
-    """Ctrl-C goes on while the program clears up; the user's own clearing up takes a moment here, as torch's does."""
+def test_train_interrupted_repeatedly_still_prints_the_result(here):
+    """Ctrl-C is repeated while the program cleans up; the task's own cleanup takes a moment here, as torch's does."""
     with open(here / "slow.py", "a") as file:
         file.write("\nimport atexit, time\natexit.register(time.sleep, 0.3)\n")
-    words = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
-    process = subprocess.Popen(words, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, "-m", "hasten", "train", "slow.py:task", "--out", "run", "--quiet"]
+    process = subprocess.Popen(argv, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = here / "run" / "log.jsonl"
     wait_for(lambda: log.exists() and log.stat().st_size > 0)
     process.send_signal(signal.SIGINT)
-    said = next(line for line in process.stderr if line.startswith("hasten: "))
+    message = next(line for line in process.stderr if line.startswith("hasten: "))
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    assert process.returncode == 1 and "--out run --resume" in said and "Traceback" not in process.stderr.read()
+    assert process.returncode == 1 and "--out run --resume" in message and "Traceback" not in process.stderr.read()
 
 
-def test_a_terminal_gets_a_bar_with_the_time_left(here):
+def test_terminal_shows_a_progress_bar_with_remaining_time(here):
     ours, theirs = pty.openpty()
     with open(os.devnull, "w") as nowhere:
         prepare = partial(os.environ.update, {"TERM": "xterm", "COLUMNS": "100"})
@@ -312,16 +314,16 @@ def test_a_terminal_gets_a_bar_with_the_time_left(here):
     assert b"%" in seen and b" left" in seen
 
 
-def test_quiet_shows_no_progress(here, monkeypatch, capfd):
+def test_quiet_hides_progress(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
     monkeypatch.setattr(progress, "INITIAL_DELAY_S", 0.0)
-    for words, shown in (["--json"], True), (["--json", "--quiet"], False):
-        main(["train", "noisy.py:task", *words])
+    for options, shown in (["--json"], True), (["--json", "--quiet"], False):
+        main(["train", "noisy.py:task", *options])
         assert ("training: " in capfd.readouterr().err) is shown
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_search_says_how_to_go_on(here, by):
+def test_tune_interrupted_states_how_to_resume(here, by):
     code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here, by=by)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
     assert code == 1 and out == "" and "Traceback" not in err
@@ -329,13 +331,13 @@ def test_an_interrupted_search_says_how_to_go_on(here, by):
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90)])
-def test_times(text, expected):
+def test_format_remaining_time(text, expected):
     assert duration(text) == expected
 
 
-def test_json_has_no_number_that_json_cannot_hold():
-    told = strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (1, None, True)}, "e": {"y", "x"}})
-    assert json.loads(told) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
+def test_json_output_has_no_nan_or_infinity():
+    text = strict_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": (1, None, True)}, "e": {"y", "x"}})
+    assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
 
 
 def test_version_and_help(here):
@@ -360,7 +362,7 @@ def ending():
 
 
 @pytest.mark.parametrize("verb", ["train ending.py:ending --out r", "compare ending.py:ending --a baseline --b ema"])
-def test_a_task_that_ends_the_program_is_no_success(verb, here, monkeypatch, capfd):
+def test_train_task_that_exits_the_process_fails(verb, here, monkeypatch, capfd):
     (here / "ending.py").write_text((here / "noisy.py").read_text() + ENDING)
     monkeypatch.chdir(here)
     assert main([*verb.split(), "--quiet"]) == 1
@@ -368,14 +370,14 @@ def test_a_task_that_ends_the_program_is_no_success(verb, here, monkeypatch, cap
     assert "code ended the pro" in err and "Traceback" not in err
 
 
-def test_an_output_that_takes_nothing_is_one_line(here):
+def test_stdout_that_cannot_be_written_is_one_error_line(here):
     with open("/dev/full", "w") as full, open(here / "err", "w+") as err:
         code = join_process(start_hasten("methods", cwd=here, out=full.fileno(), err=err.fileno()))
-        said = err.seek(0) or err.read()
-    assert code == 1 and "cannot be written to standard output" in said and "internal" not in said
+        message = err.seek(0) or err.read()
+    assert code == 1 and "cannot be written to standard output" in message and "internal" not in message
 
 
-def test_a_closed_output_is_none(here):
+def test_stdout_closed_at_start_is_ignored(here):
     done = subprocess.run(
         ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"],
         cwd=here,
@@ -387,11 +389,11 @@ def test_a_closed_output_is_none(here):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nobody_is_left():
-    """Of what was started and not seen to its end; others look at whether there are children."""
+def assert_no_process_left():
+    """Asserts that no started process is left; other helpers check child processes."""
     yield
     for child in [other for direct in live_children() for other in (direct, *direct.children(recursive=True))]:
-        with suppress(psutil.NoSuchProcess):  # it went with another
+        with suppress(psutil.NoSuchProcess):  # ended together with its parent
             child.kill()
             child.wait(10)
 

@@ -1,4 +1,4 @@
-"""`hasten data`: answers for people and programs, exit codes, one line for what is wrong."""
+"""`hasten data`: terminal output and JSON, exit codes, one line per error."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from hasten.cli.main import main
 
-WRONG = [
+INVALID_REQUESTS = [
     ("data", "action"),
     ("data inspct x", "did you mean inspect"),
     ("data inspect", "PATH"),
@@ -71,41 +71,36 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("words", "says"), WRONG, ids=lambda value: value[:60])
-def test_wrong_request(words, says, here, capfd):
+@pytest.mark.parametrize(("argv", "message"), INVALID_REQUESTS, ids=lambda value: value[:60])
+def test_data_command_invalid_request_is_one_line(argv, message, here, capfd):
     before = {path for path in here.rglob("*") if "cache" not in path.parts}
-    code = main(words.split())
+    code = main(argv.split())
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("hasten: ")
-    assert says.lower() in err.lower() and "internal error" not in err
-    assert main([*words.split(), "--json"]) == 2
+    assert message.lower() in err.lower() and "internal error" not in err
+    assert main([*argv.split(), "--json"]) == 2
     out, err = capfd.readouterr()
-    assert says.lower() in json.loads(out)["error"].lower() and err.count("\n") == 1
+    assert message.lower() in json.loads(out)["error"].lower() and err.count("\n") == 1
     assert {path for path in here.rglob("*") if "cache" not in path.parts} == before, "something was left behind"
 
 
-def test_json(here, capfd):
+def test_data_command_json(here, capfd):
     assert main(["--json", "data", "convert", "x.npy", "--to", "feather", "--out", "out", "--quiet"]) == 0
     assert json.loads(capfd.readouterr().out)["rows"] == 1000
     assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kind"] == "feather"
-    assert main(["diagnose", "digits", "--json", "--budget", "1", "--device", "cpu"]) == 0
-    assert json.loads(capfd.readouterr().out)["input"]["stages"]["read"] > 0
 
 
-def test_pages(here, capfd):
+def test_data_command_pages(here, capfd):
     assert main(["data", "convert", "x.npy", "--to", "parquet", "--out", "out"]) == 0
     out = capfd.readouterr().out
     assert "read back" in out and "all 1,000 rows" in out and "rows/s" in out and "before" in out
     assert main(["data", "inspect", "out", "--budget", "1"]) == 0
     out = capfd.readouterr().out
     assert "Parquet" in out and "1,000 rows" in out and "limits" in out
-    assert main(["diagnose", "digits", "--budget", "1", "--device", "cpu"]) == 0
-    out = capfd.readouterr().out
-    assert "training step" in out and "end to end" in out and "waits for data" in out
 
 
-def test_a_conversion_that_is_stopped_says_how_it_goes_on(here, capfd, monkeypatch):
+def test_convert_interrupted_states_how_to_resume(here, capfd, monkeypatch):
     from hasten.datatools import conversion
 
     def stopped(*arguments, **named):

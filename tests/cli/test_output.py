@@ -1,6 +1,7 @@
-"""The verbs that measure, each run to its end on a tiny task: the keys that programs rely on, exit codes that agree
-with the verdict, one JSON object on standard output and nothing else. And the page about a real search."""
+"""The measuring commands, each run to its end on a tiny task: JSON keys, exit codes that agree with the verdict,
+exactly one JSON object on standard output; and the HTML report of a real search."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from hasten import Recipe
 from hasten.benchmarking.compare import MIN_PAIRS
 from hasten.cli.main import main
 from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
+from hasten.reporting.terminal import diagnose_answer
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BASELINE_SEEDS, BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import run_hasten
@@ -49,7 +52,7 @@ def task():
 """
 INTERVAL = {"median", "low", "high"}
 SEARCHES = [
-    pytest.param(("tf32", 150.0), id="nothing helps", marks=pytest.mark.slow),  # on a CPU it has nothing to act on
+    pytest.param(("tf32", 150.0), id="no improvement", marks=pytest.mark.slow),  # has no effect on a CPU
     pytest.param(("in_memory_batches", 150.0), id="something may help", marks=pytest.mark.slow),
 ]
 
@@ -68,15 +71,15 @@ def here(folder, monkeypatch):
 
 
 class Search(NamedTuple):
-    """What was asked for, how the program ended, and what it answered."""
+    """The request of a search, its finished process, and its result."""
 
     method: str
     seconds: float
     done: subprocess.CompletedProcess
-    told: dict
+    result: dict
 
 
-def measure_shortly() -> None:
+def brief_measurements() -> None:
     diagnosed, paced = tune.diagnose, study.Study.compare_speed
     tune.diagnose = lambda task, **given: diagnosed(task, **(given | {"budget": 1.0}))
     study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
@@ -84,10 +87,12 @@ def measure_shortly() -> None:
 
 @pytest.fixture(scope="module", params=SEARCHES)
 def search(request, folder) -> Search:
-    """A whole search by the program in a process of its own. Where nothing is to be found, it is looked for with short
-    measurements."""
+    """A complete search by the program in a process of its own.
+
+    If there is nothing to find, measurements are short.
+    """
     method, seconds = request.param
-    words = [
+    argv = [
         "tune",
         "blobs.py:task",
         "--methods",
@@ -100,105 +105,110 @@ def search(request, folder) -> Search:
         "--device",
         "cpu",
     ]
-    done = run_hasten(*words, cwd=folder, prepare=measure_shortly if method == "tf32" else bool)
+    done = run_hasten(*argv, cwd=folder, prepare=brief_measurements if method == "tf32" else bool)
     assert done.stdout, done.stderr
-    return Search(method, seconds, done, the_object(done.stdout))
+    return Search(method, seconds, done, only_object(done.stdout))
 
 
-def the_object(out: str) -> dict:
-    """The one object that may stand on standard output."""
+def only_object(out: str) -> dict:
+    """Returns the one JSON object that standard output must contain."""
     assert out.count("\n") == 1 and out.endswith("\n")
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def asked_quietly(capfd, *words: str) -> tuple[int, dict]:
-    """The exit code and the answer. All else that is said is what the task's own file says, of which its owner may be
-    fond."""
-    code = main([*words, "--json", "--quiet", "--device", "cpu"])
+def run_quietly(capfd, *argv: str) -> tuple[int, dict]:
+    """Returns the exit code and the JSON result. Standard error may only contain output of the task's own file."""
+    code = main([*argv, "--json", "--quiet", "--device", "cpu"])
     out, err = capfd.readouterr()
     assert set(err.splitlines()) <= {PRINTED}
-    return code, the_object(out)
+    return code, only_object(out)
 
 
 def assert_interval(ratio: dict) -> None:
     assert ratio.keys() == INTERVAL and 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
 
 
-def test_diagnose(here, capfd):
-    code, told = asked_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
-    assert code == 0
-    assert told.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
-    assert isinstance(told["verdict"], str) and told["verdict"]
-    assert told["phases"].keys() <= PHASES.keys() and sum(told["phases"].values()) == pytest.approx(1.0)
-    assert all(0 <= share <= 1 for share in told["phases"].values())
-    assert told["ceilings"] and all(ratio["median"] > 0 for ratio in told["ceilings"].values())
-    assert told["advice"], "samples made one by one: whole batches at least are worth a trial"
-    for advice in told["advice"]:
+def test_diagnose_json_has_documented_keys(here, capfd):
+    code, result = run_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
+    assert code == 0 and result["input"]["stages"]["read"] > 0
+    console = Console(file=io.StringIO(), width=100)
+    console.print(diagnose_answer(result))
+    assert all(text in console.file.getvalue() for text in ("training step", "end to end", "waits for data"))
+    assert result.keys() <= SCHEMAS["diagnose"].__annotations__.keys(), "what is written can be read"
+    assert isinstance(result["verdict"], str) and result["verdict"]
+    assert result["operations"] is None, "only with --ops"
+    assert result["phases"].keys() <= PHASES.keys() and sum(result["phases"].values()) == pytest.approx(1.0)
+    assert all(0 <= share <= 1 for share in result["phases"].values())
+    assert result["ceilings"] and all(ratio["median"] > 0 for ratio in result["ceilings"].values())
+    assert result["advice"], "samples made one by one: whole batches at least are worth a trial"
+    for advice in result["advice"]:
         assert advice.keys() >= {"method", "bound", "why"} and advice["why"]
         assert advice["bound"] is None or advice["bound"] > 1, "what saves whole steps has no bound"
 
 
-def test_compare(here, capfd):
-    code, told = asked_quietly(
+def test_compare_json_has_documented_keys(here, capfd):
+    code, result = run_quietly(
         capfd, "compare", "blobs.py:task", "--a", "baseline", "--b", "in_memory_batches", "--budget", "1s"
     )
-    verdict, ratio = told["verdict"], told["ratio"]
+    verdict, ratio = result["verdict"], result["ratio"]
     assert_interval(ratio)
     assert verdict in ("faster", "slower", "no difference", "unsure")
     assert code == (0 if verdict == "faster" else 1)
     assert (verdict == "faster") <= (ratio["low"] > 1) and (verdict == "slower") <= (ratio["high"] < 1)
-    assert isinstance(told["blocks"], int) and told["blocks"] >= MIN_PAIRS
+    assert isinstance(result["blocks"], int) and result["blocks"] >= MIN_PAIRS
 
 
-def test_tune(search, here):
-    told, won = search.told, search.told["verdict"] == "faster"
-    assert told["verdict"] in ("faster", "no improvement") and search.done.returncode == (0 if won else 1)
+def test_tune_json_has_documented_keys(search, here):
+    result, won = search.result, search.result["verdict"] == "faster"
+    assert result["verdict"] in ("faster", "no improvement") and search.done.returncode == (0 if won else 1)
     assert "%" in search.done.stderr, "progress goes to standard error"
-    assert told == json.loads(Path(told["out"], "result.json").read_text())
-    assert Recipe.load(told["recipe_file"]).methods == told["recipe"] and bool(told["recipe"]) is won
-    quality = told["quality"]
+    assert result == json.loads(Path(result["out"], "result.json").read_text())
+    assert Recipe.load(result["recipe_file"]).methods == result["recipe"] and bool(result["recipe"]) is won
+    quality = result["quality"]
     assert (
         quality.keys() >= {"baseline", "tuned", "margin", "passed"}
         and quality["baseline"] >= 0.95
         and quality["margin"] > 0
     )
-    assert told["trials"] and all(
-        trial.keys() >= {"what", "verdict", "why", "ratio", "seconds"} for trial in told["trials"]
+    assert result["trials"] and all(
+        trial.keys() >= {"what", "verdict", "why", "ratio", "seconds"} for trial in result["trials"]
     )
-    assert told["search_seconds"] > 0
+    assert result["search_seconds"] > 0
     if won:
         assert quality["passed"] and quality["tuned"] >= quality["baseline"] - quality["margin"]
-        assert_interval(told["speedup"])
+        assert_interval(result["speedup"])
         assert (
-            told["speedup"]["low"] > 1
-            and told["speedup_over_strong_baseline"]["median"] > 0
-            and told["break_even_runs"] > 0
+            result["speedup"]["low"] > 1
+            and result["speedup_over_strong_baseline"]["median"] > 0
+            and result["break_even_runs"] > 0
         )
     else:
-        assert told["speedup"] is told["speedup_over_strong_baseline"] is told["break_even_runs"] is None
+        assert result["speedup"] is result["speedup_over_strong_baseline"] is result["break_even_runs"] is None
 
 
-def test_the_budget_stands_in_the_result_whoever_set_it(search, here, capfd):
-    """The second search finds in a copy of the first what was measured there."""
-    assert search.told["budget_seconds"] == search.seconds
-    shutil.copytree(search.told["out"], again := f"{search.method}-again")
-    code, told = asked_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
-    assert told["budget_seconds"] == pytest.approx(max(MIN_BUDGET_S, BUDGET_RUNS * told["baseline_seconds"]))
-    assert told["budget_seconds"] > search.seconds and told["remembered_trials"] > BASELINE_SEEDS
-    assert code == (0 if told["verdict"] == "faster" else 1)
+def test_tune_json_states_the_budget_given_or_default(search, here, capfd):
+    """The second search finds the measurements of the first in a copy of its folder."""
+    assert search.result["budget_seconds"] == search.seconds
+    shutil.copytree(search.result["out"], again := f"{search.method}-again")
+    code, result = run_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
+    assert result["budget_seconds"] == pytest.approx(max(MIN_BUDGET_S, BUDGET_RUNS * result["baseline_seconds"]))
+    assert result["budget_seconds"] > search.seconds and result["remembered_trials"] > BASELINE_SEEDS
+    assert code == (0 if result["verdict"] == "faster" else 1)
 
 
-def test_the_recipe_of_a_search_trains(search, here, capfd):
-    told, out = search.told, f"{search.method}-run"
-    code, trained = asked_quietly(capfd, "train", "blobs.py:task", "--recipe", told["recipe_file"], "--out", out)
-    assert trained["recipe"] == str(Recipe(told["recipe"])) and trained["out"] == out
+def test_tune_recipe_file_trains(search, here, capfd):
+    result, out = search.result, f"{search.method}-run"
+    code, trained = run_quietly(capfd, "train", "blobs.py:task", "--recipe", result["recipe_file"], "--out", out)
+    assert trained["recipe"] == str(Recipe(result["recipe"])) and trained["out"] == out
     assert code == 0 and trained["reached"] and 0 < trained["seconds_to_target"] <= trained["seconds"]
     assert trained["best_metric"] >= trained["metric"] > 0.9 and trained["steps"] == 12 * 1024 // 32
 
 
 class Page(HTMLParser):
-    """A page as a browser takes it: what can be read there, and what would be fetched. A tag that is left open, or
-    closed twice, is an error."""
+    """An HTML page as a browser reads it: its text, and the resources that it would fetch.
+
+    A tag that is not closed, or closed twice, is an error.
+    """
 
     VOID = {"meta", "link", "br", "wbr", "img", "hr", "input", "col", "source"}
     FETCHED = {
@@ -218,12 +228,12 @@ class Page(HTMLParser):
     def __init__(self, text: str):
         super().__init__()
         self.tags, self.open, self.style, self.fetched, self.rows = set(), [], [], [], 0
-        self.heard, self.heading = [], []
+        self.text_parts, self.heading = [], []
         self.feed(text)
         self.close()
         assert not self.open
         self.text, self.heading, self.style = (
-            plain("".join(parts)) for parts in (self.heard, self.heading, self.style)
+            plain("".join(parts)) for parts in (self.text_parts, self.heading, self.style)
         )
 
     def handle_startendtag(self, tag, attributes):
@@ -242,7 +252,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        (self.style if "style" in self.open else self.heard).append(data)
+        (self.style if "style" in self.open else self.text_parts).append(data)
         self.heading += [data] if "h1" in self.open else []
 
 
@@ -250,20 +260,20 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_the_page_about_a_search(search, here, capfd):
-    told = search.told
-    assert main(["report", told["out"], "--json"]) == 0
-    path = the_object(capfd.readouterr().out)["report"]
+def test_report_of_a_search_shows_its_values(search, here, capfd):
+    result = search.result
+    assert main(["report", result["out"], "--json"]) == 0
+    path = only_object(capfd.readouterr().out)["report"]
     page = Page(Path(path).read_text(encoding="utf-8"))
     assert page.fetched == [] and not page.tags & {"script", "iframe", "object", "embed", "base"}
     assert not any(word in page.style for word in ("url(", "@import", "@font-face"))
-    assert SCHEMAS["tune"].__annotations__.keys() == told.keys(), "what the search writes is what the report reads"
-    if told["verdict"] == "faster":
-        assert page.heading.endswith("faster") and all(name in page.text for name in told["recipe"])
+    assert SCHEMAS["tune"].__annotations__.keys() == result.keys(), "what the search writes is what the report reads"
+    if result["verdict"] == "faster":
+        assert page.heading.endswith("faster") and all(name in page.text for name in result["recipe"])
     else:
-        assert page.heading == "No improvement" and plain(told["why"]) in page.text
-    assert page.rows == len(told["trials"])
-    for trial in told["trials"]:
+        assert page.heading == "No improvement" and plain(result["why"]) in page.text
+    assert page.rows == len(result["trials"])
+    for trial in result["trials"]:
         assert all(plain(trial[key])[: MAX_TEXT - 1] in page.text for key in ("what", "verdict", "why")), trial
-    named = [value for value in (told["machine"] | told["versions"]).values() if isinstance(value, str)]
+    named = [value for value in (result["machine"] | result["versions"]).values() if isinstance(value, str)]
     assert len(named) >= 5 and all(plain(value) in page.text for value in named)

@@ -12,7 +12,7 @@ from hasten.cli.main import build_parser
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = {"methods.md", "benchmarks.md", "cli.md", "contributing.md"}  # by docs/hooks.py while the site is built
+GENERATED = {"methods.md", "effects.md", "benchmarks.md", "cli.md", "contributing.md"}  # by docs/hooks.py
 SAVED_FILE = r"[Ss]ave (?:it|this) as `(\S+)`.*?```python\n(.*?)```"
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
@@ -42,8 +42,8 @@ def parse(command: str) -> None:
         ConfigurationError: a wrong option or value.
     """
     values = {"N": "2", "M": "0.5"}
-    words = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
-    options, unknown = build_parser().parse_known_args([values.get(word, word) for word in words])
+    argv = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
+    options, unknown = build_parser().parse_known_args([values.get(word, word) for word in argv])
     assert not unknown, f"unknown arguments {unknown}"
     if options.verb == "launch":
         parse(command.partition("-- ")[2].join(("hasten ", "")))
@@ -59,7 +59,7 @@ def saved_files(tmp_path, monkeypatch):
     return files
 
 
-def test_saved_files_are_the_same_on_every_page(saved_files):
+def test_saved_file_is_the_same_on_every_page(saved_files):
     assert {"spiral.py", "signs.py"} <= saved_files.keys()
     for text in TEXTS.values():
         for name, code in re.findall(SAVED_FILE, text, re.DOTALL):
@@ -93,11 +93,11 @@ def test_command_parses(page, command):
 
 @pytest.mark.parametrize(("page", "text"), mentions(), ids=lambda value: value[:60])
 def test_mentioned_command_and_options_exist(page, text):
-    parser, words = build_parser(), text.split()[1:]
-    while words and parser._subparsers:
+    parser, argv = build_parser(), text.split()[1:]
+    while argv and parser._subparsers:
         assert isinstance(parser._subparsers._group_actions[0].choices, dict)
-        parser = parser._subparsers._group_actions[0].choices[words.pop(0)]
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= set(parser._option_string_actions)
+        parser = parser._subparsers._group_actions[0].choices[argv.pop(0)]
+    assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= set(parser._option_string_actions)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -1,4 +1,4 @@
-"""``hasten train --resume``: the run that is meant, under its own recipe; a mistyped folder is no reason to begin."""
+"""``hasten train --resume``: finds the requested run and its recipe; a mistyped folder does not start a new run."""
 
 import dataclasses
 import json
@@ -33,8 +33,8 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(*words: str) -> int:
-    return main(["train", "mine.py:task", "--device", "cpu", "--json", *words])
+def train(*argv: str) -> int:
+    return main(["train", "mine.py:task", "--device", "cpu", "--json", *argv])
 
 
 def break_off(out: str, *methods: str) -> None:
@@ -48,7 +48,7 @@ def break_off(out: str, *methods: str) -> None:
         hasten.train("mine.py:task", list(methods), out=out, checkpoint_seconds=0, observers=[stop], device="cpu")
 
 
-def test_a_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
+def test_resume_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
     break_off("runs/first-try")
     (here / "runs" / "first-tray").mkdir()
     assert train("--out", "runs/fisrt-try", "--resume") == 2
@@ -63,43 +63,43 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
     assert not (here / "runs" / "fisrt-try").exists() and not (here / "nowhere").exists()
 
 
-def test_an_empty_folder_is_where_it_begins(here, capfd):
+def test_resume_empty_folder_starts_a_run(here, capfd):
     (here / "run").mkdir()
     assert train("--out", "run", "--resume") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["steps"] == 8 and "no run in run to resume" in err
 
 
-def test_without_methods_it_goes_on_under_its_own_recipe(here, capfd):
+def test_resume_without_methods_uses_the_run_s_recipe(here, capfd):
     break_off("run", "ema:decay=0.5")
     assert train("--out", "run", "--resume") == 0
     result = json.loads(capfd.readouterr().out)
     assert result["recipe"] == "ema:decay=0.5" and result["steps"] == 8
-    whole = hasten.train("mine.py:task", "ema:decay=0.5", out="whole", device="cpu")
-    assert whole["evaluations"][-1]["metric"] == result["evaluations"][-1]["metric"]
-    assert (here / "run" / "log.jsonl").read_bytes() == (here / "whole" / "log.jsonl").read_bytes()
+    uninterrupted = hasten.train("mine.py:task", "ema:decay=0.5", out="uninterrupted", device="cpu")
+    assert uninterrupted["evaluations"][-1]["metric"] == result["evaluations"][-1]["metric"]
+    assert (here / "run" / "log.jsonl").read_bytes() == (here / "uninterrupted" / "log.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("words", "here_"),
+    ("argv", "here_"),
     [(["--with", "ema:decay=0.9"], "ema:decay=0.9"), (["--recipe", "baseline"], "baseline")],
     ids=["method", "baseline"],
 )
-def test_another_recipe_is_told_as_it_was_typed(words, here_, here, capfd):
+def test_resume_another_recipe_error_quotes_the_typed_recipe(argv, here_, here, capfd):
     break_off("run", "ema:decay=0.5")
-    assert train("--out", "run", "--resume", *words) == 2
+    assert train("--out", "run", "--resume", *argv) == 2
     assert f"another recipe: ema:decay=0.5 there, {here_} here" in capfd.readouterr().err
 
 
-def test_code_from_outside_has_to_be_named_again(here, capfd):
+def test_resume_external_code_must_be_named_again(here, capfd):
     break_off("run", "./mine.py:Own", "ema")
     assert train("--out", "run", "--resume") == 2
     assert "--with './mine.py:Own + ema'" in capfd.readouterr().err
     assert train("--out", "run", "--resume", "--with", "./mine.py:Own + ema") == 0
 
 
-def test_a_metric_that_is_mended_costs_no_step(here):
-    """That it gives no number shows at the first evaluation; what was trained by then is kept."""
+def test_resume_with_a_fixed_metric_loses_no_step(here):
+    """The missing number is found at the first evaluation; the training up to it is kept."""
     unfit = dataclasses.replace(load_task("mine.py:task"), metric=lambda output, target: "high", higher_is_better=True)
     with pytest.raises(hasten.ConfigurationError, match="must return one number; it returned 'high'"):
         hasten.train(unfit, out="run", checkpoint_seconds=0, device="cpu")
@@ -108,26 +108,26 @@ def test_a_metric_that_is_mended_costs_no_step(here):
     assert [record["step"] for record in trained if "loss" in record] == [5, 6, 7, 8] and result["steps"] == 8
 
 
-def told(here, name: str = "environment.json"):
+def read_json(here, name: str = "environment.json"):
     return json.loads((here / "run" / name).read_text())
 
 
-def tell(here, content) -> None:
+def write_json(here, content) -> None:
     (here / "run" / "environment.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("words", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
-def test_code_that_only_the_environment_names_is_not_run(words, here, capfd):
+@pytest.mark.parametrize("argv", [[], ["--recipe", "baseline"]], ids=["nothing", "baseline"])
+def test_resume_code_named_only_in_environment_json_is_not_run(argv, here, capfd):
     break_off("run")
     (here / "evil.py").write_text("open('executed', 'w')\n" + FILE)
-    tell(here, told(here) | {"recipe": {"./evil.py:Own": {}}})
-    assert train("--out", "run", "--resume", *words) == 2
+    write_json(here, read_json(here) | {"recipe": {"./evil.py:Own": {}}})
+    assert train("--out", "run", "--resume", *argv) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "methods from outside hasten" in line and "--with './evil.py:Own'" in line
     assert not (here / "executed").exists()
 
 
-def test_settings_come_back_as_they_were(here):
+def test_resume_restores_option_types(here):
     fields = "    text: str | int = ''\n    other: str = ''\n    number: float = 1.0\n"
     (here / "mine.py").write_text(
         FILE.replace("class Own", "from dataclasses import dataclass\n\n@dataclass\nclass Own") + fields
@@ -140,7 +140,7 @@ def test_settings_come_back_as_they_were(here):
 
     with pytest.raises(InterruptedError):
         hasten.train("mine.py:task", recipe, out="run", checkpoint_seconds=0, observers=[stop], device="cpu")
-    assert told(here)["recipe"] == recipe.methods
+    assert read_json(here)["recipe"] == recipe.methods
     with pytest.raises(hasten.ConfigurationError, match="another recipe"):
         hasten.train(
             "mine.py:task",
@@ -154,20 +154,20 @@ def test_settings_come_back_as_they_were(here):
 @pytest.mark.parametrize(
     "odd", [None, 3, "ema", ["ema"], {"ema": 3}, {"ema": {"decay": None}}, {"ema": {"decay": [0.5]}}], ids=str
 )
-def test_an_odd_recipe_is_a_failure_in_one_line(odd, here, capfd):
+def test_resume_invalid_recipe_is_one_error_line(odd, here, capfd):
     break_off("run")
-    tell(here, told(here) | {"recipe": odd})
+    write_json(here, read_json(here) | {"recipe": odd})
     assert train("--out", "run", "--resume") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "the run in run cannot be read" in line and "environment.json" in line
 
 
-def test_a_run_whose_recipe_is_unknown_does_not_resume_without_methods(here, capfd):
-    """recipe.toml holds what the methods found while they ran, so it does not replace the recipe of the request."""
+def test_resume_unknown_recipe_without_methods_is_refused(here, capfd):
+    """recipe.toml holds settings that methods found while they ran, so it does not replace the requested recipe."""
     break_off("run", "ema:decay=0.5")
-    before = told(here)
+    before = read_json(here)
     del before["recipe"]
-    tell(here, before)
+    write_json(here, before)
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     assert train("--out", "run", "--resume") == 1
     (line,) = capfd.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Recipes as text: what joins methods, and what is no TOML."""
+"""Recipes as text: separators between methods, and invalid TOML."""
 
 import pytest
 
@@ -16,13 +16,13 @@ from hasten.core.recipe import Recipe
         ("./a+b/mine.py:Faster:rate=2 + ema", ["./a+b/mine.py:Faster", "ema"]),
     ],
 )
-def test_a_plus_joins_methods_but_not_the_parts_of_a_path(text, names):
+def test_recipe_plus_separates_methods_but_not_path_parts(text, names):
     recipe = Recipe.parse(text)
     assert list(recipe.methods) == names
     assert Recipe.parse(str(recipe)) == Recipe.from_toml(recipe.to_toml()) == recipe
 
 
 @pytest.mark.parametrize("text", ["[methods.ema]\ndecay = " + "9" * 5000, "a = " + "[" * 5000, "[methods"])
-def test_what_is_no_toml_is_refused(text):
+def test_recipe_load_invalid_toml_is_refused(text):
     with pytest.raises(ConfigurationError, match="the recipe is not valid TOML"):
         Recipe.from_toml(text)

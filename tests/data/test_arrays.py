@@ -1,4 +1,4 @@
-"""Arrays of all kinds, and what is refused."""
+"""Arrays of all kinds, and arguments that are refused."""
 
 import os
 
@@ -10,7 +10,7 @@ from hasten import ConfigurationError
 from hasten.data import arrays
 
 
-def test_nestings(tmp_path):
+def test_arrays_nested_inputs_keep_their_nesting(tmp_path):
     x, y = numpy.arange(20.0).reshape(10, 2), torch.arange(10)
     numpy.save(tmp_path / "x.npy", x)
     for a, b in arrays(tmp_path / "x.npy", y).batch(4):
@@ -20,28 +20,28 @@ def test_nestings(tmp_path):
     assert [batch.tolist() for batch in arrays(y[:3]).batch(2)] == [[0, 1], [2]]
 
 
-def test_paths_are_meant_as_elsewhere(tmp_path, monkeypatch):
+def test_arrays_paths_are_resolved_as_in_other_sources(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     numpy.save(tmp_path / "x.npy", numpy.arange(3))
     for path in ("~/x.npy", f"file://{tmp_path}/x.npy"):
         assert [batch.tolist() for batch in arrays(path).batch(3)] == [[0, 1, 2]]
 
 
-def test_arrays_that_torch_would_not_take_as_they_are():
+def test_arrays_dtypes_unsupported_by_torch_are_converted():
     backwards, readonly = numpy.arange(6)[::-1], numpy.arange(6)
     readonly.flags.writeable = False
     (batch,) = arrays(backwards, readonly, torch.arange(12)[::2]).batch(6)
     assert [column.tolist() for column in batch] == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]]
 
 
-def test_batches_are_copies():
+def test_arrays_batches_are_copies():
     data = torch.zeros(10, 2000)
     for batch in arrays(data).batch(5):
         batch += 1
     assert data.sum() == 0
 
 
-def test_identities_tell_contents_apart(tmp_path):
+def test_fingerprint_differs_with_contents(tmp_path):
     x = torch.arange(10)
     assert (
         arrays(x).source.fingerprint() == arrays(x.clone()).source.fingerprint() != arrays(x + 1).source.fingerprint()
@@ -52,7 +52,7 @@ def test_identities_tell_contents_apart(tmp_path):
     assert arrays(tmp_path / "x.npy").source.fingerprint() != before
 
 
-def test_identities_tell_names_and_nestings_apart():
+def test_fingerprint_differs_with_names_and_nesting():
     x, y = torch.arange(10), torch.arange(10)
     forms = [
         (x, y),
@@ -67,7 +67,7 @@ def test_identities_tell_names_and_nestings_apart():
     assert len(set(identities)) == len(identities) - 1, "(x, y) is what arrays(x, y) makes of itself; all others differ"
 
 
-def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatch):
+def test_fingerprint_of_memory_is_hashed_once_and_again_after_a_change(monkeypatch):
     hashed = []
     digest = "hasten.data.array_source._digest"
     monkeypatch.setattr(digest, lambda column: hashed.append(column.shape) or str(column.sum()))
@@ -79,9 +79,8 @@ def test_what_lies_in_memory_is_hashed_once_and_again_when_it_changes(monkeypatc
     assert source.fingerprint() != before[0] and len(hashed) == 5, "those that share what was written to"
 
 
-def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeypatch):
-    """Its identity is taken before it is mapped, so a file in its place has another one, even of the same size and
-    time."""
+def test_arrays_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch):
+    """The fingerprint is taken before the file is mapped, so a replaced file differs even with equal size and time."""
     monkeypatch.chdir(tmp_path)
     numpy.save("x.npy", numpy.zeros(8))
     pipeline = arrays("x.npy").batch(20)
@@ -98,7 +97,7 @@ def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda folder: arrays(), "at least one"),
         (lambda folder: arrays({}), "at least one"),
@@ -114,8 +113,8 @@ def test_a_file_is_the_one_that_was_mapped_until_the_next_pass(tmp_path, monkeyp
         (lambda folder: arrays(folder / "text.npy"), "text.npy is not an array of numbers"),
     ],
 )
-def test_what_is_no_array_is_refused(tmp_path, wrong, told):
+def test_arrays_invalid_input_is_refused(tmp_path, wrong, message):
     numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
     (tmp_path / "text.npy").write_text("hello")
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)

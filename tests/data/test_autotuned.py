@@ -1,5 +1,5 @@
-"""prefetch("auto"): the same batches through any change of crew, few workers for a fast source, enough for a slow one,
-and its cache."""
+"""prefetch("auto"): the same batches for any worker configuration, few workers for a fast source, enough for a slow
+one, and its cache."""
 
 import dataclasses
 import itertools
@@ -28,13 +28,13 @@ from hasten.loading.autotuner import LoaderAutotuner
 from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
 from helpers.process import live_children
 
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
-class Restless(LoaderAutotuner):
-    """Looks at one crew after the other, for ever."""
+class NeverConverges(LoaderAutotuner):
+    """An autotuner that never converges: it tries one configuration after the other."""
 
-    crews = (
+    configurations = (
         WorkerConfig(),
         WorkerConfig(processes=1),
         WorkerConfig(processes=2, prefetch=3),
@@ -44,21 +44,21 @@ class Restless(LoaderAutotuner):
 
     def search(self, choices, seen=None):
         kinds = {"threads": "threads" in choices.kinds, "processes": "processes" in choices.kinds}
-        for workers in itertools.cycle(self.crews):
+        for workers in itertools.cycle(self.configurations):
             if not workers.num_workers or kinds["threads" if workers.threads else "processes"]:
                 yield workers
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """One batch makes a look, however short."""
+def short_measurements(monkeypatch):
+    """One batch makes a measurement, however short."""
     for name, value in {"MIN_BATCHES": 1, "MIN_SECONDS": 0.0, "BATCHES_PER_WORKER": 0, "WARMUP_BATCHES": 0}.items():
         monkeypatch.setattr(loader_stats, name, value)
 
 
-def restless(pipeline):
-    """The pipeline, whose crew changes every few batches, and the crews that were seen."""
-    autotuner = Restless(cores=3, memory_budget=lambda: math.inf)
+def changing_workers(pipeline):
+    """The pipeline, whose worker configuration changes every few batches, and the configurations used."""
+    autotuner = NeverConverges(cores=3, memory_budget=lambda: math.inf)
     return dataclasses.replace(pipeline, runner=AutotunedRunner(autotuner, timeout=60.0))
 
 
@@ -67,7 +67,7 @@ def nothing_left(before: list[threading.Thread]) -> bool:
 
 
 def plain(rows=ROWS):
-    """Nothing in it is anybody's own, so that threads may compute it."""
+    """A pipeline without user functions, so that threads may run it."""
     from hasten.data import normalize, random_horizontal_flip
 
     pictures = torch.arange(rows * 3 * 4 * 4).remainder(251).to(torch.uint8).view(rows, 3, 4, 4)
@@ -81,20 +81,20 @@ def plain(rows=ROWS):
 
 
 @pytest.mark.parametrize("made", [random_pipeline, plain], ids=["own functions", "ours"])
-def test_any_changes_of_crew_leave_every_bit(made, at_once):
+def test_autotuned_any_change_of_workers_keeps_every_bit(made, short_measurements):
     threads = threading.enumerate()
-    whole, changing = made(), restless(made())
+    constant, changing = made(), changing_workers(made())
     for number in range(4):
-        assert equal(list(changing), list(whole)), f"pass {number}"
+        assert equal(list(changing), list(constant)), f"pass {number}"
     assert nothing_left(threads)
 
 
-def test_a_place_is_found_again_while_the_crew_changes(at_once):
-    threads, whole, changing = threading.enumerate(), list(random_pipeline()), restless(random_pipeline())
+def test_autotuned_position_resumes_while_workers_change(short_measurements):
+    threads, expected, changing = threading.enumerate(), list(random_pipeline()), changing_workers(random_pipeline())
     list(itertools.islice(changing, 3))
-    resumed = restless(random_pipeline())
+    resumed = changing_workers(random_pipeline())
     resumed.load_state_dict(changing.state_dict())
-    assert equal(list(resumed), whole[3:])
+    assert equal(list(resumed), expected[3:])
     assert nothing_left(threads)
 
 
@@ -104,15 +104,15 @@ def noise(sample):
     )
 
 
-def test_what_maps_draw_from_the_process_stays_the_same_and_threads_are_no_choice(at_once):
+def test_autotuned_maps_with_process_generators_use_no_threads(short_measurements):
     def numbers():
         return arrays(torch.arange(ROWS)).map(noise).batch(BATCH)
 
-    assert equal(list(restless(numbers())), list(numbers()))
+    assert equal(list(changing_workers(numbers())), list(numbers()))
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     before = torch.rand(2).tolist(), random.random(), numpy.random.rand()
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    list(restless(numbers()))
+    list(changing_workers(numbers()))
     assert (torch.rand(2).tolist(), random.random(), numpy.random.rand()) == before
     with pytest.raises(ConfigurationError, match="which threads share with training"):
         numbers().batches(BATCH, 0, True).with_workers(WorkerConfig(threads=2, prefetch=2))
@@ -127,16 +127,16 @@ def napping(batch):
 
 
 def until_settled(pipeline, step):
-    """Passes with steps of so many seconds, until the climber has settled."""
-    end = time.perf_counter() + PATIENCE
+    """Runs epochs with steps of that many seconds until the autotuner has converged."""
+    end = time.perf_counter() + TIMEOUT_S
     while not pipeline.runner.autotuner.converged:
         for _ in pipeline:
             time.sleep(step)
-        assert time.perf_counter() < end, f"not settled after {PATIENCE} s; at {pipeline.runner.tuned_settings}"
+        assert time.perf_counter() < end, f"not settled after {TIMEOUT_S} s; at {pipeline.runner.tuned_settings}"
     return pipeline.runner.autotuner
 
 
-def test_a_fast_source_gets_no_workers(monkeypatch):
+def test_autotuned_fast_source_uses_no_workers(monkeypatch):
     threads, napped = threading.enumerate(), 0.0
     monkeypatch.setattr(
         autotuner_module, "perf_counter", lambda: time.thread_time() + napped
@@ -153,7 +153,7 @@ def test_a_fast_source_gets_no_workers(monkeypatch):
     assert nothing_left(threads)
 
 
-def test_a_slow_source_gets_workers_within_the_cores():
+def test_autotuned_slow_source_uses_workers_up_to_the_cores():
     threads = threading.enumerate()
     pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
     autotuner = until_settled(pipeline, step=0.04)
@@ -168,19 +168,19 @@ def test_a_slow_source_gets_workers_within_the_cores():
     assert nothing_left(threads)
 
 
-def test_no_memory_no_workers():
+def test_autotuned_without_memory_uses_no_workers():
     pipeline = arrays(torch.zeros(400, 1000)).batch(10).map(napping).prefetch("auto", cores=4, gigabytes=1e-6)
     assert until_settled(pipeline, step=0.01).workers.num_workers == 0
 
 
 @pytest.mark.slow
-def test_it_begins_with_what_it_is_told():
+def test_autotuned_initial_workers_are_those_given():
     pipeline = arrays(torch.arange(400)).batch(10).map(napping).prefetch("auto", processes=3)
     assert pipeline.runner.tuned_settings == {"processes": 3, "prefetch": 2} and pipeline.num_workers == 3
-    assert until_settled(pipeline, step=0.05).workers.processes == 3, "nobody waited"
+    assert until_settled(pipeline, step=0.05).workers.processes == 3, "no step waited"
 
 
-def test_threads_are_tried_where_nothing_is_the_users_own():
+def test_autotuned_without_user_functions_tries_threads():
     def kinds(pipeline):
         seen = set()
 
@@ -200,28 +200,28 @@ def test_threads_are_tried_where_nothing_is_the_users_own():
     )
 
 
-def test_other_batches_are_learnt_anew():
+def test_autotuned_other_batch_size_searches_again():
     base = arrays(torch.arange(400)).prefetch("auto")
     one, other = base.batch(10), base.batch(20)
     assert one.runner.autotuner is not other.runner.autotuner
     assert one.to("cpu").runner is one.runner and one.shard(1, 0).runner is one.runner
 
 
-def test_the_engine_is_given_the_crew_and_may_name_another():
+def test_autotuned_engine_gets_workers_and_may_replace_them():
     pipeline = random_pipeline().prefetch(4, processes=2)
     batches = pipeline.batches(BATCH, 0, True)
-    whole = list(batches.epoch(0, 0))
+    expected = list(batches.epoch(0, 0))
     assert batches.workers == WorkerConfig(processes=2, prefetch=4)
     for workers in (WorkerConfig(), WorkerConfig(processes=1, prefetch=1)):
         other = batches.with_workers(workers)
-        assert other.workers == workers and equal(list(other.epoch(0, 0)), whole) and other.length == batches.length
+        assert other.workers == workers and equal(list(other.epoch(0, 0)), expected) and other.length == batches.length
     assert equal(
-        list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), whole[2:]
+        list(batches.with_workers(LoaderAutotuner(cores=2, memory_budget=lambda: math.inf)).epoch(0, 2)), expected[2:]
     )
     assert batches.map_iterator(iter).with_workers is None
 
 
-# ---- keeping the samples
+# ---- caching the samples
 
 
 def slowly(sample):
@@ -233,8 +233,8 @@ def drawing(sample):
     return sample + (random.random() < 1e-9)
 
 
-class Own:
-    """Draws from a generator that nobody else knows of."""
+class OwnGenerator:
+    """Draws from a generator that hasten cannot know."""
 
     def __init__(self):
         self.generator = random.Random(1)
@@ -250,14 +250,14 @@ def caches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), ("disk", 600e-9)])
-def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches):
-    """In memory, or on the disk where their 640 bytes are too many for that."""
+def test_autotuned_slow_samples_are_cached(where, gigabytes, caches):
+    """In memory, or on disk if their 640 bytes exceed the memory budget."""
     numbers = torch.arange(160.0)
     auto = arrays(numbers).shuffle(seed=1).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=gigabytes)
-    whole = arrays(numbers).shuffle(seed=1).batch(8)
-    autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + PATIENCE, 0
+    uncached = arrays(numbers).shuffle(seed=1).batch(8)
+    autotuner, end, passes = auto.runner.autotuner, time.perf_counter() + TIMEOUT_S, 0
     while not (autotuner.converged and autotuner.cache == where):
-        for batch, expected in zip(auto, whole, strict=True):
+        for batch, expected in zip(auto, uncached, strict=True):
             assert torch.equal(batch, 2 * expected)
             time.sleep(0.004)
         passes += 1
@@ -270,53 +270,52 @@ def test_samples_that_are_slow_to_make_come_to_be_kept(where, gigabytes, caches)
 
 
 def waiting(pipeline):
-    """The pipeline, whose crew has settled and still waits, so that it is tried next whether keeping the samples
-    helps."""
+    """A pipeline whose autotuner has converged while steps still wait, so that a cache is tried next."""
     pipeline.runner.autotuner.wait_fraction, pipeline.runner.autotuner.seconds_per_batch = 0.5, 1e-9
     return pipeline
 
 
-def test_where_samples_lie_on_the_disk_is_told_and_they_are_given_up_where_that_is_not_faster(caches, at_once):
+def test_autotuned_disk_cache_is_reported_and_removed_if_not_faster(caches, short_measurements):
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as told:
+    with pytest.warns(HastenWarning, match="a cache on disk: 2.56e-07 GB in .*until you delete them") as caught:
         first = list(pipeline)
-    (there,) = caches.glob("*/cache.json")
-    assert any(str(there.parent) in str(each.message) for each in told)
+    (manifest,) = caches.glob("*/cache.json")
+    assert any(str(manifest.parent) in str(each.message) for each in caught)
     assert pipeline.runner.autotuner.converged and pipeline.runner.autotuner.cache == "no", "it was a nanosecond before"
-    assert equal(list(pipeline), first) and not pipeline.runner.active_cache and there.is_file()
+    assert equal(list(pipeline), first) and not pipeline.runner.active_cache and manifest.is_file()
 
 
-def left_as_they_are(told):
-    """That a Notice tells why samples that are too many for the memory are not kept, and nothing else is changed."""
+def assert_not_cached(reason):
+    """Asserts that a HastenWarning gives the reason why samples are not cached on disk, and nothing else changes."""
     pipeline = waiting(arrays(torch.arange(64.0)).map(slowly).batch(8).prefetch("auto", cores=1, gigabytes=1e-9))
-    with pytest.warns(HastenWarning, match=f"not cached .disk.*{told}"):
+    with pytest.warns(HastenWarning, match=f"not cached .disk.*{reason}"):
         assert torch.equal(torch.cat(list(pipeline)), 2 * torch.arange(64.0))
     assert pipeline.runner.autotuner.cache == "no" and not pipeline.runner.active_cache
 
 
-def test_samples_that_are_too_many_for_the_disk_are_not_kept(caches, monkeypatch):
+def test_autotuned_samples_beyond_the_disk_are_not_cached(caches, monkeypatch):
     monkeypatch.setattr(autotuned, "MAX_DISK_FRACTION", 128 / free_disk(caches))
-    left_as_they_are("needs 2.56e-07 GB, and 1.* were allowed")
+    assert_not_cached("needs 2.56e-07 GB, and 1.* were allowed")
     assert not [*caches.iterdir()]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_disk_that_is_full_keeps_nothing(caches, monkeypatch):
+def test_autotuned_full_disk_caches_nothing(caches, monkeypatch):
     new = _ColumnWriter._new
     monkeypatch.setattr(_ColumnWriter, "_new", lambda written, name: new(written, "/dev/full"))
-    left_as_they_are("the disk is full")
+    assert_not_cached("the disk is full")
     assert not [*caches.iterdir()]
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(caches):
+def test_autotuned_read_only_folder_caches_nothing(caches):
     caches.touch()
-    left_as_they_are("cannot write")
+    assert_not_cached("cannot write")
 
 
-def test_samples_that_are_not_the_same_every_time_are_never_kept():
+def test_autotuned_random_samples_are_never_cached():
     numbers = arrays(torch.arange(64.0))
     assert is_repeatable(numbers.source, numbers.map(slowly).sample_maps)
-    for random_one in (drawing, noise, Own()):
+    for random_one in (drawing, noise, OwnGenerator()):
         pipeline = numbers.map(random_one).batch(8).prefetch("auto")
         assert not is_repeatable(pipeline.source, pipeline.sample_maps), random_one
         pipeline.runner.autotuner.cache = "memory"
@@ -326,7 +325,7 @@ def test_samples_that_are_not_the_same_every_time_are_never_kept():
 
 
 class Versioned(Source):
-    """Rows that are what their version says."""
+    """Rows whose values depend on their version."""
 
     def __init__(self):
         self.version = 1
@@ -341,7 +340,7 @@ class Versioned(Source):
         return {"version": self.version}
 
 
-def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
+def test_autotuned_cached_samples_are_rebuilt_after_a_change():
     pipeline = Pipeline(Versioned()).map(lambda sample: sample * 10).batch(8).prefetch("auto", cores=1)
     pipeline.runner.autotuner.cache = "memory"
     assert torch.cat(list(pipeline)).unique().tolist() == [10] and isinstance(
@@ -351,7 +350,7 @@ def test_samples_that_are_kept_are_made_anew_when_the_data_have_changed():
     assert torch.cat(list(pipeline)).unique().tolist() == [20]
 
 
-def test_samples_that_gain_nothing_by_being_kept():
+def test_autotuned_cache_without_gain_is_not_used():
     numbers = arrays(torch.arange(64.0))
 
     def worth(pipeline):
@@ -363,20 +362,20 @@ def test_samples_that_gain_nothing_by_being_kept():
     assert not worth(numbers.map(lambda sample, rng: sample + rng.uniform()))
 
 
-def test_a_cache_that_does_not_fit_is_told_and_left():
+def test_autotuned_cache_beyond_the_budget_is_reported_and_dropped():
     pipeline = arrays(torch.zeros(64, 1000)).map(slowly).batch(8).prefetch("auto", gigabytes=1e-6)
     pipeline.runner.autotuner.cache = "memory"
     with pytest.warns(HastenWarning, match="not cached .memory.*allowed"):
         assert len(list(pipeline)) == 8
     assert pipeline.runner.autotuner.cache == "no"
     with warnings.catch_warnings():
-        # warned about once; tuned settings may be reported now
+        # warned about once; the tuned settings may be reported now
         warnings.filterwarnings("error", message=".*not cached")
         assert len(list(pipeline)) == 8
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"batches": "fast"}, "batches"),
         ({"batches": "auto", "threads": 1, "processes": 1}, "not both"),
@@ -387,6 +386,6 @@ def test_a_cache_that_does_not_fit_is_told_and_left():
     ],
     ids=str,
 )
-def test_wrong_requests(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_autotuned_invalid_request_is_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         arrays(torch.arange(8)).prefetch(**wrong)

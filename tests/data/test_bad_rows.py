@@ -1,4 +1,4 @@
-"""Bad rows: counted once, up to a number, and never in silence."""
+"""Bad rows: counted once, up to a limit, and always reported."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from helpers.pipelines import Bad
 
 
 class Known(Bad):
-    """Tells of its bad rows before they are read."""
+    """A source that reports its bad rows before they are read."""
 
     def known_bad_rows(self):
         return [BadRow(row, "numbers.txt", "no number") for row in sorted(self.bad)]
 
 
 class Subset(Source):
-    """Somebody's own: the first rows of another source."""
+    """A user's own source: the first rows of another source."""
 
     def __init__(self, source, count):
         self.source, self.count = source, count
@@ -38,24 +38,24 @@ def rows(pipeline):
     return torch.cat(list(pipeline)).tolist()
 
 
-def test_one_too_many_is_a_failure_that_counts():
+def test_bad_rows_one_above_the_limit_raises_with_count():
     pipeline = Pipeline(Bad([3, 20, 40])).skip_bad_rows(2).batch(10)
     with pytest.raises(RunError, match=r"row 40 .*bad row number 3, and max_rows=2 may be skipped"):
         rows(pipeline)
     assert sorted(pipeline.faults.found) == [3, 20, 40]
 
 
-def test_too_many_in_one_batch_too():
+def test_bad_rows_above_the_limit_in_one_batch_raises():
     with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         rows(Pipeline(Bad([1, 2, 3])).skip_bad_rows(2).batch(10))
 
 
-def test_a_batch_of_bad_rows_only_is_a_failure():
+def test_bad_rows_that_fill_a_batch_raise():
     with pytest.raises(RunError, match="batch 1 of the epoch has no good row"):
         rows(Pipeline(Bad([2, 3], rows=6)).skip_bad_rows(2).batch(2))
 
 
-def test_rows_that_are_known_as_bad_are_not_met_again():
+def test_bad_rows_known_before_are_not_read():
     asked = []
 
     class Counting(Bad):
@@ -74,7 +74,7 @@ def test_rows_that_are_known_as_bad_are_not_met_again():
         rows(known.batch(2))
 
 
-def test_the_advice_is_what_there_is():
+def test_bad_rows_error_advises_the_present_api():
     with pytest.raises(
         RunError,
         match=r": .skip_bad_rows\(max_rows=10\) in the pipeline, or --max-bad-rows 10 with hasten train and "
@@ -83,7 +83,7 @@ def test_the_advice_is_what_there_is():
         rows(Pipeline(Bad([3])).batch(10))
 
 
-def test_the_found_rows_say_where_and_why():
+def test_bad_rows_list_states_row_and_reason():
     pipeline = Pipeline(Bad([3])).skip_bad_rows(1).batch(10)
     rows(pipeline)
     assert (pipeline.faults.found[3].where, pipeline.faults.found[3].why) == ("numbers.txt line 4", "no number")
@@ -93,15 +93,15 @@ def test_the_found_rows_say_where_and_why():
 @pytest.mark.parametrize(
     "around",
     [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), TimedSource],
-    ids=["mapped", "kept", "timed"],
+    ids=["mapped", "cached", "timed"],
 )
-def test_what_is_known_is_told_through_what_stands_before_it(around):
+def test_known_bad_rows_pass_through_wrapping_sources(around):
     with pytest.raises(RunError, match=r"row 3 \(numbers.txt\): no number"):
         Pipeline(around(Known([3]))).batches(10, seed=0, training=False)
 
 
-def test_only_the_source_itself_is_asked_what_is_known():
-    """What somebody's own source keeps under any name may be anything, and not all of it is asked for."""
+def test_known_bad_rows_are_asked_of_the_innermost_source_only():
+    """An attribute of a user's source may be anything, so only the innermost source is asked."""
     named = Bad([], rows=20)
     named.source = "numbers.txt"
     assert rows(Pipeline(named).batch(10)) == [*range(20)]

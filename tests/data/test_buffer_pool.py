@@ -1,4 +1,4 @@
-"""Memory is used again as soon as nobody holds it, and never before."""
+"""The buffer pool reuses memory as soon as it is unreferenced, and never before."""
 
 import gc
 import tracemalloc
@@ -25,7 +25,7 @@ def from_scratch():
     _free.clear()
 
 
-def test_memory_comes_back_when_the_last_holder_goes():
+def test_pool_reuses_memory_after_the_last_reference():
     tensor = acquire((1000, 100), torch.float32)
     place, view = tensor.data_ptr(), tensor[10:20].view(-1)
     del tensor
@@ -34,7 +34,7 @@ def test_memory_comes_back_when_the_last_holder_goes():
     assert place in [acquire((1000, 100), torch.float32).data_ptr() for _ in range(2)]
 
 
-def test_whatever_holds_a_batch_keeps_it():
+def test_pool_keeps_memory_of_referenced_batches():
     def held_by(use):
         tensor = acquire((64, 100), torch.float32).fill_(1.0)
         return tensor.data_ptr(), use(tensor)
@@ -52,7 +52,7 @@ def test_whatever_holds_a_batch_keeps_it():
         del holder, others
 
 
-def test_little_waits_to_be_used_again():
+def test_pool_holds_few_unused_buffers():
     held = [acquire((10_000,), torch.float32) for _ in range(3 * MAX_BLOCKS_PER_SIZE)]
     del held
     for size in range(2 * MAX_SIZES):
@@ -60,7 +60,7 @@ def test_little_waits_to_be_used_again():
     assert len(_free) <= MAX_SIZES and all(len(blocks) <= MAX_BLOCKS_PER_SIZE for blocks in _free.values())
 
 
-def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
+def test_pool_limits_unused_bytes_and_keeps_the_last_size():
     def use(*sizes):
         held = [acquire((size,), torch.uint8) for size in sizes]  # never written to, so that they cost nothing
         return len(held)
@@ -82,12 +82,12 @@ def test_what_waits_is_little_in_bytes_too_and_the_size_last_used_stays():
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 5), (7, 11, 13), (4096,), (4097,)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.uint16])
-def test_any_shape_and_type(shape, dtype):
+def test_pool_accepts_any_shape_and_dtype(shape, dtype):
     tensor = acquire(shape, dtype)
     assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
 
 
-def test_a_pass_takes_no_new_memory():
+def test_pool_epoch_allocates_no_new_memory():
     pipeline = arrays(torch.zeros(64, 100_000)).batch(8)
     list(pipeline)  # more at once than a loop ever holds
     tracemalloc.start()
@@ -98,7 +98,7 @@ def test_a_pass_takes_no_new_memory():
     assert peak < batch.nbytes / 2
 
 
-def test_a_thread_has_its_own_scratch_memory_of_a_name():
+def test_thread_scratch_is_per_thread_and_name():
     first = thread_scratch("a", (100, 10), torch.float32)
     assert (
         thread_scratch("a", (50, 20), torch.int32).data_ptr()
@@ -112,13 +112,13 @@ def test_a_thread_has_its_own_scratch_memory_of_a_name():
     assert thread_scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
 
 
-def test_scratch_memory_made_in_inference_mode_is_of_use_outside():
+def test_thread_scratch_made_in_inference_mode_is_usable_outside():
     with torch.inference_mode():
         thread_scratch("c", (8,), torch.int64).zero_()
     assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.uint16])
-def test_large_values(dtype):
+def test_alloc_huge_large_arrays(dtype):
     values = alloc_huge(1 << 21, dtype)
     assert values.shape == (1 << 21,) and values.dtype == dtype and values.is_contiguous()

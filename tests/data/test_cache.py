@@ -1,4 +1,4 @@
-"""Caches: the same batches, in the budget, every row read once, bad rows as without them."""
+"""Caches: the same batches, within the budget, every row read once, bad rows as without a cache."""
 
 import os
 import re
@@ -19,13 +19,13 @@ from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, sh
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-def test_a_cache_changes_no_bit(kind, way):
+def test_cache_changes_no_bit(kind, way):
     def built(*caches):
         pipeline = arrays(NUMBERS, torch.arange(ROWS)).shuffle(seed=1).map(doubled)
         for cache in caches:
@@ -38,7 +38,7 @@ def test_a_cache_changes_no_bit(kind, way):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_windowed_shuffle_keeps_its_order(kind):
+def test_cache_windowed_shuffle_keeps_its_order(kind):
     plain = Pipeline(Runs([0, 10, 35, 50]))
     orders = [
         list(p.shuffle(window=2).batch(7)) for p in (plain, plain.cache(kind), plain.map(lambda row: row).cache(kind))
@@ -47,7 +47,7 @@ def test_a_windowed_shuffle_keeps_its_order(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_read_once(kind):
+def test_cache_reads_each_row_once(kind):
     pipeline = counting(arrays(NUMBERS))
     cached = pipeline.cache(kind).shuffle().batch(BATCH)
     for _ in range(3):
@@ -59,23 +59,23 @@ def test_rows_are_read_once(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nestings_and_types(kind):
+def test_cache_nested_rows_of_all_dtypes(kind):
     columns = {
         "a": (NUMBERS.double(), torch.arange(ROWS) % 2 == 0),
         "b": NUMBERS.bfloat16(),
         "c": numpy.arange(ROWS, dtype=numpy.uint16),
     }
-    for here, there in zip(arrays(columns).batch(BATCH), arrays(columns).cache(kind).batch(BATCH), strict=True):
-        assert torch.equal(here["a"][0], there["a"][0]) and torch.equal(here["a"][1], there["a"][1])
+    for direct, cached in zip(arrays(columns).batch(BATCH), arrays(columns).cache(kind).batch(BATCH), strict=True):
+        assert torch.equal(direct["a"][0], cached["a"][0]) and torch.equal(direct["a"][1], cached["a"][1])
         assert (
-            torch.equal(here["b"], there["b"])
-            and torch.equal(here["c"].int(), there["c"].int())
-            and there["c"].dtype == torch.uint16
+            torch.equal(direct["b"], cached["b"])
+            and torch.equal(direct["c"].int(), cached["c"].int())
+            and cached["c"].dtype == torch.uint16
         )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_kept(kind, tmp_path):
+def test_cache_beyond_the_budget_raises(kind, tmp_path):
     needed = NUMBERS.nbytes + ROWS * 8
     pipeline = counting(arrays(NUMBERS, torch.arange(ROWS)))
     with pytest.raises(
@@ -107,13 +107,11 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="this system does not tell how much memory a process had at most"
+    not Path("/proc/self/status").exists(), reason="this system does not report the peak memory of a process"
 )
-def test_the_memory_taken_is_what_was_allowed():
-    """0.2 GB of rows; chunks of 16 MB are read at a time."""
-    at_once = {
-        "MALLOC_MMAP_THRESHOLD_": "1000000"
-    }  # what is freed goes back to the system, as far as the C library is glibc
+def test_cache_takes_no_more_memory_than_allowed():
+    """0.2 GB of rows, read in chunks of 16 MB."""
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory is returned to the system if the C library is glibc
     asked = subprocess.run(
         [sys.executable, "-c", MEASURE], capture_output=True, check=True, text=True, env=os.environ | at_once
     )
@@ -121,7 +119,7 @@ def test_the_memory_taken_is_what_was_allowed():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_rows_stay_bad(kind):
+def test_cache_keeps_bad_rows_bad(kind):
     with pytest.raises(RunError, match="row 3 "):
         list(Pipeline(Bad([3, 50])).cache(kind).batch(BATCH))
     for _ in range(2):  # the second time from the disk
@@ -135,7 +133,7 @@ def test_bad_rows_stay_bad(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "message"),
     [
         (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "map with random numbers before cache"),
         (lambda p, kind: p.map(lambda x: x[: int(x[0]) % 2 + 1]).cache(kind), "cannot be stacked.*one shape"),
@@ -149,19 +147,23 @@ def test_bad_rows_stay_bad(kind):
         (lambda p, kind: p.cache("memory", folder="x"), "folder"),
     ],
 )
-def test_what_cannot_be_cached_is_refused(kind, build, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_cache_of_uncacheable_source_raises(kind, build, message):
+    with pytest.raises(ConfigurationError, match=message):
         list(build(arrays(NUMBERS), kind).batch(BATCH))
 
 
-def test_progress_is_told(recwarn, tmp_path):
+def test_cache_reports_progress(recwarn, tmp_path):
     class Slow(Runs):
         def read(self, rows):
             time.sleep(0.01)
             return torch.zeros(len(rows), 4_000_000)
 
-    told = []
-    list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: told.append(what)).batch(5))
-    assert [done for _, done, _ in told] == [0.2, 0.4, 0.6, 0.8, 1.0] and told[-1][2] == 0 and "memory" in told[0][0]
-    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in told)
+    reports = []
+    list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: reports.append(what)).batch(5))
+    assert (
+        [done for _, done, _ in reports] == [0.2, 0.4, 0.6, 0.8, 1.0]
+        and reports[-1][2] == 0
+        and "memory" in reports[0][0]
+    )
+    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in reports)
     assert not [each for each in recwarn if each.category is HastenWarning]

@@ -1,5 +1,4 @@
-"""Remote rows that lie apart are asked for at once, and no more of them than is wanted; each that fails is asked for
-again by itself."""
+"""Scattered remote rows are requested concurrently, and only those; each failed request is repeated by itself."""
 
 import threading
 import time
@@ -15,7 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: fsspec cannot a
 from helpers.web import Answer, serving
 
 ROWS, BYTES = 200, 100_000
-PATIENCE = 20.0  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 20.0  # seconds, for a busy machine; mostly unused
 SCATTERED = numpy.arange(7, ROWS, 9)
 
 
@@ -30,8 +29,7 @@ def web(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What the server does at a time, and gives in all. It answers once so many as "together" have been asked for at a
-    time."""
+    """The server's concurrent requests and total bytes. It responds once ``together`` requests have arrived."""
     given, changed, seen = (
         Answer.given,
         threading.Condition(),
@@ -48,9 +46,9 @@ def loads(monkeypatch):
             if (
                 (answer.command == "GET") == seen["read"]
                 and size > 1
-                and not changed.wait_for(lambda: seen["most"] >= seen["together"], PATIENCE)
+                and not changed.wait_for(lambda: seen["most"] >= seen["together"], TIMEOUT_S)
             ):
-                seen["together"] = 0  # in vain: the others need not wait for it as well
+                seen["together"] = 0  # the other requests need not wait for it in vain
         time.sleep(0.05)
         if answer.command == "GET":
             seen["bytes"] += size
@@ -76,27 +74,27 @@ def wanted(rows):
     return [bytes([row]) * BYTES for row in rows.tolist()]
 
 
-def test_scattered_rows_come_at_once_and_nothing_else_does(records, loads):
+def test_scattered_rows_are_requested_concurrently_and_exactly(records, loads):
     loads["bytes"], loads["together"] = 0, len(SCATTERED) / 2
     assert read(records, SCATTERED) == wanted(SCATTERED)
     assert loads["most"] >= len(SCATTERED) / 2
     assert loads["bytes"] < 1.01 * len(SCATTERED) * BYTES + 1000, "no more than was wanted"
 
 
-def test_rows_in_order_are_read_as_a_stream_that_reads_ahead(records, loads):
+def test_contiguous_rows_are_read_as_a_stream_with_read_ahead(records, loads):
     read(records, numpy.arange(4))
     loads["most"], before = 0, loads["bytes"]
     assert read(records, numpy.arange(4, 8)) == wanted(numpy.arange(4, 8))
     assert loads["most"] <= 1 and loads["bytes"] - before < BYTES
 
 
-def test_the_versions_of_many_files_are_asked_for_at_once(web, loads):
+def test_versions_of_many_files_are_requested_concurrently(web, loads):
     loads |= {"together": 8, "read": False}
     assert len(Records([f"{web.address}/shards/{number:02}.tfrecord" for number in range(24)])) == 24
     assert loads["most"] >= 8 and loads["together"] == 8
 
 
-def test_one_that_fails_is_asked_for_again_by_itself(records, web):
+def test_failed_request_is_repeated_by_itself(records, web):
     remote._supports_ranges.clear()
     read(records, SCATTERED)
     web.failing, before = 3, len(web.asked)
@@ -104,22 +102,22 @@ def test_one_that_fails_is_asked_for_again_by_itself(records, web):
     assert len(web.asked) - before <= len(SCATTERED) + 3 + 3
 
 
-def test_answers_that_break_off_are_no_content(records, web):
+def test_truncated_response_is_not_used(records, web):
     read(records, SCATTERED)
     web.breaking = 4
     assert read(records, SCATTERED) == wanted(SCATTERED)
 
 
-def test_a_server_that_gives_whole_files_is_not_asked_for_each_part(records, web, loads):
+def test_server_without_ranges_is_asked_once_per_file(records, web, loads):
     remote._supports_ranges.clear()
     web.ranges, loads["bytes"] = False, 0
-    whole = len(web.content["/long.tfrecord"])
-    with pytest.raises(Exception, match="range requests") as told:
+    size = len(web.content["/long.tfrecord"])
+    with pytest.raises(Exception, match="range requests") as error:
         read(records, SCATTERED)
-    assert "\n" not in str(told.value)
-    assert loads["bytes"] <= 3 * whole
+    assert "\n" not in str(error.value)
+    assert loads["bytes"] <= 3 * size
 
 
-def test_the_same_rows_twice_and_backwards(records):
+def test_repeated_and_reversed_rows_are_read(records):
     rows = numpy.array([150, 3, 3, 90, 4, 2, 150])
     assert read(records, rows) == wanted(rows)

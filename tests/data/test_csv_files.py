@@ -1,5 +1,4 @@
-"""CSV: types that are guessed, names and delimiters that are said, and lines with more or fewer fields than the
-others."""
+"""CSV: inferred types, given names and delimiters, and lines with more or fewer fields than the others."""
 
 import gzip
 import json
@@ -14,7 +13,7 @@ from hasten.data.formats import table_files
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 
 
-def test_csv_of_a_harder_kind(tmp_path):
+def test_csv_with_difficult_content_is_read(tmp_path):
     (tmp_path / "a.csv").write_text(
         "x,y,t\n" + "1,2,no\n" * 300_000 + "1.5,2,yes\n"
     )  # the fraction is beyond the first block
@@ -28,7 +27,7 @@ def test_csv_of_a_harder_kind(tmp_path):
     assert batch["p"].tolist() == [3] and batch["q"].tolist() == [4]
 
 
-def test_the_identity_of_a_csv_follows_how_it_is_read(tmp_path):
+def test_csv_fingerprint_follows_its_options(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     settings = ({}, {"delimiter": ";"}, {"header": ["p", "q"]}, {"header": ["q", "p"]})
     identities = [json.dumps(csv(tmp_path / "t.csv", **setting).source.fingerprint()) for setting in settings]
@@ -44,7 +43,7 @@ ODD_ROWS = {
 
 
 @pytest.mark.parametrize("form", ["plain", "gz", "no header"])
-def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
+def test_csv_line_with_other_field_count_is_a_bad_row(tmp_path, form):
     path, settings = tmp_path / ("t.csv.gz" if form == "gz" else "t.csv"), {}
     content = ODD.encode()
     if form == "no header":
@@ -66,23 +65,23 @@ def test_a_line_of_csv_with_other_fields_is_a_bad_row(tmp_path, form):
     assert len(pipeline.source) == 7
 
 
-def test_a_bad_line_of_csv_that_is_no_text_is_told_in_one_line(tmp_path, capfd):
+def test_csv_bad_line_that_is_not_text_is_one_line(tmp_path, capfd):
     (tmp_path / "t.csv").write_bytes("n,word\n1,a\n2,b\n3,é,é\n".encode("latin-1"))
     with pytest.raises(ConfigurationError, match=r"t\.csv is not a complete CSV file: .*UTF-8\?$"):
         csv(tmp_path / "t.csv")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
+def test_csv_bad_line_is_reported_before_reading(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("n,label\n" + "1,0\n" * 100 + "1\n" + "1,0\n" * 100)
-    told = (
+    message = (
         r"row 100 \(.*t\.csv\): row 100 of the file, '1', has 1 field, not 2; repair it, or allow bad rows "
         r"to be skipped"
     )
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         next(iter(csv(path, target="label").batch(10)))
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         csv(path, target="label").batches(10, seed=0, training=False)
     assert sum(len(y) for _, y in csv(path, target="label").skip_bad_rows(1).cache().batch(10)) == 200
     (tmp_path / "u.csv").write_text(path.read_text())
@@ -93,8 +92,8 @@ def test_a_bad_line_of_csv_is_named_before_anything_is_read(tmp_path):
         next(iter(csv(tmp_path, target="label").skip_bad_rows(1).batch(10)))
 
 
-def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
-    """It has swallowed all lines after it."""
+def test_csv_unclosed_quote_is_not_a_single_bad_row(tmp_path):
+    """The unclosed quote extends over all following lines."""
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,"Tom\n' + "6,b,7\n" * 100)
     with pytest.raises(
         ConfigurationError,
@@ -103,25 +102,25 @@ def test_a_quote_that_is_never_closed_makes_no_single_bad_row(tmp_path):
         csv(tmp_path / "t.csv")
 
 
-def test_a_sign_for_inches_is_no_quote_that_is_never_closed(tmp_path):
+def test_csv_inch_sign_is_not_an_unclosed_quote(tmp_path):
     (tmp_path / "t.csv").write_text("n,word,x\n" + "1,a,2\n" * 4 + '5,5" pipe,2,2\n' + "6,b,7\n" * 4)
     (bad,) = csv(tmp_path / "t.csv").source.known_bad_rows()
     assert (bad.row, bad.why) == (4, "row 4 of the file, '5,5\" pipe,2,2', has 4 fields, not 3")
 
 
-def test_too_many_bad_lines_of_csv_are_not_collected(tmp_path, monkeypatch):
+def test_csv_bad_lines_above_the_limit_are_not_collected(tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "MAX_BAD_LINES", 3)
     path = tmp_path / "t.csv"
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 3)
     assert len(csv(path).source.known_bad_rows()) == 3
     path.write_text("n,word\n" + "1,a\n" * 20 + "2\n" * 4)
     with pytest.raises(
-        ConfigurationError, match=r"t\.csv has more than 3 lines with too few fields or too many; are the delimiter"
+        ConfigurationError, match=r"t\.csv has over 3 lines with too few fields or too many; are the delimiter"
     ):
         csv(path)
 
 
-def test_a_csv_with_another_delimiter_is_no_bad_row_among_others(tmp_path):
+def test_csv_with_another_delimiter_is_not_a_bad_row(tmp_path):
     (tmp_path / "a.csv").write_text("n,label\n" + "1,0\n" * 100)
     (tmp_path / "b.csv").write_text("n,label\n" + "1;0\n" * 100)
     with pytest.raises(

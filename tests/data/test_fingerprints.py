@@ -87,7 +87,7 @@ FILES = {
 
 
 def write(folder, old="", new=""):
-    """The user's modules, something in them said otherwise."""
+    """Writes the user's modules with some text replaced."""
     assert any(old in text for text in FILES.values())
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -95,12 +95,12 @@ def write(folder, old="", new=""):
 
 
 def of(folder, old="", new="", what="f"):
-    """The fingerprint of an expression over modules written out now."""
+    """Returns the fingerprint of an expression over modules written now."""
     write(folder, old, new)
     importlib.invalidate_caches()
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(folder)
-        patched.setattr(sys, "dont_write_bytecode", True)  # which would be taken for that of the next text
+        patched.setattr(sys, "dont_write_bytecode", True)  # a cached module would be taken for the next text
         try:
             return fingerprint(eval(what, vars(importlib.import_module("user_code"))))
         finally:
@@ -125,24 +125,24 @@ def of(folder, old="", new="", what="f"):
         ("return a + b", "return a - b"),
         ("a // 5", "a // 6"),  # through a chain of the user's own modules
         ("a % 9", "a % 8"),  # imported inside the function
-        ("a | 4", "a | 3"),  # a module taken from another one there
+        ("a | 4", "a | 3"),  # imported from another module there
         ("n * 7", "n * 6"),  # behind functools.cache
     ],
 )
-def test_what_a_function_depends_on_changes_it(tmp_path, old, new):
+def test_fingerprint_changes_with_dependencies(tmp_path, old, new):
     assert of(tmp_path) != of(tmp_path, old, new)
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("def inner", "\n\n# said better\ndef inner"),
+        ("def inner", "\n\n# a comment\ndef inner"),
         ("return a\n", "return -a\n"),
         ("a ^ 4", "a ^ 3"),
         ("class Shift", "UNUSED = 3\nclass Shift"),
     ],
 )
-def test_what_it_does_not_depend_on_leaves_it(tmp_path, old, new):
+def test_fingerprint_ignores_unrelated_changes(tmp_path, old, new):
     assert of(tmp_path) == of(tmp_path, old, new)
 
 
@@ -159,11 +159,11 @@ def test_what_it_does_not_depend_on_leaves_it(tmp_path, old, new):
         ("str.upper", "str.lower"),
     ],
 )
-def test_functions_are_told_apart(tmp_path, one, other):
+def test_fingerprint_of_different_functions_differs(tmp_path, one, other):
     assert of(tmp_path, what=one) == of(tmp_path, what=one) != of(tmp_path, what=other)
 
 
-def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
+def test_fingerprint_of_user_class_includes_its_methods(tmp_path):
     assert of(tmp_path, what="Shift(1)") != of(tmp_path, "by = 1", "by = 2", what="Shift(1)")
     assert of(tmp_path, what="Shift(1)") != of(tmp_path, "x + self", "x - self", what="Shift(1)")
 
@@ -183,11 +183,11 @@ def test_a_class_of_the_users_own_counts_with_its_methods(tmp_path):
         ),  # same bytecode
     ],
 )
-def test_what_changes_a_class_or_a_function_is_seen(tmp_path, what, old, new):
+def test_fingerprint_follows_changes_of_classes_and_functions(tmp_path, what, old, new):
     assert of(tmp_path, what=what) == of(tmp_path, what=what) != of(tmp_path, old, new, what=what)
 
 
-def test_arrays_and_modules_count_by_content():
+def test_fingerprint_of_arrays_and_modules_is_by_content():
     def adding(values):
         return lambda x: x + values
 
@@ -204,7 +204,7 @@ def test_arrays_and_modules_count_by_content():
     assert fingerprint(functools.partial(math.pow, 2)) != fingerprint(functools.partial(math.pow, 3))
 
 
-def test_circles_end():
+def test_fingerprint_of_cyclic_references_ends():
     def again(x):
         return again(x - 1) if x else other(x)
 
@@ -214,7 +214,7 @@ def test_circles_end():
     assert fingerprint(again) == fingerprint(again)
 
 
-def test_it_is_the_same_in_every_process(tmp_path):
+def test_fingerprint_is_equal_in_every_process(tmp_path):
     write(tmp_path)
     ask = """
 from user_code import *
@@ -243,7 +243,7 @@ for each in (f, Here(), Here().__call__, Shift(3).__call__, Crop(), by_mode, lam
 
 class Named:
     def __reduce__(self):
-        return "a name, which tells nothing"
+        return "an ambiguous name"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ class Named:
     [threading.Lock(), sys.stdout, (x for x in [1]), Named()],
     ids=["lock", "file", "generator", "known by name"],
 )
-def test_what_cannot_be_told_is_refused(what):
+def test_fingerprint_of_unknown_objects_raises(what):
     def using(x):
         return x, what
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_told_is_refused(what):
         fingerprint(using)
 
 
-def test_library_functions_count_by_name_and_version():
+def test_fingerprint_of_library_functions_is_name_and_version():
     assert (
         len(
             {

@@ -1,4 +1,4 @@
-"""Pictures: decoded and resized as Pillow does it, labelled by folder, and every way a picture can be bad."""
+"""Images: decoded and resized as Pillow does, labeled by folder, and every kind of bad image."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def decoder(request, monkeypatch):
 
 
 def smooth(height, width, seed=0):
-    """A picture as photos are: no hard edges, which JPEG and resizing would treat in their own ways."""
+    """A photo-like image without hard edges, which JPEG and resizing treat in different ways."""
     coarse = numpy.random.default_rng(seed).integers(0, 256, (6, 6, 3), numpy.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
@@ -51,14 +51,14 @@ def folder_of(path, sizes=((40, 60), (60, 40), (50, 50)), classes=("cat", "dog")
 
 def as_pillow_resizes(picture, height, width):
     scale = max(height / picture.height, width / picture.width)
-    whole = max(width, int(picture.width * scale)), max(height, int(picture.height * scale))
-    left, top = round((whole[0] - width) / 2), round((whole[1] - height) / 2)
-    return numpy.asarray(picture.resize(whole, Image.BILINEAR).crop((left, top, left + width, top + height))).transpose(
-        2, 0, 1
-    )
+    resized = max(width, int(picture.width * scale)), max(height, int(picture.height * scale))
+    left, top = round((resized[0] - width) / 2), round((resized[1] - height) / 2)
+    return numpy.asarray(
+        picture.resize(resized, Image.BILINEAR).crop((left, top, left + width, top + height))
+    ).transpose(2, 0, 1)
 
 
-def test_png_pictures_come_back_bit_for_bit(tmp_path):
+def test_png_is_decoded_bit_for_bit(tmp_path):
     source = images(folder_of(tmp_path / "set")).source
     pictures, labels = source.read(numpy.arange(6))
     assert source.classes == ["cat", "dog"] and labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -69,7 +69,7 @@ def test_png_pictures_come_back_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("resize", [32, (24, 30), 80], ids=str)
-def test_resizing_is_pillows(tmp_path, resize):
+def test_resize_equals_pillow(tmp_path, resize):
     pictures, labels = images(folder_of(tmp_path / "set"), resize=resize).source.read(numpy.array([4, 0, 2]))
     height, width = (resize, resize) if isinstance(resize, int) else resize
     assert pictures.shape == (3, 3, height, width) and pictures.is_contiguous() and labels.tolist() == [1, 0, 0]
@@ -78,33 +78,33 @@ def test_resizing_is_pillows(tmp_path, resize):
         assert numpy.abs(picture.numpy().astype(int) - expected).max() <= 1
 
 
-def test_real_photos_are_read_as_pillow_reads_them(decoder):
+def test_real_photos_are_decoded_as_by_pillow(decoder):
     photos = Path(os.environ.get("HASTEN_DATA", "")) / "imagenet-sample-jpeg"
     if not photos.is_dir():
         pytest.skip("no photos: HASTEN_DATA names no folder with imagenet-sample-jpeg")
     source = images(photos, resize=224, labels=None).source
     rows = numpy.arange(0, 200, 7)
-    pictures, whole = source.read(rows), images(photos, labels=None).source.read(rows)
-    for row, small, picture in zip(rows, pictures, whole, strict=True):
+    pictures, originals = source.read(rows), images(photos, labels=None).source.read(rows)
+    for row, small, picture in zip(rows, pictures, originals, strict=True):
         expected = Image.open(source.files.path(row)).convert("RGB")
         assert numpy.abs(picture.numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 1
-        if min(expected.size) < 4 * 224:  # bigger ones are decoded at half their size
+        if min(expected.size) < 4 * 224:  # larger ones are decoded at half their size
             assert numpy.abs(small.numpy().astype(int) - as_pillow_resizes(expected, 224, 224)).mean() < 1
 
 
 @pytest.mark.parametrize(
     ("mode", "kind"), [("L", "jpg"), ("CMYK", "jpg"), ("L", "png"), ("P", "png"), ("RGBA", "png"), ("1", "png")]
 )
-def test_every_kind_of_colour_becomes_three_layers(tmp_path, decoder, mode, kind):
+def test_every_color_mode_becomes_three_channels(tmp_path, decoder, mode, kind):
     picture = smooth(33, 47).convert(mode)
     picture.save(tmp_path / f"a.{kind}")
-    (whole,) = images(tmp_path, labels=None).source.read(numpy.array([0]))
+    (original,) = images(tmp_path, labels=None).source.read(numpy.array([0]))
     expected = numpy.asarray(Image.open(tmp_path / f"a.{kind}").convert("RGB")).transpose(2, 0, 1)
-    assert whole.shape == (3, 33, 47) and numpy.abs(whole.numpy().astype(int) - expected).mean() < 1
+    assert original.shape == (3, 33, 47) and numpy.abs(original.numpy().astype(int) - expected).mean() < 1
     assert images(tmp_path, resize=16, labels=None).source.read(numpy.array([0])).shape == (1, 3, 16, 16)
 
 
-def test_a_big_jpeg_is_decoded_small_and_looks_the_same(tmp_path, decoder):
+def test_large_jpeg_decoded_at_reduced_size_looks_the_same(tmp_path, decoder):
     smooth(1600, 2400).save(tmp_path / "a.jpg", quality=90)
     small = decoding.decode_image((tmp_path / "a.jpg").read_bytes(), size=(100, 100))
     assert 200 <= small.shape[0] < 420
@@ -114,19 +114,19 @@ def test_a_big_jpeg_is_decoded_small_and_looks_the_same(tmp_path, decoder):
     )
 
 
-def test_threads_get_the_pictures_that_one_gets(tmp_path):
+def test_image_runners_give_the_same_images(tmp_path):
     source = images(
         folder_of(tmp_path / "set", sizes=[(30 + i, 70 - i) for i in range(20)], kind="jpg"), resize=24
     ).source
     batches = numpy.array_split(numpy.random.default_rng(0).permutation(40), 10)
-    alone = [source.read(batch)[0] for batch in batches]
+    one_by_one = [source.read(batch)[0] for batch in batches]
     with ThreadPoolExecutor(4) as pool:
-        for one, other in zip(alone, pool.map(lambda batch: source.read(batch)[0], batches), strict=True):
+        for one, other in zip(one_by_one, pool.map(lambda batch: source.read(batch)[0], batches), strict=True):
             assert torch.equal(one, other)
 
 
 def bomb(height, width):
-    """A PNG file of a hundred bytes that says it is huge."""
+    """A PNG file of a hundred bytes whose header states a huge size."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -136,7 +136,7 @@ def bomb(height, width):
 
 
 def jpeg_bomb():
-    """A small JPEG whose header is changed to say 65000 x 65000."""
+    """A small JPEG whose header is changed to 65000 x 65000."""
     file = io.BytesIO()
     smooth(16, 16).save(file, "JPEG")
     data = bytearray(file.getvalue())
@@ -146,7 +146,7 @@ def jpeg_bomb():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("bomb.png", bomb(8000, 8000), "8000 x 8000 pixels, more than the"),
         ("bomb2.png", bomb(60000, 60000), "60000 x 60000 pixels, more than the"),
@@ -157,19 +157,19 @@ def jpeg_bomb():
     ],
 )
 @pytest.mark.parametrize("resize", [None, 16])
-def test_a_bad_picture_is_named(tmp_path, decoder, name, content, says, resize):
+def test_bad_image_is_named(tmp_path, decoder, name, content, message, resize):
     for other in ("a", "z"):
         smooth(20, 20).save(tmp_path / f"{other}.png")
     (tmp_path / name).write_bytes(content)
     source = images(tmp_path, resize=resize, labels=None).source
-    with pytest.raises(BadRow, match=says) as caught:
+    with pytest.raises(BadRow, match=message) as caught:
         source.read(numpy.array([2, 1, 0]))
     assert caught.value.row == 1 and caught.value.where.endswith(name)
     assert len(source.read(numpy.array([2, 0]))) == 2
 
 
 @pytest.mark.parametrize(("height", "width", "resized"), [(1, 65000, "224 x 14560000"), (65000, 1, "14560000 x 224")])
-def test_a_thin_picture_may_not_ask_for_all_memory(tmp_path, height, width, resized):
+def test_narrow_image_after_resize_beyond_memory_is_refused(tmp_path, height, width, resized):
     smooth(height, width).save(tmp_path / "a.png")
     with pytest.raises(
         BadRow,
@@ -180,15 +180,15 @@ def test_a_thin_picture_may_not_ask_for_all_memory(tmp_path, height, width, resi
     assert images(tmp_path, resize=8, labels=None).source.read(numpy.array([0])).shape == (1, 3, 8, 8)
 
 
-def test_a_jpeg_that_is_cut_off_is_bad(tmp_path, decoder):
+def test_truncated_jpeg_is_bad(tmp_path, decoder):
     smooth(200, 200).save(tmp_path / "a.jpg")
-    whole = (tmp_path / "a.jpg").read_bytes()
-    (tmp_path / "a.jpg").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(content[: len(content) // 2])
     with pytest.raises(BadRow, match=r"a\.jpg.*truncated"):
         images(tmp_path, resize=32, labels=None).source.read(numpy.array([0]))
 
 
-def test_a_file_that_went_away_is_a_bad_row(tmp_path):
+def test_deleted_file_is_a_bad_row(tmp_path):
     source = images(folder_of(tmp_path / "set"), resize=8).source
     (tmp_path / "set" / "cat" / "1.png").unlink()
     with pytest.raises(BadRow, match=r"cannot read .*cat/1\.png"):
@@ -196,7 +196,7 @@ def test_a_file_that_went_away_is_a_bad_row(tmp_path):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 1}], ids=str)
-def test_a_picture_that_was_replaced_between_two_passes_is_told(tmp_path, way):
+def test_image_replaced_between_epochs_raises(tmp_path, way):
     root = folder_of(tmp_path / "set")
     pictures = images(root, resize=8).batch(3).prefetch(**way)
     first, second = list(pictures), list(pictures)
@@ -207,7 +207,7 @@ def test_a_picture_that_was_replaced_between_two_passes_is_told(tmp_path, way):
     assert len(list(images(root, resize=8).batch(3))) == 2
 
 
-def test_a_cache_of_pictures_that_were_replaced_is_filled_anew(tmp_path):
+def test_cache_of_replaced_images_is_rebuilt(tmp_path):
     root = folder_of(tmp_path / "set")
     pictures = images(root, resize=8).cache().batch(6)
     ((before, _),) = pictures
@@ -216,7 +216,7 @@ def test_a_cache_of_pictures_that_were_replaced_is_filled_anew(tmp_path):
     assert not torch.equal(before[1], after[1]) and torch.equal(before[0], after[0])
 
 
-def test_labels_by_name_and_patterns(tmp_path):
+def test_labels_by_folder_name_and_pattern(tmp_path):
     folder_of(tmp_path / "set")
     by_pattern = images(str(tmp_path / "set" / "*" / "*.png"))
     assert by_pattern.source.classes == ["cat", "dog"] and by_pattern.source.labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -229,18 +229,18 @@ def test_labels_by_name_and_patterns(tmp_path):
 
 
 @pytest.mark.parametrize("resize", [0, -3, (1, 2, 3), "big", (4, 0)])
-def test_a_wrong_size_is_refused(tmp_path, resize):
+def test_invalid_size_is_refused(tmp_path, resize):
     with pytest.raises(ConfigurationError, match="resize must be"):
         images(folder_of(tmp_path / "set"), resize=resize)
 
 
-def test_no_picture_is_refused(tmp_path):
+def test_invalid_image_files_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(ConfigurationError, match="holds no file that ends in"):
         images(tmp_path)
 
 
-def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeypatch):
+def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "MIN_FILES", 1)
     root = folder_of(tmp_path / "set")
     long_ago = time.time() - 3600
@@ -254,26 +254,26 @@ def test_the_list_of_a_folder_is_kept_until_the_folder_changes(tmp_path, monkeyp
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")
     assert len(list_folder(root, (".png",))) == 7 and walks
-    (kept,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
-    kept.write_bytes(kept.read_bytes()[:100])  # a damaged list is no list
+    (listing,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
+    listing.write_bytes(listing.read_bytes()[:100])  # a damaged list is ignored
     assert len(list_folder(root, (".png",))) == 7
 
 
-def test_a_folder_that_just_changed_is_not_remembered(tmp_path, monkeypatch):
+def test_folder_that_just_changed_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "MIN_FILES", 1)
     monkeypatch.setattr(manifests, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     list_folder(folder_of(tmp_path / "set"), (".png",))
     assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
 
 
-def test_links_that_lead_back_end(tmp_path):
+def test_cyclic_links_end(tmp_path):
     root = folder_of(tmp_path / "set")
     (root / "cat" / "around").symlink_to(root)
     assert len(list_folder(root, (".png",))) == 6
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_link_that_leads_nowhere_is_a_bad_row_of_a_cache_too(tmp_path, where):
+def test_dangling_link_is_a_bad_row_of_a_cache(tmp_path, where):
     root = folder_of(tmp_path / "set")
     (root / "cat" / "1.png").unlink()
     (root / "cat" / "1.png").symlink_to(tmp_path / "later.png")
@@ -286,11 +286,11 @@ def test_a_link_that_leads_nowhere_is_a_bad_row_of_a_cache_too(tmp_path, where):
     assert list(cached.faults.found) == [1]
     smooth(11, 13, seed=99).save(tmp_path / "later.png")
     assert sum(len(labels) for _, labels in cached) == 6 and not cached.faults.found, (
-        "it came, so the cache is filled anew"
+        "it exists now, so the cache is rebuilt"
     )
 
 
-def test_the_identity_follows_the_files(tmp_path):
+def test_fingerprint_follows_the_files(tmp_path):
     root = folder_of(tmp_path / "set")
     before = images(root, resize=8).source.fingerprint()
     assert before != images(root, resize=8, pixels=9000).source.fingerprint()
@@ -299,7 +299,7 @@ def test_the_identity_follows_the_files(tmp_path):
     assert before != images(root, resize=8).source.fingerprint()
 
 
-def test_the_identity_follows_the_decoders(tmp_path, decoder, monkeypatch):
+def test_fingerprint_follows_the_decoders(tmp_path, decoder, monkeypatch):
     root = folder_of(tmp_path / "set")
     before = images(root, resize=8).source.fingerprint()
     monkeypatch.setattr(decoding.metadata, "version", lambda package: f"{package} of tomorrow")

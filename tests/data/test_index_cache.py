@@ -1,5 +1,5 @@
-"""First passes: what a walk through a file found is kept until the file changes, believed only if it is whole, and a
-long one is told."""
+"""The index cache: the index of a file is stored until the file changes, validated before use, and its progress is
+reported."""
 
 import hashlib
 import io
@@ -28,23 +28,23 @@ from helpers.assertions import same
 from helpers.process import FORK, join_process, start_process
 from helpers.tar_files import npy, pack
 
-SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together they are worth a walk
+SIZES = (80_000, 150_000, 110_000, 90_000)  # bytes of the samples, three times; together enough to be worth an index
 MAKERS = {"tfrecord": tfrecord, "tar": webdataset}
 DATA = {"tfrecord": "data", "tar": "bin"}  # the column of these bytes
 
 _watched, _opened = set(), Counter()
 
 
-def _heard(event, arguments):
+def _record_open(event, arguments):
     if event == "open" and str(arguments[0]) in _watched:
         _opened[str(arguments[0])] += 1
 
 
-sys.addaudithook(_heard)  # of Python itself, which tells of every file that is opened
+sys.addaudithook(_record_open)  # Python's audit hook, which reports every opened file
 
 
 def written(path, sizes=SIZES * 3):
-    """A file of samples of these sizes: in another order it is as long, and every sample lies elsewhere."""
+    """A file of samples of these sizes; in another order it has the same length with every sample elsewhere."""
     contents = [numpy.random.default_rng(size).bytes(size) for size in sizes]
     if path.suffix == ".tar":
         numbered = [(f"{number:02}", content) for number, content in enumerate(contents)]
@@ -59,7 +59,7 @@ def everything(source):
 
 
 def opened(path):
-    """(a source, how often its file was opened for it)."""
+    """Returns (a source, how often opening it opened its file)."""
     paths._mapped.cache_clear()
     _watched.add(str(path))
     before = _opened[str(path)]
@@ -68,15 +68,14 @@ def opened(path):
 
 
 def asked(web, path, query=""):
-    """(a source, how often something of its file was asked for); in a thread of its own, which has no connections from
-    before."""
+    """Returns (a source, how many requests it made); in a new thread, which has no open connections."""
     before = len(web.asked)
     with ThreadPoolExecutor(1) as another:
         source = another.submit(lambda: MAKERS[path.rpartition(".")[2]](f"{web.address}{path}{query}").source).result()
     return source, sum(method == "GET" and where == path + query for method, where, _ in web.asked[before:])
 
 
-def kept():
+def cached_files():
     folder = Path(os.environ["HASTEN_CACHE"], "manifests")
     return sorted(folder.iterdir()) if folder.exists() else []
 
@@ -88,7 +87,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Files that were written just now are taken for old ones."""
+    """Makes files that were just written count as old."""
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
 
 
@@ -104,7 +103,7 @@ def web(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_the_second_opening_reads_nothing_of_the_file(tmp_path, settled, kind):
+def test_second_open_does_not_read_the_file(tmp_path, settled, kind):
     path = written(tmp_path / f"a.{kind}")
     first, times = opened(path)
     assert times > 0
@@ -114,7 +113,7 @@ def test_the_second_opening_reads_nothing_of_the_file(tmp_path, settled, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_the_second_opening_asks_a_server_for_nothing_of_the_file(web, kind):
+def test_second_open_of_a_remote_file_requests_no_content(web, kind):
     first, times = asked(web, f"/a.{kind}")
     assert times > 0
     second, times = asked(web, f"/a.{kind}")
@@ -123,32 +122,32 @@ def test_the_second_opening_asks_a_server_for_nothing_of_the_file(web, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_changed_file_is_walked_through_anew(tmp_path, settled, kind):
+def test_changed_file_is_indexed_again(tmp_path, settled, kind):
     path = written(tmp_path / f"a.{kind}")
     before, size = everything(opened(path)[0]), path.stat().st_size
     written(path, SIZES[::-1] * 3)
     assert path.stat().st_size == size
-    for expected in (True, False):  # and then that is what is kept
+    for expected in (True, False):  # the same content is stored again
         source, times = opened(path)
         assert (times > 0) is expected
         assert not same(everything(source), before) and {*map(len, everything(source)[DATA[kind]])} == {*SIZES}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_file_that_changed_on_a_server_is_walked_through_anew(web, tmp_path, kind):
+def test_changed_remote_file_is_indexed_again(web, tmp_path, kind):
     before = everything(asked(web, f"/a.{kind}")[0])
     web.content[f"/a.{kind}"] = written(tmp_path / f"far.{kind}", SIZES[::-1] * 3).read_bytes()
     source, times = asked(web, f"/a.{kind}")
     assert times > 0 and not same(everything(source), before)
 
 
-def test_what_is_not_kept(tmp_path, monkeypatch):
+def test_index_of_recent_small_or_truncated_file_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     opened(written(tmp_path / "now.tar"))
-    assert not kept(), "it may change again without a new time"
+    assert not cached_files(), "a change within the clock's resolution keeps the time"
     monkeypatch.setattr(index_cache, "TIMESTAMP_GRANULARITY_NS", 0)
     opened(written(tmp_path / "small.tar", [1000] * 3))
-    assert not kept(), "it is walked through in no time"
+    assert not cached_files(), "indexing it is faster than reading a cache"
     cut = written(tmp_path / "cut.tfrecord")
     cut.write_bytes(cut.read_bytes()[:-1])
     for _ in range(2):
@@ -157,16 +156,18 @@ def test_what_is_not_kept(tmp_path, monkeypatch):
         assert times > 0 and "is cut off" in bad.why and bad.row == 11
 
 
-def test_a_server_that_tells_no_version_is_asked_every_time(web):
+def test_server_without_versions_is_indexed_every_time(web):
     web.marked = False
     with warnings.catch_warnings(action="ignore", category=HastenWarning):
-        assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not kept()
+        assert all(asked(web, "/a.tar")[1] > 0 for _ in range(2)) and not cached_files()
 
 
-def test_no_address_is_kept(web):
+def test_cache_contains_no_url(web):
     web.content["/b.tar?key=secret"] = web.content["/a.tar"]
     assert asked(web, "/b.tar", "?key=secret")[1] > 0 and asked(web, "/b.tar", "?key=secret")[1] == 0
-    assert kept() and not any(word in path.read_bytes() for path in kept() for word in (b"secret", b"127.0.0.1"))
+    assert cached_files() and not any(
+        word in path.read_bytes() for path in cached_files() for word in (b"secret", b"127.0.0.1")
+    )
 
 
 class Bad:
@@ -195,64 +196,66 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("how", DAMAGE)
-def test_what_was_kept_and_is_damaged_is_passed_over(tmp_path, settled, kind, how):
+def test_damaged_index_is_ignored(tmp_path, settled, kind, how):
     path = written(tmp_path / f"a.{kind}")
-    whole = everything(opened(path)[0])
-    assert kept()
-    for each in kept():
+    expected = everything(opened(path)[0])
+    assert cached_files()
+    for each in cached_files():
         each.write_bytes(DAMAGE[how](each.read_bytes()))
     source, times = opened(path)
-    assert times > 0 and same(everything(source), whole) and not Path(os.environ["HASTEN_CACHE"], "executed").exists()
-    assert opened(path)[1] == 0, "it is kept again"
+    assert (
+        times > 0 and same(everything(source), expected) and not Path(os.environ["HASTEN_CACHE"], "executed").exists()
+    )
+    assert opened(path)[1] == 0, "it is cached_files again"
 
 
-def test_what_was_kept_of_another_file_is_passed_over(tmp_path, settled):
+def test_index_of_another_file_is_ignored(tmp_path, settled):
     one, other = written(tmp_path / "a.tar"), written(tmp_path / "b.tar", SIZES[::-1] * 3)
     opened(one)
-    of_one = {path.name: path for path in kept()}
-    whole = everything(opened(other)[0])
-    of_other = [path for path in kept() if path.name not in of_one]
+    of_one = {path.name: path for path in cached_files()}
+    expected = everything(opened(other)[0])
+    of_other = [path for path in cached_files() if path.name not in of_one]
     for path, foreign in zip(of_other, of_one.values(), strict=True):
         path.write_bytes(foreign.read_bytes())
     source, times = opened(other)
-    assert times > 0 and same(everything(source), whole)
+    assert times > 0 and same(everything(source), expected)
 
 
-def reader(paths, begin, told):
+def reader(paths, begin, results):
     begin.wait(60)
     rows = [MAKERS[path.suffix[1:]](path).source.read(numpy.arange(12))[DATA[path.suffix[1:]]] for path in paths]
-    told.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
+    results.put([hashlib.blake2b(b"".join(column)).hexdigest() for column in rows])
 
 
-def test_two_processes_that_open_a_file_at_once(tmp_path, settled):
+def test_two_processes_index_a_file_concurrently(tmp_path, settled):
     paths = [written(tmp_path / f"a.{kind}") for kind in MAKERS]
-    begin, told = FORK.Barrier(2), FORK.SimpleQueue()
-    children = [start_process(reader, paths, begin, told) for _ in range(2)]
+    begin, results = FORK.Barrier(2), FORK.SimpleQueue()
+    children = [start_process(reader, paths, begin, results) for _ in range(2)]
     assert [join_process(child) for child in children] == [0, 0]
-    said = [told.get() for _ in children]
-    assert len(said[0]) == 2 and said[0] == said[1]
-    assert {path.suffix for path in kept()} == {".manifest"}
+    digests = [results.get() for _ in children]
+    assert len(digests[0]) == 2 and digests[0] == digests[1]
+    assert {path.suffix for path in cached_files()} == {".manifest"}
     assert [opened(path)[1] for path in paths] == [0, 0]
 
 
-@pytest.mark.parametrize("why", ["nobody may write there", "a file is in the way"])
-def test_a_cache_folder_that_cannot_be_written_to_is_no_error(tmp_path, settled, why):
+@pytest.mark.parametrize("why", ["read-only", "a file is in the way"])
+def test_read_only_cache_folder_is_no_error(tmp_path, settled, why):
     cache = Path(os.environ["HASTEN_CACHE"])
     if why == "a file is in the way":
         cache.touch()
     else:
         cache.mkdir(mode=0o500)
         if os.access(cache, os.W_OK):
-            pytest.skip("who runs this may write everywhere")
+            pytest.skip("this user may write everywhere")
     path = written(tmp_path / "a.tar")
     first, second = opened(path), opened(path)
     assert second[1] > 0 and same(everything(first[0]), everything(second[0]))
 
 
-# ---- what is told
+# ---- progress and warnings
 
 
-def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
+def test_indexing_many_files_reports_rate_and_remaining(web, monkeypatch):
     from helpers.web import Answer
 
     message = frame_records([encode_example({"x": 1.5})])
@@ -276,24 +279,24 @@ def test_a_long_pass_tells_its_pace_and_what_is_left(web, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_walk_through_one_file_tells_where_it_is(tmp_path, kind):
-    path, told = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
+def test_indexing_one_file_reports_the_position(tmp_path, kind):
+    path, reports = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
     if kind == "tfrecord":
-        tfrecord_format._index_file(file_signature(path), told.append, verify=True)
+        tfrecord_format._index_file(file_signature(path), reports.append, verify=True)
     else:
-        webdataset_format._index_shard(file_signature(path), told.append)
-    assert len(told) > 2 and told == sorted(told) and told[-1] <= path.stat().st_size
+        webdataset_format._index_shard(file_signature(path), reports.append)
+    assert len(reports) > 2 and reports == sorted(reports) and reports[-1] <= path.stat().st_size
 
 
-def test_a_download_tells_how_much_is_here(web):
+def test_download_reports_received_bytes(web):
     web.content["/long"] = bytes(9 << 20)
-    told = []
-    assert len(range_reader.read_file(file_signature(f"{web.address}/long"), told.append)) == 9 << 20
-    assert told == [4 << 20, 8 << 20, 9 << 20]
+    reports = []
+    assert len(range_reader.read_file(file_signature(f"{web.address}/long"), reports.append)) == 9 << 20
+    assert reports == [4 << 20, 8 << 20, 9 << 20]
 
 
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
-def test_who_asks_for_quiet_hears_nothing_of_how_far_it_is(options, tmp_path, monkeypatch, capfd):
+def test_quiet_hides_index_progress(options, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(progress, "perf_counter", count(0.0, 100.0).__next__)  # a long time passes
     monkeypatch.setattr(tfrecord_format, "RECORDS_PER_REPORT", 1)
     assert main(["data", "inspect", str(written(tmp_path / "a.tfrecord")), "--budget", "0.5", *options]) == 0

@@ -1,4 +1,4 @@
-"""Settings that make no sense, and files that are no data: one clear line at the call, from every maker of sources."""
+"""Invalid arguments and files without data: one clear line at the call, from every function that makes a source."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A good file of every kind."""
+    """A valid file of every kind."""
     folder = tmp_path_factory.mktemp("data")
     table = pa.table({"a": [1.0, 2.0], "b": [1, 2], "label": [0, 1]})
     arrow_parquet.write_table(table, folder / "t.parquet")
@@ -61,13 +61,13 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
-def refused(make, told):
-    with pytest.raises(ConfigurationError, match=told) as caught:
+def refused(make, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
 
 
-def test_the_files_of_these_tests_are_good(folder):
+def test_valid_files_are_accepted(folder):
     for name, make in MAKERS.items():
         assert len(make(folder / FILES[name]).source) >= 1
     assert len(tokens(folder / "t.bin", 8).source) == 12
@@ -75,7 +75,7 @@ def test_the_files_of_these_tests_are_good(folder):
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
-    ("paths", "told"),
+    ("paths", "message"),
     [
         (None, "a file is given by a str or a Path, not by None"),
         (3, "not by 3"),
@@ -91,11 +91,11 @@ def test_the_files_of_these_tests_are_good(folder):
     ],
     ids=repr,
 )
-def test_paths(name, paths, told, tmp_path, monkeypatch):
+def test_source_invalid_paths_are_refused(name, paths, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if isinstance(paths, str) and "://" in paths:
         pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
-    refused(lambda: MAKERS[name](paths), told)
+    refused(lambda: MAKERS[name](paths), message)
 
 
 TABLES = [
@@ -143,7 +143,7 @@ TARS = [
     ({"resize": 10**6}, "makes images of 1000000000000 pixels, and"),
     ({"pixels": "a"}, "pixels= must be an integer of at least 1, not 'a'"),
 ]
-PICTURES = [
+IMAGES = [
     ({"pixels": "a"}, "pixels= must be an integer of at least 1, not 'a'"),
     ({"pixels": 0}, "pixels="),
     ({"pixels": True}, "pixels="),
@@ -169,24 +169,24 @@ SETTINGS = [
     ),
     *(("tfrecord", *case) for case in RECORDS),
     *(("webdataset", *case) for case in TARS),
-    *(("images", *case) for case in PICTURES),
+    *(("images", *case) for case in IMAGES),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
+    ("name", "settings", "message"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
 )
-def test_settings(folder, name, settings, told):
-    refused(lambda: MAKERS[name](folder / FILES[name], **settings), told)
+def test_source_invalid_arguments_are_refused(folder, name, settings, message):
+    refused(lambda: MAKERS[name](folder / FILES[name], **settings), message)
 
 
-def test_a_target_of_a_tar_may_be_said_with_its_dot(folder):
+def test_webdataset_target_may_start_with_a_dot(folder):
     text, number = webdataset(folder / "t.tar", columns=[".txt"], target=".CLS").source.read(numpy.array([0]))
     assert number.tolist() == [1] and text == ["text 1 é"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"where": "tape"}, "'memory' or 'disk'"),
         ({"where": None}, "'memory' or 'disk'"),
@@ -199,15 +199,15 @@ def test_a_target_of_a_tar_may_be_said_with_its_dot(folder):
     ],
     ids=str,
 )
-def test_a_cache(settings, told):
-    refused(lambda: arrays(torch.arange(4)).cache(**settings), told)
+def test_cache_invalid_arguments_are_refused(settings, message):
+    refused(lambda: arrays(torch.arange(4)).cache(**settings), message)
 
 
 # ---- tokens
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"length": 0}, r"tokens\(length=\) must be an integer of at least 1, not 0"),
         ({"length": "8"}, "not '8'"),
@@ -228,16 +228,16 @@ def test_a_cache(settings, told):
     ],
     ids=str,
 )
-def test_settings_of_tokens(folder, settings, told):
-    refused(lambda: tokens(folder / "t.bin", **settings), told)
+def test_tokens_invalid_arguments_are_refused(folder, settings, message):
+    refused(lambda: tokens(folder / "t.bin", **settings), message)
 
 
-def test_a_huge_stride_gives_one_window(folder):
+def test_tokens_huge_stride_gives_one_window(folder):
     (batch,) = tokens(folder / "t.bin", 8, stride=2**62).batch(4)
     assert batch[0].tolist() == [list(range(8))]
 
 
-def test_a_type_that_a_file_does_not_have_is_told(folder, tmp_path):
+def test_tokens_dtype_that_contradicts_the_file_is_refused(folder, tmp_path):
     refused(
         lambda: tokens(folder / "t.npy", 8, dtype="uint16"),
         r"t\.npy holds int64, not dtype=uint16; omit dtype=",
@@ -268,16 +268,16 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_file_of_tokens(folder, tmp_path, name):
-    content, told = FOREIGN[name]
+def test_tokens_of_another_format_is_refused(folder, tmp_path, name):
+    content, kind = FOREIGN[name]
     content = content(folder)
     content += bytes(len(content) % 2)
     (tmp_path / name).write_bytes(content)
-    refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{told}.*dtype=")
+    refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{kind}.*dtype=")
     assert len(tokens(tmp_path / name, 4, dtype="uint16").source), "unless its type was named"
 
 
-def test_tokens_are_local():
+def test_tokens_of_remote_path_is_refused():
     pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     import fsspec
 
@@ -288,13 +288,12 @@ def test_tokens_are_local():
     )
 
 
-# ---- files that are not what they seem
+# ---- files of another format
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly everything is text of some kind
-def test_one_format_for_another(folder, tmp_path, name):
-    """Each maker gets the files of all the others under its own ending, and some that are nothing: never more than one
-    line."""
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly any bytes are text of some kind
+def test_source_file_of_another_format_is_refused(folder, tmp_path, name):
+    """Each function gets the files of all others under its own suffix, and some invalid ones: always one line."""
     others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
     others |= {
         "empty": b"",
@@ -317,16 +316,16 @@ def test_one_format_for_another(folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["parquet", "feather", "tfrecord", "images", "webdataset", "arrays"])
-def test_pickled_arrays_are_never_loaded(tmp_path, name):
-    """What would be executed if somebody unpickled it leaves a file behind."""
+def test_arrays_pickled_content_is_never_loaded(tmp_path, name):
+    """The file would leave another file behind if it were unpickled."""
     proof = tmp_path / "executed"
 
-    class Executed:
+    class RunsWhenUnpickled:
         def __reduce__(self):
             return open, (str(proof), "w")
 
-    content = pickle.dumps([Executed()] * 3)
-    numpy.save(tmp_path / "t.npy", numpy.array([Executed()]), allow_pickle=True)
+    content = pickle.dumps([RunsWhenUnpickled()] * 3)
+    numpy.save(tmp_path / "t.npy", numpy.array([RunsWhenUnpickled()]), allow_pickle=True)
     as_array = (tmp_path / "t.npy").read_bytes()
     pack(tmp_path / "t.tar", [("0.npy", as_array), ("0.json", content), ("0.cls", content)])
     makers = [lambda: arrays(tmp_path / "t.npy"), lambda: tokens(tmp_path / "t.npy", 1)]

@@ -1,5 +1,4 @@
-"""A glob of very many files: each is found once, in order, in the time that it takes to look at the folders; and
-remembered."""
+"""A glob of very many files: each is found once, in order, in the time of listing the folders; the list is cached."""
 
 import os
 import shutil
@@ -13,26 +12,26 @@ from hasten.data.io.paths import resolve_paths
 
 
 def filled(root, folders, files):
-    """Names of empty files, ``folders`` times ``files`` of them, and one of another kind in each folder."""
+    """Creates names of empty files, ``folders`` times ``files`` of them, and one of another kind in each folder."""
     for folder in range(folders):
         path = root / f"{folder:04}"
         path.mkdir(parents=True)
         (path / "notes.txt").touch()
         for file in range(files):
-            os.link(f"{path}/notes.txt", f"{path}/{file:06}.jpg")  # quicker than a file of its own
+            os.link(f"{path}/notes.txt", f"{path}/{file:06}.jpg")  # faster than creating a new file
     return root
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder that is not kept for the tests after this one."""
+    """A folder of its own, so that caches of other tests do not apply."""
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "set"
     shutil.rmtree(tmp_path / "set")
 
 
 def within(seconds, do):
-    """What comes of it, in no more than that of the processor's time; the best of three, as the machine may stumble."""
+    """Returns the function's result; fails above that many CPU seconds in the best of three calls."""
     for _ in range(3):
         began = time.process_time()
         done = do()
@@ -46,7 +45,7 @@ def within(seconds, do):
     [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)],
     ids=["20 thousand", "a million"],
 )
-def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
+def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
     filled(place, folders, files)
     began = time.process_time()
     names = sorted(
@@ -58,8 +57,8 @@ def test_a_glob_takes_the_time_of_looking_at_the_folders(place, folders, files):
     assert resolve_paths(place, (".jpg",)) == names
 
     for folder in (place, *place.iterdir()):
-        os.utime(folder, ns=(1, 1))  # long ago: nobody is still writing there
+        os.utime(folder, ns=(1, 1))  # long ago: the folder does not change any more
     first = list_folder(place, (".jpg",))
-    again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the list is read, and no folder
+    again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the cached list is read, and no folder
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
     assert len(names) > manifests.MIN_FILES

@@ -1,5 +1,4 @@
-"""What stands for missing values: never in a target that was not named, never another number than was said, never in
-silence."""
+"""Fill values for missing ones: never in a target that was not named, always the given value, always reported."""
 
 import datetime
 from decimal import Decimal
@@ -64,18 +63,18 @@ def read(folder, name, fill):
         ("word", {"word": "b"}, ["a", "b", "c"]),
     ],
 )
-def test_a_value_that_fits_stands_for_what_is_missing(tmp_path, name, fill, expected):
+def test_fill_that_fits_replaces_missing_values(tmp_path, name, fill, expected):
     assert read(tmp_path, name, fill) == expected
 
 
-def test_what_is_missing_within_lists_and_structs_is_filled_by_the_name_of_its_column(tmp_path):
+def test_fill_in_lists_and_structs_is_by_column_name(tmp_path):
     assert [row.tolist() for row in read(tmp_path, "some", {"some": 9})] == [[1], [9, 5], []]
     inner = read(tmp_path, "inner", {"inner.x": 2, "inner.tag": "b"})
     assert inner["x"].tolist() == [1, 2, 3] and inner["tag"] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
-    ("name", "fill", "told"),
+    ("name", "fill", "message"),
     [
         ("whole", 0.5, r"column 'whole' is of type int32, which 0\.5 cannot fill: .*not an integer"),
         ("whole", float("nan"), "which nan cannot fill"),
@@ -101,14 +100,14 @@ def test_what_is_missing_within_lists_and_structs_is_filled_by_the_name_of_its_c
         ),
     ],
 )
-def test_a_value_that_would_become_another_is_refused(tmp_path, name, fill, told):
-    with pytest.raises(ConfigurationError, match=told) as refused:
+def test_fill_that_would_be_changed_is_refused(tmp_path, name, fill, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
         read(tmp_path, name, fill)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("fill", "told"),
+    ("fill", "message"),
     [
         ({"worth": ""}, r"fill= names a column 'worth' that does not exist \(did you mean word\?\)"),
         ({"inner.y": 0}, r"'inner\.y' that does not exist \(did you mean inner\.x"),
@@ -117,19 +116,19 @@ def test_a_value_that_would_become_another_is_refused(tmp_path, name, fill, told
         ([0], r"not \[0\]"),
     ],
 )
-def test_names_that_are_not_there_are_told_at_once(tmp_path, fill, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_fill_of_unknown_names_is_refused_at_once(tmp_path, fill, message):
+    with pytest.raises(ConfigurationError, match=message):
         parquet(stored(tmp_path, "word", "inner"), fill=fill)
 
 
-def test_a_name_of_the_file_that_is_not_read_may_stand_in_a_fill(tmp_path):
+def test_fill_of_an_unread_column_is_accepted(tmp_path):
     table = parquet(stored(tmp_path, "whole", "word"), columns=["whole"], fill={"word": "", "whole": 0})
     assert table.source.read(ROWS)["whole"].tolist() == [1, 0, 3]
 
 
 @pytest.mark.parametrize("gigabytes", [None, 0])
 @pytest.mark.parametrize("target", ["whole", "part", "word"])
-def test_a_target_is_filled_by_its_name_alone(tmp_path, target, gigabytes):
+def test_target_is_filled_only_by_its_name(tmp_path, target, gigabytes):
     path = stored(tmp_path, "tiny", target)
     with pytest.raises(
         ConfigurationError, match=rf"column '{target}' lacks 1 of its 3 values .*fill=\{{'{target}': \.\.\.\}}"
@@ -143,7 +142,7 @@ def test_a_target_is_filled_by_its_name_alone(tmp_path, target, gigabytes):
     assert source.classes == (["a", "b", "c"] if target == "word" else None)
 
 
-def test_nan_is_a_number_and_stays(tmp_path):
+def test_nan_is_not_missing(tmp_path):
     arrow_feather.write_feather(
         pa.table({"x": pa.array([1.0, float("nan"), None], from_pandas=False)}), tmp_path / "t.feather"
     )
@@ -151,7 +150,7 @@ def test_nan_is_a_number_and_stays(tmp_path):
     assert column[0] == 1 and column[1].isnan() and column[2] == 5
 
 
-def test_whole_numbers_that_no_tensor_holds_are_refused(tmp_path):
+def test_integers_beyond_int64_are_refused(tmp_path):
     arrow_parquet.write_table(
         pa.table({"id": pa.array([1, 2**63 + 5], pa.uint64()), "x": [1, 2]}), tmp_path / "t.parquet"
     )
@@ -160,7 +159,7 @@ def test_whole_numbers_that_no_tensor_holds_are_refused(tmp_path):
     assert parquet(tmp_path / "t.parquet", columns=["x"]).source.read(numpy.arange(2))["x"].tolist() == [1, 2]
 
 
-# ---- fields that are empty throughout a file of a guessed type
+# ---- fields that are empty throughout a file of an inferred type
 
 
 def two_files(folder, first, second):
@@ -174,7 +173,7 @@ EMPTY = "n,x,word\n,,\n,,\n"
 
 @pytest.mark.parametrize("target", [None, "label"])
 @pytest.mark.parametrize("fill", [0.5, float("nan"), {"n": 0.5}])
-def test_whole_numbers_of_another_file_are_not_filled_by_fractions(tmp_path, fill, target):
+def test_integers_of_another_file_are_not_filled_with_fractions(tmp_path, fill, target):
     files = two_files(tmp_path, "n,label\n1,0\n2,1\n", "n,label\n,0\n,1\n")
     with pytest.raises(
         ConfigurationError, match=rf"column 'n' is of type int64, which {'nan' if fill != fill else 0.5} cannot fill"
@@ -182,7 +181,7 @@ def test_whole_numbers_of_another_file_are_not_filled_by_fractions(tmp_path, fil
         csv(files, target=target, fill=fill).source.read(numpy.arange(4))
 
 
-def test_an_empty_column_has_the_type_of_the_other_file(tmp_path):
+def test_empty_column_has_the_dtype_of_the_other_file(tmp_path):
     source = csv(two_files(tmp_path, "n,x,word\n1,0.25,a\n2,,b\n", EMPTY), fill={"n": 7, "x": 0.5}).source
     columns = source.read(numpy.arange(4))
     assert columns["n"].tolist() == [1, 2, 7, 7] and columns["x"].tolist() == [0.25, 0.5, 0.5, 0.5]
@@ -190,14 +189,14 @@ def test_an_empty_column_has_the_type_of_the_other_file(tmp_path):
 
 
 @pytest.mark.parametrize("target", [None, "label"])
-def test_whole_numbers_with_gaps_are_filled_by_fractions_where_another_file_has_some(tmp_path, target):
+def test_integers_with_gaps_become_floats_if_another_file_has_gaps(tmp_path, target):
     files = two_files(tmp_path, "n,label\n1,0\n,1\n", "n,label\n0.25,0\n,1\n")
     read = csv(files, target=target, fill=0.5).source.read(numpy.arange(4))
     assert (read[0][:, 0] if target else read["n"]).tolist() == [1, 0.5, 0.25, 0.5]
 
 
 @pytest.mark.parametrize("classes", [None, ["", "a", "b"]])
-def test_labels_that_are_empty_throughout_a_file_are_missing_unless_they_are_a_class(tmp_path, classes):
+def test_empty_labels_of_a_whole_file_are_missing_unless_a_class(tmp_path, classes):
     files = two_files(tmp_path, "x,kind\n1,b\n2,\n3,a\n", "x,kind\n4,\n5,\n")
     if classes is None:
         with pytest.raises(ConfigurationError, match=r"column 'kind' lacks \d of its \d values"):
@@ -206,7 +205,7 @@ def test_labels_that_are_empty_throughout_a_file_are_missing_unless_they_are_a_c
         assert csv(files, target="kind", classes=classes).source.read(numpy.arange(5))[1].tolist() == [2, 0, 1, 0, 0]
 
 
-def test_a_file_of_names_alone_adds_nothing(tmp_path):
+def test_file_with_header_only_adds_nothing(tmp_path):
     files = two_files(tmp_path, "x,kind\n1,b\n2,a\n", "x,kind\n")
     assert csv(files, target="kind").source.read(numpy.arange(2))[1].tolist() == [1, 0]
     assert csv(files).source.read(numpy.arange(2))["kind"] == ["b", "a"]
@@ -220,7 +219,7 @@ def labelled(folder, text="x,kind\n1,b\n2,\n3,a\n"):
     return folder / "t.csv"
 
 
-def test_an_empty_label_of_a_csv_is_missing(tmp_path):
+def test_csv_empty_label_is_missing(tmp_path):
     with pytest.raises(
         ConfigurationError,
         match=r"column 'kind' lacks 1 of its 3 values in .*t\.csv; pass a value for them: fill={'kind': \.\.\.}",
@@ -229,25 +228,25 @@ def test_an_empty_label_of_a_csv_is_missing(tmp_path):
     named = csv(labelled(tmp_path), target="kind", fill={"kind": "c"}).source
     assert named.classes == ["a", "b", "c"] and named.read(ROWS)[1].tolist() == [1, 2, 0]
     chosen = csv(labelled(tmp_path), target="kind", classes=["", "a", "b"]).source
-    assert chosen.read(ROWS)[1].tolist() == [2, 0, 1], "unless it was said that it is one"
+    assert chosen.read(ROWS)[1].tolist() == [2, 0, 1], "unless classes= contains it"
     assert csv(labelled(tmp_path)).source.read(ROWS)["kind"] == ["b", "", "a"], "a text may be empty"
 
 
-def test_a_file_of_empty_labels_beside_others(tmp_path):
+def test_csv_file_of_empty_labels_beside_others(tmp_path):
     labelled(tmp_path)
     (tmp_path / "u.csv").write_text("x,kind\n4,\n5,\n")
     source = csv(tmp_path, target="kind", fill={"kind": "a"}).source
     assert source.read(numpy.arange(5))[1].tolist() == [1, 0, 0, 0, 0]
 
 
-def test_an_empty_text_in_parquet_was_written_on_purpose(tmp_path):
+def test_parquet_empty_text_is_a_value(tmp_path):
     arrow_parquet.write_table(pa.table({"x": [1, 2], "kind": ["", "a"]}), tmp_path / "t.parquet")
     source = parquet(tmp_path / "t.parquet", target="kind").source
     assert source.classes == ["", "a"] and source.read(numpy.arange(2))[1].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("classes", "told"),
+    ("classes", "message"),
     [
         ("ba", r"classes= must be a list of names, as in classes=\['ba'\]"),
         (["a", "b", "a"], "classes= contains 'a' twice"),
@@ -258,15 +257,15 @@ def test_an_empty_text_in_parquet_was_written_on_purpose(tmp_path):
         (3, "classes= must be a list of names, not 3"),
     ],
 )
-def test_classes_are_words_in_order(tmp_path, classes, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_invalid_classes_are_refused(tmp_path, classes, message):
+    with pytest.raises(ConfigurationError, match=message):
         csv(labelled(tmp_path), target="kind", classes=classes)
 
 
-# ---- text that is harder to take apart
+# ---- text that is harder to parse
 
 
-def test_lines_may_end_within_quotes_also_in_long_files(tmp_path):
+def test_csv_quoted_line_breaks_in_long_files(tmp_path):
     rows = 4000
     (tmp_path / "t.csv").write_text(
         "n,text\n" + "".join(f'{row},"{"x" * 300}\n{"y" * 200}{row}"\n' for row in range(rows))
@@ -276,13 +275,13 @@ def test_lines_may_end_within_quotes_also_in_long_files(tmp_path):
     assert batch["text"] == ["x" * 300 + "\n" + "y" * 200 + str(row) for row in (0, rows - 1)]
 
 
-def test_a_row_may_be_longer_than_a_block(tmp_path):
+def test_csv_row_longer_than_a_block(tmp_path):
     (tmp_path / "t.csv").write_text(f"n,text\n1,{'x' * 3_000_000}\n2,short\n")
     assert [len(text) for text in csv(tmp_path / "t.csv").source.read(numpy.arange(2))["text"]] == [3_000_000, 5]
 
 
 @pytest.mark.parametrize(
-    ("content", "settings", "told"),
+    ("content", "settings", "message"),
     [
         ("a,b\n1,2\n".encode("utf-16"), {}, r"t\.csv is not a complete CSV file"),
         ("é,b\n1,2\n".encode("latin-1"), {}, r"t\.csv is not a complete CSV file: .*UTF-8\?"),
@@ -299,13 +298,13 @@ def test_a_row_may_be_longer_than_a_block(tmp_path):
         ),
     ],
 )
-def test_what_is_no_table_of_that_form_is_one_line(tmp_path, content, settings, told):
+def test_file_of_another_table_format_is_one_line(tmp_path, content, settings, message):
     (tmp_path / "t.csv").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=told) as refused:
+    with pytest.raises(ConfigurationError, match=message) as refused:
         csv(tmp_path / "t.csv", **settings)
     assert "\n" not in str(refused.value)
 
 
-def test_a_delimiter_divides(tmp_path):
+def test_csv_delimiter_is_used(tmp_path):
     (tmp_path / "t.csv").write_text("a|b\n1|2,5\n")
     assert csv(tmp_path / "t.csv", delimiter="|").source.read(numpy.arange(1))["b"] == ["2,5"]

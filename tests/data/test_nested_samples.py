@@ -1,5 +1,4 @@
-"""Values of unequal length and nested ones: the same batches without a map, with one that changes nothing, and from a
-cache."""
+"""Ragged and nested values: the same batches without a map, with a map that changes nothing, and from a cache."""
 
 import random
 
@@ -61,12 +60,12 @@ def tar(folder):
     return webdataset(folder / "t.tar", target="cls")
 
 
-def pictures(folder, sizes=((20, 30), (30, 20))):
+def image_folder(folder, sizes=((20, 30), (30, 20))):
     for row in range(ROWS):
-        path = folder / "pictures" / "ab"[row % 2] / f"{row:03}.png"
+        path = folder / "image_folder" / "ab"[row % 2] / f"{row:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(row, sizes[row % len(sizes)])[0])
-    return images(folder / "pictures")
+    return images(folder / "image_folder")
 
 
 @pytest.fixture(autouse=True)
@@ -79,29 +78,29 @@ def unchanged(sample):
 
 
 def rebuilt(sample):
-    """The same parts in another dict or tuple."""
+    """Rebuilds the same values in another dict or tuple."""
     if isinstance(sample, dict):
         return {name: rebuilt(part) if name == "point" else part for name, part in sample.items()}
     return tuple(part for part in sample)
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-@pytest.mark.parametrize("build", [table, records, tar, pictures])
-def test_a_map_that_changes_nothing_changes_nothing(tmp_path, build, way):
+@pytest.mark.parametrize("build", [table, records, tar, image_folder])
+def test_map_that_changes_nothing_keeps_batches(tmp_path, build, way):
     plain = build(tmp_path).shuffle(seed=3, window=2)
     expected = list(plain.batch(BATCH))
     for function in (unchanged, rebuilt):
         assert same(list(plain.map(function).batch(BATCH).prefetch(**way)), expected)
 
 
-def test_a_batch_of_one_row_is_nested_as_the_others_are(tmp_path):
-    """Where rows are alike by chance, as those of one row always are, they are no tensor all of a sudden."""
+def test_batch_of_one_row_has_the_usual_nesting(tmp_path):
+    """Rows of equal length by chance, as in a batch of one row, are not stacked to a tensor."""
     plain = table(tmp_path)
     one, same_one = next(iter(plain.batch(1))), next(iter(plain.map(unchanged).batch(1)))
     assert isinstance(one["some"], list) and isinstance(one["equal"], list) and same(one, same_one)
 
 
-def test_what_a_map_makes_is_stacked(tmp_path):
+def test_map_results_are_stacked(tmp_path):
     def made(sample):
         return {
             "padded": torch.zeros(4).index_fill(0, sample["some"], 1.0),
@@ -116,7 +115,7 @@ def test_what_a_map_makes_is_stacked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (
             lambda sample: sample["some"] + 1,
@@ -133,19 +132,19 @@ def test_what_a_map_makes_is_stacked(tmp_path):
         (lambda sample: (1, 2) if sample["number"] < 2 else "text", "sample is tuple of 2 and str"),
     ],
 )
-def test_what_cannot_be_stacked_is_one_line(tmp_path, function, told):
-    with pytest.raises(ConfigurationError, match=told) as refused:
+def test_map_results_that_cannot_be_stacked_are_one_line(tmp_path, function, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
         list(table(tmp_path).map(function).batch(4))
     assert "\n" not in str(refused.value)
 
 
-def test_who_says_how_samples_become_a_batch_gets_that(tmp_path):
+def test_collate_function_of_the_user_replaces_stacking(tmp_path):
     (batch,) = table(tmp_path).map(lambda sample: sample["some"] + 1).batch(ROWS, collate=list)
     assert [row.tolist() for row in batch] == [[n + 1 for n in range(row % 4)] for row in range(ROWS)]
 
 
 class Numbers(Source):
-    """Rows that are numbers, and what is not told from them by identity: Python has each small number once."""
+    """Rows of small integers, which Python interns: identity cannot distinguish them."""
 
     def __len__(self):
         return 6
@@ -157,7 +156,7 @@ class Numbers(Source):
         return {}
 
 
-def test_numbers_of_a_map_are_never_taken_for_those_of_a_list():
+def test_map_result_of_a_number_is_not_taken_for_a_list_item():
     (batch,) = Pipeline(Numbers()).map(lambda sample: {"lists": sample["lists"], "new": 1}).batch(6)
     assert batch["new"].tolist() == [1] * 6 and batch["lists"] == [[1]] * 6
 
@@ -166,7 +165,7 @@ def test_numbers_of_a_map_are_never_taken_for_those_of_a_list():
 
 
 class Resizing:
-    """Changes the pictures of every third row, or of all but these; the others are handed on, or copied."""
+    """Changes the images of every third row, or of all but these; the others are passed through or copied."""
 
     def __init__(self, when, copies=False):
         self.when, self.copies = when, copies
@@ -177,8 +176,8 @@ class Resizing:
         return {"deep": (row, changed), "as it was": picture}
 
 
-class Pictures(Source):
-    """Pictures of one size in a list, as if they had not been resized; the first cannot be read where ``bad``."""
+class ImagesInList(Source):
+    """Images of one size in a list, as if not resized; ``bad`` makes the first unreadable."""
 
     def __init__(self, bad=False):
         self.bad = bad
@@ -195,8 +194,8 @@ class Pictures(Source):
         return {"bad": self.bad}
 
 
-def shared(pipeline, size, world):
-    """What all ranks get until it is refused, and why it is, if it is."""
+def batches_of_ranks(pipeline, size, world):
+    """Returns the batches of all ranks up to the error, and the error or None."""
     batches, why = [], []
     for rank in range(world):
         try:
@@ -210,26 +209,26 @@ def shared(pipeline, size, world):
 @pytest.mark.parametrize("cache", [None, "memory", "disk"])
 @pytest.mark.parametrize(("size", "world"), [(1, 1), (2, 2), (3, 3), (4, 1), (ROWS, 2)])
 @pytest.mark.parametrize("when", [(0,), (1,), (1, 2)], ids=str)
-def test_whether_a_part_is_a_list_does_not_depend_on_who_is_in_the_batch(when, size, world, cache):
+def test_nesting_does_not_depend_on_the_rows_of_a_batch(when, size, world, cache):
     def built(**settings):
-        mapped = Pipeline(Pictures()).map(Resizing(when, **settings))
+        mapped = Pipeline(ImagesInList()).map(Resizing(when, **settings))
         return mapped.cache(cache) if cache else mapped
 
-    batches, why = shared(built(), size, world)
+    batches, why = batches_of_ranks(built(), size, world)
     assert why and all("returns sample['deep'][1] unchanged for some rows" in each and "\n" not in each for each in why)
-    expected = torch.Tensor if 0 in when else list  # what the first row says
+    expected = torch.Tensor if 0 in when else list  # the nesting that the first row has
     assert all(isinstance(batch["deep"][1], expected) and isinstance(batch["as it was"], list) for batch in batches)
-    batches, why = shared(built(copies=True), size, world)
+    batches, why = batches_of_ranks(built(copies=True), size, world)
     assert not why and all(
         isinstance(batch["deep"][1], torch.Tensor) and isinstance(batch["as it was"], list) for batch in batches
     )
 
 
-def test_a_first_row_that_is_bad_says_nothing():
-    pipeline = Pipeline(Pictures(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
+def test_bad_first_row_does_not_determine_the_nesting():
+    pipeline = Pipeline(ImagesInList(bad=True)).map(Resizing((0, 1, 2))).skip_bad_rows(1).batch(5)
     assert all(isinstance(batch["deep"][1], torch.Tensor) for batch in pipeline)
     with pytest.raises(ConfigurationError, match="unchanged for some rows"):
-        list(Pipeline(Pictures(bad=True)).map(Resizing((0,))).skip_bad_rows(1).batch(2))
+        list(Pipeline(ImagesInList(bad=True)).map(Resizing((0,))).skip_bad_rows(1).batch(2))
 
 
 def drawing(sample):
@@ -241,12 +240,12 @@ def drawing_more(batch):
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 3}], ids=str)
-def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
-    """Wherever a batch is the first that somebody makes, it has the numbers that it has elsewhere."""
-    pipeline = Pipeline(Pictures()).map(drawing).batch(4).map(drawing_more)
-    whole = list(pipeline.prefetch(**way).epoch(0))
-    for start in range(len(whole)):
-        assert same(list(pipeline.epoch(0, start)), whole[start:])
+def test_probe_of_the_first_row_draws_no_numbers(way):
+    """A probe of the first row must not advance the numbers of any batch."""
+    pipeline = Pipeline(ImagesInList()).map(drawing).batch(4).map(drawing_more)
+    expected = list(pipeline.prefetch(**way).epoch(0))
+    for start in range(len(expected)):
+        assert same(list(pipeline.epoch(0, start)), expected[start:])
     torch.manual_seed(1)
     numpy.random.seed(1)
     before = torch.rand(1), numpy.random.normal()
@@ -261,11 +260,11 @@ def test_to_look_at_the_first_row_draws_from_nobodys_numbers(way):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("maps", [[], [unchanged]], ids=["plain", "mapped"])
-def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
-    plain = pictures(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
+def test_cached_images_of_one_size_are_stacked(tmp_path, kind, maps):
+    plain = image_folder(tmp_path, sizes=[(20, 30)]).shuffle(seed=1)
     expected = list(plain.batch(BATCH))
     assert isinstance(expected[0][0], list)
-    for _ in range(2):  # the second time from what the first has left
+    for _ in range(2):  # the second time from the disk
         cached = plain
         for function in maps:
             cached = cached.map(function)
@@ -276,16 +275,16 @@ def test_pictures_of_one_size_are_kept_as_they_are(tmp_path, kind, maps):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("sizes", [[(20, 30), (30, 20)], [(20, 30)] * (ROWS - 1) + [(20, 31)]], ids=["all", "the last"])
-def test_pictures_of_two_sizes_are_refused_by_both(tmp_path, kind, sizes):
+def test_images_of_two_sizes_are_refused_with_and_without_cache(tmp_path, kind, sizes):
     with pytest.raises(
         ConfigurationError, match=r"\(3, 20, 30\).*\(3, (30, 20|20, 31)\).*images\(resize=\)"
     ) as refused:
-        list(pictures(tmp_path, sizes).cache(kind).batch(BATCH))
+        list(image_folder(tmp_path, sizes).cache(kind).batch(BATCH))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind):
+def test_cached_lists_of_one_length_keep_their_type(tmp_path, kind):
     plain = table(tmp_path).map(lambda sample: {"equal": sample["equal"], "inner": (sample["number"], sample["equal"])})
     expected = list(plain.batch(BATCH))
     assert same(list(plain.cache(kind).batch(BATCH)), expected)
@@ -294,9 +293,9 @@ def test_lists_of_one_length_and_arrays_within_a_sample_are_kept(tmp_path, kind)
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("some", r"rows of int64 \(0,\) and of int64 \(1,\)"), ("words", "holds lists"), ("text", "holds strs")],
 )
-def test_what_has_no_one_shape_is_refused(tmp_path, kind, name, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_cached_ragged_values_are_refused(tmp_path, kind, name, message):
+    with pytest.raises(ConfigurationError, match=message):
         list(table(tmp_path).map(lambda sample: sample[name]).cache(kind).batch(BATCH))

@@ -1,4 +1,4 @@
-"""Where files are, what marks their contents, and patience with a network."""
+"""Resolving paths, file signatures, and retries of network requests."""
 
 import os
 import time
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 class Unsteady(MemoryFileSystem):
-    """A file system that fails as often as it is told, then works."""
+    """A file system that fails as often as configured, then works."""
 
     protocol, store, pseudo_dirs = "unsteady", {}, [""]
     failures, asked = 0, 0
@@ -72,11 +72,11 @@ def unsteady(monkeypatch):
         (["b.csv", "a.csv", "a.*"], ["a.csv", "b.csv"]),
     ],
 )
-def test_found(folder, patterns, names):
+def test_resolve_paths_finds_files(folder, patterns, names):
     assert resolve_paths(patterns, (".csv",)) == names
 
 
-def test_a_path_and_a_folder(folder):
+def test_resolve_paths_of_a_path_and_a_folder(folder):
     assert resolve_paths(folder, (".csv",)) == sorted(
         str(folder / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv")
     )
@@ -84,7 +84,7 @@ def test_a_path_and_a_folder(folder):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         ("*.parquet", "no file matches *.parquet (there is:"),
         ("aa.csv", "there is no file aa.csv (did you mean a.csv"),
@@ -95,18 +95,18 @@ def test_a_path_and_a_folder(folder):
         ("what://x/y", "Protocol not known"),
     ],
 )
-def test_nothing_found(folder, patterns, said):
+def test_resolve_paths_without_a_match_raises(folder, patterns, message):
     with pytest.raises(ConfigurationError) as refused:
         resolve_paths(patterns, (".csv",))
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_folder_without_such_files(folder):
+def test_resolve_paths_of_a_folder_without_such_files_raises(folder):
     with pytest.raises(ConfigurationError, match="holds no file that ends in"):
         resolve_paths("deep", (".parquet",))
 
 
-def test_opened_and_mapped(folder):
+def test_open_file_reads_and_maps(folder):
     with open_file("a.csv") as file:
         file.seek(2)
         assert file.read() == b"csv"
@@ -119,11 +119,11 @@ def test_opened_and_mapped(folder):
             read("gone.csv")
 
 
-def test_a_file_that_changes_or_goes(folder):
+def test_open_file_of_a_changed_or_deleted_file_raises(folder):
     before = file_signature("a.csv")
     check_unchanged("a.csv", before)
     os.link("a.csv", "a.backup")
-    check_unchanged("a.csv", before)  # a link is no change of the content
+    check_unchanged("a.csv", before)  # a link does not change the content
     os.utime("a.csv", ns=(before[2][0] + 1,) * 2)
     with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
         check_unchanged("a.csv", before)
@@ -136,9 +136,9 @@ def test_a_file_that_changes_or_goes(folder):
         check_unchanged("a.csv", before)
 
 
-def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
+def test_signature_detects_a_change_with_restored_time(folder):
     before = file_signature("a.csv")
-    time.sleep(0.02)  # the clock of a file system ticks slowly
+    time.sleep(0.02)  # the clock of a file system has a coarse resolution
     (folder / "a.csv").write_text("A.CSV")
     os.utime("a.csv", ns=(before[2][0], before[2][0]))
     assert file_signature("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and file_signature("a.csv") != before
@@ -157,19 +157,19 @@ def test_a_stamp_tells_of_a_change_whose_time_was_set_back(folder):
         ("shards/a_link/*.tar", ["a_link/0.tar", "a_link/1.tar"]),
     ],
 )
-def test_a_folder_that_links_lead_to_is_met_once(folder, pattern, names):
+def test_walk_visits_a_linked_folder_once(folder, pattern, names):
     for name in ("2023/0.tar", "2024/0.tar", "2024/1.tar"):
         (folder / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "shards" / name).touch()
     (folder / "shards" / "a_link").symlink_to("2024")
     (folder / "shards" / "back").symlink_to(".")
-    (folder / "shards" / "2023" / "back").symlink_to("..")  # two that lead back make ever more ways
+    (folder / "shards" / "2023" / "back").symlink_to("..")  # two cyclic links make ever more paths
     assert [os.path.normpath(each) for each in resolve_paths(pattern, (".tar",))] == [
         f"shards/{name}" for name in names
     ]
 
 
-def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
+def test_walk_dangling_link_is_an_unreadable_file(folder):
     for name, to in {"gone.csv": "nowhere", "deep/circle.csv": "circle.csv"}.items():
         (folder / name).symlink_to(to)
     assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(resolve_paths(folder, (".csv",)))
@@ -181,7 +181,7 @@ def test_a_link_that_leads_nowhere_is_a_file_that_cannot_be_read(folder):
             open_file(name)
 
 
-def test_numbers_in_braces_are_written_out(folder):
+def test_resolve_paths_expands_numbers_in_braces(folder):
     for number in range(12):
         (folder / f"s-{number:03}-of-012.tar").touch()
     assert resolve_paths("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
@@ -193,7 +193,7 @@ def test_numbers_in_braces_are_written_out(folder):
         resolve_paths("s-{5..3}.tar")
 
 
-def test_remote_files(unsteady):
+def test_resolve_paths_of_remote_files(unsteady):
     one = "unsteady:///data/one.bin"
     assert (
         resolve_paths("unsteady://data/*.bin")
@@ -213,7 +213,7 @@ def test_remote_files(unsteady):
         open_file("unsteady:///data/none")
 
 
-def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
+def test_resolve_paths_of_a_remote_folder_equals_local(unsteady, folder):
     names = ("b.csv", "a.csv", "c.txt", ".hidden.csv", "deep/D.CSV", "deep/.d/x.csv", "deep/er/e.csv")
     for name in names:
         (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -255,8 +255,8 @@ def test_a_remote_folder_is_like_one_on_the_disk(unsteady, folder):
     ],
 )
 @pytest.mark.parametrize("suffixes", [(".csv",), ()], ids=["csv", "all"])
-def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, pattern, suffixes):
-    """Folders that it matches are descended into, hidden names are passed over unless it names them."""
+def test_resolve_paths_of_a_remote_pattern_equals_local(unsteady, folder, pattern, suffixes):
+    """Matching folders are descended into; hidden names are skipped unless the pattern names them."""
     names = (
         "b.csv",
         "a.csv",
@@ -284,19 +284,19 @@ def test_a_remote_pattern_means_what_it_means_on_the_disk(unsteady, folder, patt
     assert bool(meant("forest")) == (pattern not in ("nothing*",))
 
 
-def test_what_is_no_remote_folder_is_a_file(unsteady, monkeypatch):
-    """As a link, which sftp tells apart."""
+def test_resolve_paths_of_a_remote_non_folder_is_a_file(unsteady, monkeypatch):
+    """Such as a link, which sftp reports as a type of its own."""
     ls = Unsteady.ls
 
     def linked(system, path, detail=True, **more):
-        there = ls(system, path, detail=True, **more)
-        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in there]
+        entries = ls(system, path, detail=True, **more)
+        return [each | {"type": "link"} if each["name"].endswith("one.bin") else each for each in entries]
 
     monkeypatch.setattr(Unsteady, "ls", linked)
     assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
 
 
-def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatch):
+def test_resolve_paths_of_a_remote_pattern_lists_few_folders(unsteady, monkeypatch):
     for name in ("a/1.bin", "b/2.bin", "b/deep/3.bin"):
         unsteady().pipe_file(f"/many/{name}", b"")
     asked, ls = [], Unsteady.ls
@@ -307,7 +307,7 @@ def test_a_remote_pattern_asks_for_no_more_than_it_may_mean(unsteady, monkeypatc
     assert {path.strip("/") for path in asked} == {"many/a"}
 
 
-def test_patience(unsteady):
+def test_remote_requests_are_retried(unsteady):
     unsteady.failures = 3
     with open_file("unsteady:///data/two.bin") as file:
         assert file.read() == b"two"

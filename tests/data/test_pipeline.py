@@ -1,4 +1,4 @@
-"""What the pipeline promises: the same batches whoever computes them, any place found again, trainers content."""
+"""The pipeline: the same batches from every runner, any position resumable, compatible with trainers."""
 
 import itertools
 import random
@@ -17,17 +17,17 @@ WAYS += [{way: count} for way in ("threads", "processes") for count in (1, 2, 8)
 
 
 @pytest.fixture(scope="module")
-def whole():
+def epoch_batches():
     return list(random_pipeline())
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_runner_gives_the_same_bits(whole, way):
-    assert equal(list(random_pipeline().prefetch(**way)), whole)
+def test_every_runner_gives_the_same_bits(epoch_batches, way):
+    assert equal(list(random_pipeline().prefetch(**way)), epoch_batches)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_no_runner_touches_the_random_state_of_the_run(way):
+def test_runners_keep_the_random_state_of_the_run(way):
     pipeline = random_pipeline().prefetch(**way)
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     before = torch.rand(3), random.random(), numpy.random.rand()
@@ -38,13 +38,13 @@ def test_no_runner_touches_the_random_state_of_the_run(way):
 
 
 def noise(batch):
-    """Drawn from generators that belong to the process."""
+    """Draws from generators that belong to the process."""
     return torch.cat(
         [torch.rand(2, dtype=torch.float64), torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)]
     )
 
 
-def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draws_it():
+def test_draws_from_process_generators_are_the_same_in_every_runner():
     pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(noise)
     passes = [list(pipeline), list(pipeline)]
     for way in ({"processes": 1}, {"processes": 2}, {"batches": 0}):
@@ -58,7 +58,7 @@ def test_what_is_drawn_from_the_generators_of_a_process_is_the_same_whoever_draw
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 2}], ids=str)
-def test_what_maps_draw_leaves_the_random_state_of_the_run_alone(way):
+def test_draws_of_maps_keep_the_random_state_of_the_run(way):
     def drawn():
         return torch.rand(3).tolist(), random.random(), numpy.random.rand()
 
@@ -70,43 +70,43 @@ def test_what_maps_draw_leaves_the_random_state_of_the_run_alone(way):
 
 
 class Noisy(Bad):
-    """A source that draws."""
+    """A source that draws random numbers."""
 
     def read(self, rows):
         return super().read(rows) + torch.rand(len(rows))
 
 
-def torch_alone(batch):
+def torch_numbers(batch):
     return torch.rand(2)
 
 
-def numpy_alone(batch):
+def numpy_numbers(batch):
     return torch.tensor(numpy.random.rand())
 
 
-def python_alone(batch):
+def python_numbers(batch):
     return torch.tensor(random.random())
 
 
 @pytest.mark.parametrize("way", [{}, {"threads": 2}, {"batches": "auto", "threads": 1}], ids=str)
-@pytest.mark.parametrize("draws", [torch_alone, numpy_alone, python_alone, Noisy], ids=lambda each: each.__name__)
-def test_what_is_drawn_from_the_generators_of_a_process_is_refused_in_threads(draws, way):
+@pytest.mark.parametrize("draws", [torch_numbers, numpy_numbers, python_numbers, Noisy], ids=lambda each: each.__name__)
+def test_draws_from_process_generators_are_refused_in_threads(draws, way):
     pipeline = (
         Pipeline(Noisy([])).batch(BATCH) if draws is Noisy else arrays(torch.arange(ROWS)).batch(BATCH).map(draws)
     )
     state = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    told = (
+    message = (
         rf"{draws.__name__} draws from the global generators .* a parameter named rng, or use \.prefetch\(processes=1\)"
     )
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             next(iter(pipeline.prefetch(**way)))
     assert (
         torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), str(numpy.random.get_state())) == state[1:]
     )
 
 
-def test_what_draws_nothing_is_looked_at_once_in_threads():
+def test_maps_without_draws_are_probed_once_in_threads():
     seen = []
 
     def noted(batch):
@@ -120,7 +120,7 @@ def test_what_draws_nothing_is_looked_at_once_in_threads():
     assert sorted(seen) == sorted([0, *firsts, *firsts]) and len(pipeline.faults.found) == 1
 
 
-def test_a_hang_in_the_look_is_told():
+def test_hang_in_the_probe_is_reported():
     end = threading.Event()
     pipeline = arrays(torch.arange(ROWS)).batch(BATCH).map(lambda batch: end.wait(60) and batch).prefetch(timeout=0.5)
     with pytest.raises(RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: a thread hangs"):
@@ -132,16 +132,16 @@ def test_a_hang_in_the_look_is_told():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_shares_of_all_ranks_are_the_whole_batch(whole, ranks):
+def test_shards_of_all_ranks_are_the_global_batch(epoch_batches, ranks):
     shares = [list(random_pipeline().shard(ranks, rank)) for rank in range(ranks)]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True)) for of_ranks in zip(*shares, strict=True)
     ]
-    assert equal(joined, whole)
+    assert equal(joined, epoch_batches)
 
 
 def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
-    """{row: what it drew} of a pass."""
+    """Returns {row: what it drew} of an epoch."""
     pipeline = (
         Pipeline(Bad(bad, rows)).shuffle(seed=3).skip_bad_rows(len(bad)).batch(size).shard(*shard).prefetch(**way)
     )
@@ -150,22 +150,22 @@ def drawn(rows, size, shard=(1, 0), start=0, bad=(), **way):
     return {row: each for row, *each in zip(rows.tolist(), *(column.tolist() for column in numbers), strict=True)}
 
 
-def test_a_row_draws_the_same_in_batches_of_any_size_for_any_rank_and_from_any_start():
-    rows = 20_000  # more than are made at a time
-    whole = drawn(rows, 512)
-    assert len({first for first, _ in whole.values()}) > rows - 5
-    assert drawn(rows, 300, threads=2) == whole == drawn(rows, 7777, processes=2)
-    assert drawn(rows, 512, (3, 0)) | drawn(rows, 512, (3, 1)) | drawn(rows, 512, (3, 2)) == whole
+def test_row_draws_the_same_for_any_batch_size_rank_and_start():
+    rows = 20_000  # more than are computed at a time
+    expected = drawn(rows, 512)
+    assert len({first for first, _ in expected.values()}) > rows - 5
+    assert drawn(rows, 300, threads=2) == expected == drawn(rows, 7777, processes=2)
+    assert drawn(rows, 512, (3, 0)) | drawn(rows, 512, (3, 1)) | drawn(rows, 512, (3, 2)) == expected
     late = drawn(rows, 512, start=17)
-    assert len(late) == rows - 17 * 512 and late == {row: each for row, each in whole.items() if row in late}
+    assert len(late) == rows - 17 * 512 and late == {row: each for row, each in expected.items() if row in late}
 
 
-def test_what_a_row_draws_is_the_same_where_others_are_bad():
-    whole, bad = drawn(ROWS, BATCH), (3, 50, 51)
-    assert drawn(ROWS, BATCH, bad=bad) == {row: each for row, each in whole.items() if row not in bad}
+def test_row_draws_the_same_if_others_are_bad():
+    expected, bad = drawn(ROWS, BATCH), (3, 50, 51)
+    assert drawn(ROWS, BATCH, bad=bad) == {row: each for row, each in expected.items() if row not in bad}
 
 
-def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
+def test_last_batch_without_a_row_for_some_rank_is_refused():
     pipeline = arrays(torch.arange(17)).batch(8).shard(2, 0)
     with pytest.raises(ConfigurationError, match="a batch of 1 rows cannot be divided into 2 shards"):
         list(pipeline)
@@ -173,7 +173,7 @@ def test_a_last_batch_that_has_no_row_for_some_rank_is_refused():
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-def test_resumed_at_any_batch_exactly_the_rest_comes(way):
+def test_resume_at_any_batch_gives_the_rest(way):
     pipeline = random_pipeline().prefetch(**way)
     first, second = list(pipeline), list(pipeline)
     for seen in range(1, len(first) + 1) if way == WAYS[0] else (3, len(first)):
@@ -190,7 +190,7 @@ def test_resumed_at_any_batch_exactly_the_rest_comes(way):
     [lambda p: p.to("cpu"), lambda p: p.prefetch(1), lambda p: p.shard(1, 0), lambda p: p.skip_bad_rows(1)],
     ids=["to", "prefetch", "shard", "skip_bad_rows"],
 )
-def test_passes_go_on_where_each_begins_with_the_same_words(whole, way):
+def test_every_way_of_iterating_advances_and_resumes_epochs(epoch_batches, way):
     train, plain = random_pipeline(), random_pipeline()
     for _ in range(2):
         seen = []
@@ -200,10 +200,10 @@ def test_passes_go_on_where_each_begins_with_the_same_words(whole, way):
     assert train.state_dict() == plain.state_dict() == {"seed": 5, "epoch": 2, "position": 0}
     resumed = random_pipeline()
     resumed.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
-    assert equal(list(way(resumed)), whole[4:])
+    assert equal(list(way(resumed)), epoch_batches[4:])
 
 
-def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
+def test_position_holds_for_batch_sizes_that_divide_it():
     def rows(size, state=None):
         pipeline = arrays(torch.arange(ROWS)).shuffle(seed=5).batch(size)
         pipeline.load_state_dict(state or pipeline.state_dict())
@@ -222,30 +222,30 @@ def test_a_place_holds_in_every_batch_size_in_which_a_batch_begins_there():
     assert pipeline.state_dict()["position"] == ROWS and rows(10, pipeline.state_dict())[1] == []
 
 
-def test_the_place_between_two_passes_is_the_start_of_the_next():
+def test_position_after_the_last_batch_is_the_next_start():
     pipeline, resumed = random_pipeline(), random_pipeline()
     list(pipeline)
     resumed.load_state_dict(pipeline.state_dict())
     assert equal(list(resumed), list(pipeline))
 
 
-def test_passes_differ_and_a_seed_repeats_them(whole):
+def test_epochs_differ_and_a_seed_repeats_them(epoch_batches):
     pipeline = random_pipeline()
     first, second = list(pipeline), list(pipeline)
-    assert equal(first, whole) and not equal(first, second)
+    assert equal(first, epoch_batches) and not equal(first, second)
     assert sorted(torch.cat([labels for _, labels in second]).tolist()) == list(range(ROWS))
     assert not equal(list(pipeline.shuffle(seed=6)), first)
 
 
-def test_a_pass_that_was_left_is_followed_by_the_next():
-    pipeline, whole = random_pipeline(), random_pipeline()
+def test_abandoned_epoch_is_followed_by_the_next():
+    pipeline, complete = random_pipeline(), random_pipeline()
     for _ in pipeline:
         break
-    list(whole)
-    assert equal(list(pipeline), list(whole))
+    list(complete)
+    assert equal(list(pipeline), list(complete))
 
 
-def test_maps_draw_numbers_of_their_own():
+def test_maps_draw_independent_numbers():
     def drawn(batch, rng):
         return (*batch, rng.uniform()) if isinstance(batch, tuple) else (batch, rng.uniform())
 
@@ -266,7 +266,7 @@ def test_batches_have_the_nesting_of_the_samples():
     assert batch[0] == list("012345") and torch.equal(batch[1][0], x) and batch[1][1].tolist() == [2] * 6
 
 
-def test_random_numbers_go_to_the_parameter_of_that_name():
+def test_rng_is_passed_by_parameter_name():
     def named(sample, scale=2, *, rng):
         return sample * scale + rng.uniform()
 
@@ -278,20 +278,20 @@ def test_random_numbers_go_to_the_parameter_of_that_name():
     assert ((drawn - 2 * numbers >= 0) & (drawn - 2 * numbers < 1)).all() and len((drawn - 2 * numbers).unique()) > 32
 
 
-def test_every_step_of_a_description_leaves_the_former_one_alone():
+def test_pipeline_steps_do_not_modify_the_former_pipeline():
     plain = arrays(torch.arange(8)).batch(4)
     list(plain.shuffle(seed=1))
     assert plain.state_dict() == {"seed": 0, "epoch": 0, "position": 0}
     assert [batch.tolist() for batch in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_all_batches_of_a_pass_may_be_kept():
-    kept = list(arrays(torch.arange(40_000).view(20, 2000)).batch(2))
-    assert [batch[0, 0].item() for batch in kept] == list(range(0, 40_000, 4000))
+def test_all_batches_of_an_epoch_may_be_kept():
+    batches = list(arrays(torch.arange(40_000).view(20, 2000)).batch(2))
+    assert [batch[0, 0].item() for batch in batches] == list(range(0, 40_000, 4000))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 3}, {"processes": 2}], ids=str)
-def test_bad_rows_are_left_out_the_same_everywhere(way):
+def test_bad_rows_are_skipped_equally_in_every_runner(way):
     pipeline = Pipeline(Bad([3, 50, 51])).shuffle(seed=2).skip_bad_rows(3).batch(BATCH).prefetch(**way)
     rows = torch.cat(list(pipeline)).tolist()
     assert sorted(rows) == sorted(set(range(ROWS)) - {3, 50, 51})
@@ -305,12 +305,12 @@ def test_bad_rows_are_left_out_the_same_everywhere(way):
     assert len(pipeline.faults.found) == 3, "a row is counted once, however often it is met"
 
 
-def test_the_place_costs_nothing_that_grows_with_it():
+def test_position_has_constant_cost():
     state = random_pipeline().state_dict()
     assert set(state) == {"seed", "epoch", "position"} and all(isinstance(value, int) for value in state.values())
 
 
-def test_a_place_of_another_order_is_refused():
+def test_position_of_another_order_is_refused():
     with pytest.raises(ConfigurationError, match="belongs to seed 9"):
         random_pipeline().load_state_dict({"seed": 9, "epoch": 0, "position": 0})
     with pytest.raises(ConfigurationError, match="seed, epoch and position"):
@@ -321,7 +321,7 @@ def test_a_place_of_another_order_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda p: p.batch(0), "batch.size. must be an integer of at least 1"),
         (lambda p: p.batch(2.5), "not 2.5"),
@@ -377,24 +377,24 @@ def test_a_place_of_another_order_is_refused():
         (lambda p: p.batch(4).cache(), "before .batch"),
     ],
 )
-def test_wrong_requests_are_refused(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_invalid_requests_are_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(arrays(torch.arange(8)))
 
 
-def test_a_place_may_come_in_any_kind_of_whole_number():
+def test_position_accepts_any_integer_type():
     pipeline, rest = random_pipeline(), list(random_pipeline())[2:]
     pipeline.load_state_dict({"seed": numpy.int64(5), "epoch": torch.tensor(0), "position": numpy.int32(2 * BATCH)})
     assert equal(list(pipeline), rest)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
-def test_a_gpu_that_is_not_there_is_told_in_one_line():
+def test_missing_gpu_is_one_line():
     with pytest.raises(ConfigurationError, match="no device cuda on this machine"):
         list(random_pipeline().to("cuda"))
 
 
-def test_it_answers_like_a_dataloader():
+def test_pipeline_has_the_dataloader_interface():
     pipeline = random_pipeline().prefetch(processes=2)
     assert len(pipeline) == len(list(pipeline)) == -(-ROWS // BATCH)
     assert len(pipeline.dataset) == ROWS and pipeline.batch_size == BATCH and pipeline.drop_last is False
@@ -403,17 +403,17 @@ def test_it_answers_like_a_dataloader():
         len(arrays(torch.arange(8)))
 
 
-def test_set_epoch_chooses_the_pass_but_keeps_a_place_that_was_loaded(whole):
+def test_set_epoch_keeps_a_loaded_position(epoch_batches):
     pipeline = random_pipeline()
     list(pipeline)
     pipeline.set_epoch(0)
-    assert equal(list(pipeline), whole)
+    assert equal(list(pipeline), epoch_batches)
     pipeline.load_state_dict({"seed": 5, "epoch": 0, "position": 4 * BATCH})
-    pipeline.sampler.set_epoch(0)  # as trainers do at the start of a pass that they take up
-    assert equal(list(pipeline), whole[4:])
+    pipeline.sampler.set_epoch(0)  # as trainers do at the start of an epoch that they resume
+    assert equal(list(pipeline), epoch_batches[4:])
 
 
-def test_the_batches_of_the_engine_depend_on_the_run_and_validation_is_never_shuffled():
+def test_engine_batches_depend_on_the_run_and_validation_is_unshuffled():
     pipeline = random_pipeline()
     runs = [list(pipeline.batches(8, seed, training=True).epoch(0, 0)) for seed in (0, 0, 1)]
     assert equal(runs[0], runs[1]) and not equal(runs[0], runs[2])

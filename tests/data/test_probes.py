@@ -1,5 +1,4 @@
-"""A cache whose first rows are bad: it looks at rows that can be read, counts the others, and tells when there are
-none."""
+"""A cache whose first rows are bad: it probes readable rows, counts the others, and reports if there are none."""
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def own_cache(tmp_path, monkeypatch):
     [([0, 1, 2, 3], ROWS), ([0], ROWS), (range(0, ROWS, 4), ROWS), ([1], 3), (range(9), 10), ([2, 5, 9], 10)],
     ids=str,
 )
-def test_bad_rows_at_the_start_are_left_out_and_counted(kind, bad, rows):
+def test_cache_first_bad_rows_are_skipped_and_counted(kind, bad, rows):
     plain = Pipeline(Bad(bad, rows)).skip_bad_rows(len(bad)).batch(max(BATCH, rows if len(bad) > rows / 2 else 0))
     expected = list(plain)
     for _ in range(2):  # the second time from the disk
@@ -32,7 +31,7 @@ def test_bad_rows_at_the_start_are_left_out_and_counted(kind, bad, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_too_many_is_named(kind):
+def test_cache_bad_rows_above_the_limit_are_named(kind):
     with pytest.raises(RunError, match=r"row 0 \(numbers.txt line 1\): no number; repair it, or allow bad rows"):
         list(Pipeline(Bad([0, 1, 2, 3])).cache(kind).batch(BATCH))
     with pytest.raises(RunError, match=r"row 2 .*bad row number 3, and max_rows=2 may be skipped"):
@@ -42,13 +41,13 @@ def test_one_too_many_is_named(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_no_row_can_be_read_that_is_said(kind):
+def test_cache_without_a_readable_row_raises(kind):
     with pytest.raises(ConfigurationError, match="all rows are bad, or there are none"):
         list(Pipeline(Bad(range(6), rows=6)).cache(kind).skip_bad_rows(100).batch(3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pictures_that_are_bad_first(tmp_path, kind):
+def test_cache_of_images_with_bad_first_rows(tmp_path, kind):
     for row in range(8):
         (tmp_path / f"{row}.png").write_bytes(b"no picture" if row < 5 else png(row)[0])
     plain = images(tmp_path, labels=None, resize=16).skip_bad_rows(5).batch(8)

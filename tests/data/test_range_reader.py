@@ -1,4 +1,4 @@
-"""Parts of files that are cut off, or too many to be open at once, while they are read."""
+"""Reading parts of files that are truncated, or too many to be open at once."""
 
 import subprocess
 import sys
@@ -29,8 +29,8 @@ def check_and_cut(*which):
 range_reader.check_unchanged = check_and_cut
 try:
     source.read(rows)
-except RunError as told:
-    print(told)
+except RunError as error:
+    print(error)
 """
 CUT_OFF_WHEN_HELD = """
 import os, sys, numpy
@@ -62,14 +62,14 @@ def tar_file(path, rows=200):
 
 
 @pytest.mark.parametrize(("maker", "write"), [("tfrecord", tfrecord_file), ("webdataset", tar_file)])
-def test_a_file_that_is_cut_off_after_the_last_look_does_not_kill_the_process(tmp_path, maker, write):
+def test_file_truncated_after_opening_does_not_end_the_process(tmp_path, maker, write):
     ending = {"tfrecord": "tfrecord", "webdataset": "tar"}[maker]
     path = write(tmp_path / f"a.{ending}")
     write(tmp_path / f"b.{ending}")
     assert run_script(CUT_OFF_AFTER_THE_CHECK, maker, tmp_path, path).startswith(f"{path} is shorter than it was")
 
 
-def test_text_that_is_held_in_memory_outlives_its_file(tmp_path):
+def test_text_in_memory_outlives_its_file(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
     from pyarrow.feather import write_feather
 
@@ -81,17 +81,17 @@ def test_text_that_is_held_in_memory_outlives_its_file(tmp_path):
     assert run_script(CUT_OFF_WHEN_HELD, tmp_path / "a.feather") == "{'words': ['word 49999']}"
 
 
-def test_more_files_than_may_be_open(tmp_path):
+def test_more_files_than_may_be_open_are_read(tmp_path):
     for number in range(200):
         tar_file(tmp_path / f"{number}.tar", rows=1)
         tfrecord_file(tmp_path / f"{number}.tfrecord", rows=1)
     done = subprocess.run(
         [sys.executable, "-c", FEW_OPEN_FILES, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.stdout.split() == ["200"] * 2, done.stderr  # a fresh process: a forked one has all that is open here
+    assert done.stdout.split() == ["200"] * 2, done.stderr  # a fresh process: a forked one inherits all open files
 
 
-def test_a_remote_file_that_became_shorter_is_told():
+def test_remote_file_that_became_shorter_raises():
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     system, content = (
         fsspec.filesystem("memory"),
@@ -104,4 +104,4 @@ def test_a_remote_file_that_became_shorter_is_told():
         ThreadPoolExecutor(1) as another,
         pytest.raises(RunError, match=r"memory://.*a\.tfrecord changed while it was being read"),
     ):
-        another.submit(source.read, numpy.array([0, 49])).result()  # this thread still has the old one open
+        another.submit(source.read, numpy.array([0, 49])).result()  # this thread still has the old file open

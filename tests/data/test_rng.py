@@ -1,4 +1,4 @@
-"""Random numbers belong to places in a pass: whatever else is in the batch, a place draws the same."""
+"""Random numbers belong to positions in an epoch: a position draws the same numbers in any batch."""
 
 import math
 
@@ -11,7 +11,7 @@ from hasten.data.rng import BLOCK, SampleRng, _block
 KEY = 3, 0, 1
 
 
-def test_a_place_draws_the_same_in_any_company():
+def test_position_draws_the_same_in_any_batch():
     places = numpy.arange(100)
     together = SampleRng(places, *KEY)
     shapes = [(), (5,), (2, 3)]
@@ -25,11 +25,11 @@ def test_a_place_draws_the_same_in_any_company():
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 9), (3, 32, 32)], ids=str)
-def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
+def test_draws_are_independent_of_internal_blocks(shape):
     size = BLOCK // math.prod(shape)
-    places = numpy.arange(3 * size + 7) + size * 10**9  # far into a pass
-    whole = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
-    assert len(whole.unique()) > 0.99 * whole.numel()
+    places = numpy.arange(3 * size + 7) + size * 10**9  # far into an epoch
+    expected = SampleRng(places, *KEY).integers(0, 1 << 32, *shape)
+    assert len(expected.unique()) > 0.99 * expected.numel()
     for first, count in (
         (0, 1),
         (size - 1, 1),
@@ -40,18 +40,18 @@ def test_the_blocks_in_which_numbers_are_made_show_nowhere(shape):
         (2 * size - 1, size + 2),
     ):
         here = slice(max(0, first), max(0, first) + count)
-        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), whole[here])
-    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as where rows could not be read
-    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), whole[some])
+        assert torch.equal(SampleRng(places[here], *KEY).integers(0, 1 << 32, *shape), expected[here])
+    some = numpy.unique([0, 2, size - 1, size, 2 * size, 2 * size + 1])  # as if some rows could not be read
+    assert torch.equal(SampleRng(places[some], *KEY).integers(0, 1 << 32, *shape), expected[some])
 
 
-def test_what_is_done_to_the_numbers_changes_none_of_those_to_come():
+def test_changed_draws_do_not_affect_later_ones():
     first = SampleRng(numpy.arange(10), *KEY).uniform().clone()
     SampleRng(numpy.arange(10), *KEY).uniform().zero_()
     assert torch.equal(SampleRng(numpy.arange(10), *KEY).uniform(), first)
 
 
-def test_one_place_alone_has_no_first_dimension():
+def test_single_position_has_no_batch_dimension():
     chances = list(SampleRng(numpy.arange(5), *KEY))
     assert chances[2].uniform().shape == () and chances[2].integers(0, 9, 4).shape == (4,)
     assert torch.equal(
@@ -60,7 +60,7 @@ def test_one_place_alone_has_no_first_dimension():
     )
 
 
-def test_one_place_alone_makes_no_block():
+def test_single_position_allocates_no_block():
     before = _block.cache_info().misses
     for number, rng in enumerate(SampleRng(numpy.arange(5), 9, 9, 9)):
         rng.integers(0, 100 + number)
@@ -69,12 +69,12 @@ def test_one_place_alone_makes_no_block():
     assert _block.cache_info().misses == before + 1
 
 
-def test_the_key_makes_all_the_difference():
+def test_different_keys_give_different_draws():
     drawn = [SampleRng(numpy.arange(50), *key).uniform() for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-def test_the_numbers_look_random():
+def test_draws_pass_uniformity_checks():
     rng = SampleRng(numpy.arange(20_000), *KEY)
     uniform = rng.uniform(2)
     assert uniform.min() >= 0 and uniform.max() < 1

@@ -1,5 +1,4 @@
-"""Tables and records of random columns, nested and of unequal length: what was written comes back, in any order, share
-and rest."""
+"""Tables and records of random columns, nested and ragged: the written values come back, in any order and shard."""
 
 import itertools
 
@@ -16,7 +15,8 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables"
 import pyarrow.feather as arrow_feather  # noqa: E402
 import pyarrow.parquet as arrow_parquet  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # no room is left on purpose
+# tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 NUMBERS = [
     pa.int8(),
     pa.int16(),
@@ -34,7 +34,7 @@ CASES = range(16)
 
 
 def a_type(random, depth=0):
-    """Of a column; the deeper, the simpler."""
+    """Returns a type of a column; deeper nesting gets simpler types."""
     simple = [*NUMBERS, pa.string(), pa.binary(), pa.large_string()]
     if depth == 3 or random.random() < 0.4:
         return simple[random.integers(len(simple))]
@@ -78,7 +78,7 @@ def a_table(random, rows):
 
 
 def plainly(column):
-    """A column of a batch as a list of Python's values, one a row."""
+    """Returns a column of a batch as a list of Python values, one per row."""
     if isinstance(column, torch.Tensor):
         return column.tolist()
     if isinstance(column, dict):
@@ -88,14 +88,14 @@ def plainly(column):
 
 
 def joined(parts):
-    """The columns of several batches, one after the other."""
+    """Concatenates the columns of several batches."""
     if isinstance(parts[0], dict):
         return {name: joined([part[name] for part in parts]) for name in parts[0]}
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [row for part in parts for row in part]
 
 
 def stored(folder, random):
-    """(the maker's pipeline over one to three files, the whole table)."""
+    """Returns (the pipeline over one to three files, the whole table)."""
     rows = int(random.integers(1, 120))
     table, form = a_table(random, rows), random.choice(["parquet", "feather"])
     edges = sorted({0, rows, *random.integers(0, rows, random.integers(0, 3)).tolist()})
@@ -110,12 +110,12 @@ def stored(folder, random):
                 chunksize=run,
                 compression=str(random.choice(["lz4", "uncompressed"])),
             )
-    room = None if random.random() < 0.5 else 0
-    return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=room), table
+    budget = None if random.random() < 0.5 else 0
+    return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=budget), table
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_written_comes_back_in_any_order(tmp_path, case):
+def test_tables_of_random_columns_are_read_in_any_order(tmp_path, case):
     random = numpy.random.default_rng(case)
     pipeline, table = stored(tmp_path, random)
     assert len(pipeline.source) == len(table)
@@ -127,7 +127,7 @@ def test_what_was_written_comes_back_in_any_order(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
+def test_shards_resumes_and_maps_give_the_same_batches(tmp_path, case):
     random = numpy.random.default_rng(1000 + case)
     pipeline, _ = stored(tmp_path, random)
     window = None if random.random() < 0.5 else int(random.integers(1, 4))
@@ -138,22 +138,22 @@ def test_shares_rests_and_maps_are_the_same_batches(tmp_path, case):
         int(random.integers(world, min(30, rows + 1))),
     )
     pipeline = shuffled.batch(size, drop_last=True)
-    whole = list(pipeline.epoch(1))
-    assert len(whole) == rows // size > 0
-    assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), whole)
+    expected = list(pipeline.epoch(1))
+    assert len(expected) == rows // size > 0
+    assert same(list(shuffled.map(lambda sample: sample).batch(size, drop_last=True).epoch(1)), expected)
     shares = [list(pipeline.shard(world, rank).epoch(1)) for rank in range(world)]
-    assert same([joined(parts) for parts in zip(*shares, strict=True)], whole)
+    assert same([joined(parts) for parts in zip(*shares, strict=True)], expected)
     begun = pipeline.batch(pipeline.batch_size, drop_last=True)
     begun.set_epoch(1)
-    seen = int(random.integers(0, len(whole) + 1))
+    seen = int(random.integers(0, len(expected) + 1))
     list(itertools.islice(begun, seen))
     resumed = pipeline.batch(pipeline.batch_size, drop_last=True)
     resumed.load_state_dict(begun.state_dict())
-    assert same(list(resumed), whole[seen:])
+    assert same(list(resumed), expected[seen:])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_records_of_random_features(tmp_path, case):
+def test_records_of_random_features_are_read(tmp_path, case):
     random = numpy.random.default_rng(2000 + case)
     rows, features, columns = int(random.integers(1, 80)), {}, {}
     for number in range(random.integers(1, 5)):

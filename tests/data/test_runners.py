@@ -1,4 +1,4 @@
-"""Threads and processes: errors, deaths, hangs, and nothing that is left behind."""
+"""Thread and process runners: errors, deaths, hangs, and no leftovers."""
 
 import os
 import signal
@@ -19,31 +19,31 @@ from helpers.pipelines import BATCH, ROWS, Bad, Killing, hanging
 from helpers.process import FORK, live_children, start_process
 
 BOTH = [{"threads": 2}, {"processes": 2}]
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
 def numbers():
     return arrays(torch.arange(ROWS)).batch(BATCH)
 
 
-class Odd(Exception):
+class UnpicklableError(Exception):
     """An error that cannot be rebuilt from its message."""
 
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
 
 
-def test_a_killed_worker_is_named_and_another_one_goes_on(tmp_path):
+def test_killed_worker_is_named_and_replaced(tmp_path):
     with pytest.warns(
         HastenWarning, match=r"worker process \d+ was killed by SIGKILL.*memory.* batch 3 of the epoch; another process"
-    ) as told:
+    ) as caught:
         batches = list(numbers().map(Killing(tmp_path, 1)).prefetch(processes=2))
     assert torch.cat(batches).tolist() == list(range(ROWS))
-    assert len([each for each in told if each.category is HastenWarning]) == 1 and not live_children()
+    assert len([each for each in caught if each.category is HastenWarning]) == 1 and not live_children()
 
 
 @pytest.mark.parametrize("second", [0, -1], ids=["each dies", "so does the one in its place"])
-def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
+def test_worker_killed_from_outside_loses_nothing(second):
     pipeline, seen = numbers().map(lambda batch: time.sleep(0.01) or batch).prefetch(4, processes=2), []
     with warnings.catch_warnings(action="ignore"):
         for number, batch in enumerate(pipeline):
@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_from_outside_at_any_time_costs_nothing(second):
     assert seen == list(range(ROWS))
 
 
-def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
+def test_batch_that_kills_two_workers_raises(tmp_path):
     with (
         pytest.warns(HastenWarning),
         pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL.*so did the process before it"),
@@ -62,9 +62,8 @@ def test_the_same_batch_killing_twice_is_a_failure(tmp_path):
     assert not live_children()
 
 
-def impatient(pipeline, seconds):
-    """Its batches, for which it waits no longer than that once three are there: on a busy machine the start takes its
-    time."""
+def with_timeout(pipeline, seconds):
+    """Yields batches; the timeout applies once three have arrived, as workers start slowly on a busy machine."""
     for number, batch in enumerate(pipeline, 1):
         if number == 3:
             object.__setattr__(pipeline.runner, "timeout", seconds)
@@ -72,24 +71,24 @@ def impatient(pipeline, seconds):
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_a_hang_is_told(way):
+def test_hang_of_a_map_raises(way):
     began = time.perf_counter()
     with pytest.raises(
         RunError, match=r"batch 3 of the epoch was not ready within 0.5 s: (a thread|worker process \d+) hangs"
     ):
-        list(impatient(numbers().map(hanging).prefetch(**way, timeout=PATIENCE), 0.5))
-    assert time.perf_counter() - began < PATIENCE, "it has not waited until the hang was over"
+        list(with_timeout(numbers().map(hanging).prefetch(**way, timeout=TIMEOUT_S), 0.5))
+    assert time.perf_counter() - began < TIMEOUT_S, "it has not waited until the hang was over"
     assert not live_children()
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_a_map_that_runs_out_is_an_error_and_not_the_end_of_the_pass(way):
+def test_map_raising_stop_iteration_does_not_end_the_epoch(way):
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(numbers().map(lambda batch: next(iter(()))).prefetch(**way))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
+def test_map_error_arrives_after_the_earlier_batches(way):
     def raising(batch):
         if 50 in batch.tolist():
             raise KeyError("no such label")
@@ -103,7 +102,7 @@ def test_what_a_map_raises_comes_as_it_is_after_the_batches_before_it(way):
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_what_a_map_raises_is_told_while_another_one_hangs(way):
+def test_map_error_is_raised_while_another_worker_hangs(way):
     def one_of_each(batch):
         if 50 in batch.tolist():
             raise KeyError("no such label")
@@ -111,12 +110,12 @@ def test_what_a_map_raises_is_told_while_another_one_hangs(way):
 
     began = time.perf_counter()
     with pytest.raises(KeyError, match="no such label"):
-        list(impatient(numbers().map(one_of_each).prefetch(**way, timeout=PATIENCE), 1.0))
-    assert time.perf_counter() - began < PATIENCE
+        list(with_timeout(numbers().map(one_of_each).prefetch(**way, timeout=TIMEOUT_S), 1.0))
+    assert time.perf_counter() - began < TIMEOUT_S
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_what_a_map_raises_is_told_with_the_users_line(way):
+def test_map_error_contains_the_user_s_line(way):
     def raising(batch):
         return batch.no_such_column
 
@@ -128,22 +127,22 @@ def test_what_a_map_raises_is_told_with_the_users_line(way):
         assert "in worker process" in caught.value.__notes__[0]
 
 
-def test_an_error_that_cannot_travel_is_told_all_the_same():
+def test_unpicklable_error_is_reported():
     def raising(batch):
-        raise Odd(1, 2)
+        raise UnpicklableError(1, 2)
 
-    with pytest.raises(RunError, match="Odd: 1 and 2"):
+    with pytest.raises(RunError, match="UnpicklableError: 1 and 2"):
         list(numbers().map(raising).prefetch(processes=1))
 
 
 @pytest.mark.parametrize("way", [{"batches": 0}, *BOTH], ids=str)
-def test_the_first_bad_row_ends_it_with_its_place(way):
+def test_first_bad_row_raises_with_its_position(way):
     with pytest.raises(RunError, match=r"row 50 \(numbers.txt line 51\): no number; repair it, or .*skip_bad"):
         list(Pipeline(Bad([50])).batch(BATCH).prefetch(**way))
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_nobody_runs_ahead_further_than_told(way, tmp_path):
+def test_runners_prefetch_no_more_than_configured(way, tmp_path):
     def noted(batch):
         (tmp_path / str(batch[0].item())).touch()
         return batch
@@ -151,19 +150,19 @@ def test_nobody_runs_ahead_further_than_told(way, tmp_path):
     iterator = iter(arrays(torch.arange(400)).batch(4).map(noted).prefetch(3, **way))
     next(iterator)
     time.sleep(0.2)
-    assert len(list(tmp_path.iterdir())) <= 1 + 2 + 4  # given, being computed, waiting (rounded up to the workers)
+    assert len(list(tmp_path.iterdir())) <= 1 + 2 + 4  # returned, being computed, waiting (rounded up to the workers)
     iterator.close()
 
 
 @pytest.mark.parametrize("way", BOTH, ids=str)
-def test_a_pass_that_is_left_ends_its_workers(way):
+def test_abandoned_epoch_ends_its_workers(way):
     before = set(threading.enumerate())
     for _ in numbers().prefetch(**way):
         break
     assert not live_children() and not set(threading.enumerate()) - before
 
 
-def test_any_nesting_travels_between_processes():
+def test_any_nesting_is_sent_between_processes():
     def nested(batch):
         return {
             "numbers": (batch, batch.double()),
@@ -172,20 +171,20 @@ def test_any_nesting_travels_between_processes():
             "empty": batch[:0],
         }
 
-    for here, there in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
+    for local, received in zip(numbers().map(nested), numbers().map(nested).prefetch(processes=1), strict=True):
         assert (
-            torch.equal(here["numbers"][1], there["numbers"][1])
-            and here["numbers"][1].dtype == there["numbers"][1].dtype
+            torch.equal(local["numbers"][1], received["numbers"][1])
+            and local["numbers"][1].dtype == received["numbers"][1].dtype
         )
-        assert here["names"] == there["names"] and there["none"] is None and there["empty"].shape == (0,)
+        assert local["names"] == received["names"] and received["none"] is None and received["empty"].shape == (0,)
 
 
-def test_batches_from_processes_may_all_be_kept_and_may_grow():
+def test_batches_of_processes_may_be_kept_and_grow():
     def grown(batch):
         return batch[:, None].expand(-1, 10 * (1 + batch[0].item()))
 
-    kept = list(numbers().map(grown).prefetch(processes=2))
-    assert [batch[0, -1].item() for batch in kept] == list(range(0, ROWS, BATCH))
+    batches = list(numbers().map(grown).prefetch(processes=2))
+    assert [batch[0, -1].item() for batch in batches] == list(range(0, ROWS, BATCH))
 
 
 def parent(begun):
@@ -199,24 +198,24 @@ def parent(begun):
 
 
 def names_left(before: set[str], ours: set[int]) -> set[str]:
-    """New names in shared memory, but for those that torch has given to processes of others."""
+    """Returns new names in shared memory, without those that torch has passed to other processes."""
     names = set(os.listdir("/dev/shm")) - before
     return {name for name in names if not name.startswith("torch_") or int(name.split("_")[1]) in ours}
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system shows no shared memory as files")
-def test_a_killed_parent_leaves_no_process_and_no_shared_memory():
+def test_killed_parent_leaves_no_process_or_shared_memory():
     before = set(os.listdir("/dev/shm"))
     process = start_process(parent, begun := FORK.Event())
-    assert begun.wait(PATIENCE)
+    assert begun.wait(TIMEOUT_S)
     workers = psutil.Process(process.pid).children()
     process.kill()
     process.join()
     assert len(workers) == 3
-    _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
     assert not alive, "workers outlive their parent"
     ours = {process.pid, *(worker.pid for worker in workers)}
-    end = time.perf_counter() + PATIENCE
+    end = time.perf_counter() + TIMEOUT_S
     while left := names_left(before, ours):
-        assert time.perf_counter() < end, left  # those of others at work on this machine go away
+        assert time.perf_counter() < end, left  # names of other programs on this machine disappear
         time.sleep(0.05)

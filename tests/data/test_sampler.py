@@ -1,4 +1,4 @@
-"""Orders are permutations, found again from (seed, epoch), and reached anywhere without what comes before."""
+"""Sample orders are permutations, functions of (seed, epoch), and can be entered at any position."""
 
 import time
 
@@ -19,29 +19,31 @@ def rows_of(order, epoch=0):
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 50])
 @pytest.mark.parametrize("size", [1, 10, 99, 200])
-def test_a_shuffle_is_a_permutation_that_can_be_entered_anywhere(window, size):
+def test_shuffle_is_a_permutation_that_can_be_entered_anywhere(window, size):
     order = DeterministicBatchSampler(99, size, seed=4, window=window, chunk_offsets=EDGES)
     for epoch in (0, 1):
-        whole = rows_of(order, epoch)
-        assert whole.dtype == numpy.int64 and sorted(whole) == list(range(99))
+        expected = rows_of(order, epoch)
+        assert expected.dtype == numpy.int64 and sorted(expected) == list(range(99))
         for number in reversed(range(len(order))):
-            assert (order.batches(epoch)(number) == whole[number * size : (number + 1) * size]).all()
+            assert (order.batches(epoch)(number) == expected[number * size : (number + 1) * size]).all()
     assert (rows_of(order) != rows_of(order, 1)).any() and (
         rows_of(order) != rows_of(DeterministicBatchSampler(99, size, 5, False, window, EDGES))
     ).any()
     assert (rows_of(order) == rows_of(DeterministicBatchSampler(99, size, 4, False, window, EDGES))).all()
 
 
-def test_a_window_mixes_its_own_runs_only():
+def test_window_shuffles_within_its_chunks():
     edges = numpy.arange(0, 1001, 10)
-    whole = rows_of(DeterministicBatchSampler(1000, 25, seed=1, window=4, chunk_offsets=edges))
-    for window in whole.reshape(-1, 40):
+    shuffled = rows_of(DeterministicBatchSampler(1000, 25, seed=1, window=4, chunk_offsets=edges))
+    for window in shuffled.reshape(-1, 40):
         assert len(set(window // 10)) == 4, "rows of four runs"
         assert (numpy.diff(window // 10) != 0).sum() > 10, "mixed"
-    assert (whole.reshape(-1, 40).min(1) // 10 != numpy.arange(0, 100, 4)).any(), "the runs are not in their old order"
+    assert (shuffled.reshape(-1, 40).min(1) // 10 != numpy.arange(0, 100, 4)).any(), (
+        "the runs are not in their old order"
+    )
 
 
-def test_without_a_seed_the_rows_come_as_they_are():
+def test_sampler_without_seed_keeps_the_row_order():
     assert (rows_of(DeterministicBatchSampler(99, 10)) == numpy.arange(99)).all()
     assert (
         len(DeterministicBatchSampler(99, 10, drop_last=True)) == 9
@@ -50,7 +52,7 @@ def test_without_a_seed_the_rows_come_as_they_are():
     )
 
 
-def test_a_source_says_where_its_runs_are():
+def test_source_states_its_chunks():
     rows = [
         row for batch in Pipeline(Runs(EDGES.tolist())).shuffle(seed=0, window=1).batch(9) for row in batch.tolist()
     ]
@@ -59,7 +61,7 @@ def test_a_source_says_where_its_runs_are():
     assert (numpy.diff(runs) != 0).sum() == 5, "six runs that are not empty, one after the other"
 
 
-def test_too_many_rows_want_a_window():
+def test_shuffle_of_too_many_rows_requires_a_window():
     with pytest.raises(ConfigurationError, match=r"too many to be shuffled all at once.*window"):
         DeterministicBatchSampler(1 << 40, 8, seed=0).batches(0)
     edges = numpy.arange(0, (1 << 40) + 1, 1 << 20)

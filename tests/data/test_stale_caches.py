@@ -1,5 +1,4 @@
-"""Caches are never stale: what changes anything in their rows, files, functions, sources or this package, makes another
-one."""
+"""Caches are never stale: a change of rows, files, functions, sources or of this package makes another cache."""
 
 import importlib
 import os
@@ -21,12 +20,12 @@ from helpers.pipelines import BATCH, ROWS, Bad, equal
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_changed_file_is_noticed_between_two_passes(kind, tmp_path):
+def test_changed_file_is_detected_between_epochs(kind, tmp_path):
     file = tmp_path / "x.npy"
     numpy.save(file, NUMBERS.numpy())
     pipeline = arrays(file).cache(kind).batch(ROWS)
@@ -40,13 +39,13 @@ def test_a_changed_file_is_noticed_between_two_passes(kind, tmp_path):
 
 
 class Doubled(Arrays):
-    """Says of itself what Arrays does."""
+    """Returns the same fingerprint as Arrays."""
 
     def read(self, rows):
         return super().read(rows) * 2
 
 
-def test_what_must_not_share_a_cache_does_not(tmp_path):
+def test_sources_with_different_rows_share_no_cache(tmp_path):
     x, y = torch.arange(8), torch.arange(8)
     for name in ("x", "y"):
         numpy.save(tmp_path / f"{name}.npy", x.numpy())
@@ -72,14 +71,14 @@ def test_what_must_not_share_a_cache_does_not(tmp_path):
         arrays(x).map(lambda x: x + 1).cache(),
         Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
     ]
-    told = [str(source_identity(pipeline.source)) for pipeline in built]
-    assert len(set(told)) == len(told)
+    fingerprints = [str(source_identity(pipeline.source)) for pipeline in built]
+    assert len(set(fingerprints)) == len(fingerprints)
     list(arrays(x).cache("disk").batch(8))
     assert torch.equal(*Pipeline(Doubled(x)).cache("disk").batch(8), x * 2)
 
 
-class Odd(Bad):
-    """Says of itself what JSON does not know."""
+class UnserializableFingerprint(Bad):
+    """Its fingerprint contains values that JSON cannot represent."""
 
     def fingerprint(self):
         kinds = {
@@ -94,16 +93,16 @@ class Odd(Bad):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_identity_may_hold_any_numbers(kind):
-    pipeline = counting(Pipeline(Odd([])))
+def test_fingerprint_may_contain_any_numbers(kind):
+    pipeline = counting(Pipeline(UnserializableFingerprint([])))
     cached = pipeline.cache(kind).batch(BATCH)
     assert equal(list(cached), list(cached)) and pipeline.source.rows_read <= ROWS + 4
-    again = counting(Pipeline(Odd([])))
+    again = counting(Pipeline(UnserializableFingerprint([])))
     list(again.cache(kind).batch(BATCH))
     assert (again.source.rows_read == 0) == (kind == "disk")
 
 
-def test_a_changed_function_or_file_makes_another_cache(tmp_path):
+def test_changed_function_or_file_makes_another_cache(tmp_path):
     def cached(data, by):
         return torch.cat(list(arrays(data).map(lambda x: x * by).cache("disk").batch(BATCH)))
 
@@ -115,7 +114,7 @@ def test_a_changed_function_or_file_makes_another_cache(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(kind, tmp_path):
+def test_data_changed_while_caching_raise_and_leave_nothing(kind, tmp_path):
     file, new = tmp_path / "x.npy", tmp_path / "new.npy"
     numpy.save(file, NUMBERS.numpy())
     numpy.save(new, NUMBERS.numpy() + 1)
@@ -127,7 +126,7 @@ def test_data_that_change_while_they_are_kept_are_a_failure_that_leaves_nothing(
         assert torch.equal(*each, NUMBERS + 1)
 
 
-def test_a_change_in_memory_is_noticed_between_two_passes():
+def test_change_in_memory_is_detected_between_epochs():
     data = NUMBERS.clone()
     pipeline = arrays(data).cache().batch(ROWS)
     assert torch.equal(*pipeline, NUMBERS)
@@ -135,7 +134,7 @@ def test_a_change_in_memory_is_noticed_between_two_passes():
     assert torch.equal(*pipeline, NUMBERS + 1)
 
 
-def test_rows_that_were_mended_are_read_again():
+def test_repaired_rows_are_read_again():
     source = Bad([3, 50])
     pipeline = Pipeline(source).cache().skip_bad_rows(2).batch(ROWS)
     assert len(*pipeline) == ROWS - 2
@@ -143,7 +142,7 @@ def test_rows_that_were_mended_are_read_again():
     assert sorted(set(range(ROWS)) - set(*map(torch.Tensor.tolist, pipeline))) == [7] == list(pipeline.faults.found)
 
 
-def test_a_cache_of_another_version_of_this_package_is_not_taken(monkeypatch):
+def test_cache_of_another_package_version_is_ignored(monkeypatch):
     for version, read in (("1.0", True), ("1.0", False), ("1.1", True)):
         monkeypatch.setattr("hasten.data.cache.cache_disk.__version__", version)
         pipeline = counting(arrays(NUMBERS))
@@ -151,7 +150,7 @@ def test_a_cache_of_another_version_of_this_package_is_not_taken(monkeypatch):
         assert (pipeline.source.rows_read > 0) == read
 
 
-def test_somebodys_own_source_is_another_when_its_text_is(tmp_path, monkeypatch):
+def test_changed_text_of_a_user_s_source_makes_another_cache(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     text = """
         import torch

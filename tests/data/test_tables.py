@@ -1,4 +1,4 @@
-"""Parquet, Feather and CSV: what their batches look like, from memory and run by run, and what is told of them."""
+"""Parquet, Feather and CSV: their batches, from memory and by row group, and the warnings about them."""
 
 import datetime
 import os
@@ -20,13 +20,14 @@ import pyarrow.parquet as arrow_parquet  # noqa: E402
 
 from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
+# some tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 
 
 @pytest.mark.parametrize(
     ("form", "gigabytes"), [("csv", WHOLE), *product(("parquet", "uncompressed", "lz4", "zstd"), (WHOLE, BY_RUN))]
 )
-def test_a_matrix_and_a_target(tmp_path, form, gigabytes):
+def test_table_as_matrix_and_target(tmp_path, form, gigabytes):
     table = numbers()
     path = write(table, tmp_path / f"t.{form}", form)
     source = READERS[form](path, target="label", **({} if form == "csv" else {"gigabytes": gigabytes})).source
@@ -41,7 +42,7 @@ def test_a_matrix_and_a_target(tmp_path, form, gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("form", ["parquet", "lz4"])
-def test_columns_of_every_kind(tmp_path, form, gigabytes):
+def test_table_columns_of_every_type(tmp_path, form, gigabytes):
     table = nested()
     batch = READERS[form](write(table, tmp_path / "t", form), gigabytes=gigabytes).source.read(ANY_ORDER)
     rows = table.take(ANY_ORDER).to_pylist()
@@ -60,7 +61,7 @@ def test_columns_of_every_kind(tmp_path, form, gigabytes):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_target_of_text(tmp_path, gigabytes):
+def test_table_text_target(tmp_path, gigabytes):
     table = numbers().set_column(
         3, "label", pa.array([("dog", "cat", "eel")[i % 3] for i in range(ROWS)]).dictionary_encode()
     )
@@ -76,7 +77,7 @@ def test_a_target_of_text(tmp_path, gigabytes):
         parquet(path, target="label", classes=["cat", "eel"], gigabytes=gigabytes).source.read(numpy.arange(4))
 
 
-def test_a_target_of_fractions_and_text_beside_it(tmp_path):
+def test_table_float_and_text_targets(tmp_path):
     table = pa.table({"words": ["a", "b"], "size": [0.5, 1.5]})
     batch = parquet(write(table, tmp_path / "t.parquet", "parquet"), target="size").source.read(numpy.array([1, 0]))
     inputs, size = batch
@@ -84,7 +85,7 @@ def test_a_target_of_fractions_and_text_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path, gigabytes):
+def test_table_target_beside_columns_is_found_by_a_task(tmp_path, gigabytes):
     path = write(nested().append_column("label", pa.array(range(ROWS))), tmp_path / "t.parquet", "parquet")
     (inputs,), _, label = split_inputs_target(
         parquet(path, columns=["id", "words", "point"], target="label", gigabytes=gigabytes).source.read(ANY_ORDER)
@@ -94,20 +95,21 @@ def test_a_target_beside_columns_of_every_kind_is_one_that_a_task_finds(tmp_path
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("kind", ["i4", "u4", "i8", "u8"])
-def test_whole_numbers_that_a_matrix_would_round_are_told_once(tmp_path, kind, gigabytes):
-    names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)  # the last one is beyond what fits
+def test_table_integers_rounded_by_a_matrix_warn_once(tmp_path, kind, gigabytes):
+    # the last number exceeds the exact range of float32
+    names = (numpy.arange(ROWS) + (1 << 24) - ROWS + 2).astype(kind)
     table = pa.table({"name": names, "right": names - 1, "label": names})
     path = write(table, tmp_path / "t.parquet", "parquet")
-    with pytest.warns(HastenWarning) as told:
+    with pytest.warns(HastenWarning) as caught:
         list(parquet(path, target="label", gigabytes=gigabytes).batch(100))
-    (notice,) = (str(one.message) for one in told if "rounds" in str(one.message))
+    (notice,) = (str(one.message) for one in caught if "rounds" in str(one.message))
     assert notice.startswith("column 'name' holds integers up to 16777217;") and "no target=" in notice
     with warnings.catch_warnings(action="error", category=HastenWarning):
         list(parquet(path, columns=["right"], target="label").batch(100))
         assert parquet(path).source.read(numpy.array([ROWS - 1]))["name"].tolist() == [16777217]
 
 
-def test_chosen_columns_of_several_files(tmp_path):
+def test_table_selected_columns_of_several_files(tmp_path):
     for number in range(3):
         write(numbers(100, 100 * number), tmp_path / f"{number}.parquet", "parquet")
     write(numbers(100, 300).rename_columns(["a", "b", "other", "label"]), tmp_path / "3.parquet", "parquet")
@@ -117,7 +119,7 @@ def test_chosen_columns_of_several_files(tmp_path):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_pass_is_every_row_once_whoever_reads(tmp_path, gigabytes):
+def test_table_epoch_has_every_row_once_in_every_runner(tmp_path, gigabytes):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     read = parquet(path, target="label", gigabytes=gigabytes).shuffle(seed=1, window=2).batch(64)
     here = list(read.epoch(0))
@@ -131,7 +133,7 @@ def test_a_pass_is_every_row_once_whoever_reads(tmp_path, gigabytes):
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "lz4"])
-def test_a_source_travels(tmp_path, form):
+def test_table_source_can_be_pickled(tmp_path, form):
     source = READERS[form](write(numbers(), tmp_path / "t", form), target="label").source
     before = source.read(ANY_ORDER)
     travelled = pickle.loads(pickle.dumps(source))
@@ -139,7 +141,7 @@ def test_a_source_travels(tmp_path, form):
     assert all(map(torch.equal, travelled.read(ANY_ORDER), before)) and travelled.fingerprint() == source.fingerprint()
 
 
-def test_identity_follows_the_files_and_what_is_read(tmp_path):
+def test_table_fingerprint_follows_files_and_options(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     one = parquet(path, target="label").source.fingerprint()
     assert one == parquet([path], target="label").source.fingerprint()
@@ -150,7 +152,7 @@ def test_identity_follows_the_files_and_what_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_missing_values(tmp_path, gigabytes):
+def test_table_missing_values(tmp_path, gigabytes):
     table = pa.table({"a": [1.0, None, 3.0, None], "w": ["x", None, "y", "z"], "label": [0, 1, 0, 1]})
     path = write(table, tmp_path / "t.parquet", "parquet")
     rows = numpy.arange(4)
@@ -168,7 +170,7 @@ def test_missing_values(tmp_path, gigabytes):
         parquet(path, fill={"a": "none", "w": ""}, gigabytes=gigabytes).source.read(rows)
 
 
-def test_missing_values_in_lists(tmp_path):
+def test_table_missing_values_in_lists(tmp_path):
     table = pa.table({"fixed": pa.array([[1, None], [2, 3]], pa.list_(pa.int64(), 2)), "some": [[None], [5, None, 6]]})
     path = write(table.slice(1), tmp_path / "t.feather", "uncompressed")
     with pytest.raises(ConfigurationError, match="column 'some' lacks 1 of its 3 values"):
@@ -179,29 +181,29 @@ def test_missing_values_in_lists(tmp_path):
     assert batch["fixed"].tolist() == [[1, 9], [2, 3]] and [row.tolist() for row in batch["some"]] == [[9], [5, 9, 6]]
 
 
-def test_a_window_that_is_too_large_is_told(tmp_path):
+def test_table_window_beyond_memory_warns(tmp_path):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
-    room = 2.5 * 4 * 4 * RUN / 1e9  # two runs and a half
-    crowded = parquet(path, target="label", gigabytes=room).shuffle(0, window=4).batch(16)
+    budget = 2.5 * 4 * 4 * RUN / 1e9  # two and a half row groups
+    crowded = parquet(path, target="label", gigabytes=budget).shuffle(0, window=4).batch(16)
     with pytest.warns(
         HastenWarning,
         match=r"rows were decoded to return \d+: every row group is decoded repeatedly; use .shuffle\(window=\)",
     ):
         wide = list(crowded)
     with warnings.catch_warnings(action="error", category=HastenWarning):
-        list(parquet(path, target="label", gigabytes=room).shuffle(0, window=2).batch(64))
-        whole = list(parquet(path, target="label").shuffle(0, window=4).batch(16))
-    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, whole, strict=True))
+        list(parquet(path, target="label", gigabytes=budget).shuffle(0, window=2).batch(64))
+        expected = list(parquet(path, target="label").shuffle(0, window=4).batch(16))
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, expected, strict=True))
 
 
-def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tmp_path, recwarn):
+def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):
     path = tmp_path / "t.parquet"
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")
     with pytest.warns(
         HastenWarning, match=r"^columns= contains 'name' besides numbers, so batches are \(dict of columns, target\)"
-    ) as told:
+    ) as caught:
         parquet(path, columns=["age", "name"], target="y")
-    assert [each.filename for each in told if each.category is HastenWarning] == [__file__]
+    assert [each.filename for each in caught if each.category is HastenWarning] == [__file__]
     recwarn.clear()
     for asked in (
         {"columns": ["age"], "target": "y"},
@@ -213,7 +215,7 @@ def test_a_column_of_text_that_makes_no_matrix_is_told_where_it_was_asked_for(tm
     assert not [each for each in recwarn if each.category is HastenWarning]
 
 
-def test_remote_tables():
+def test_table_remote_files():
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     system = fsspec.filesystem("memory")
     for number in range(2):

@@ -1,5 +1,4 @@
-"""Example messages: both parsers against the wire format written by hand, and whole batches against ``protobuf`` one by
-one."""
+"""Example messages: both parsers against handwritten wire format, and batches against ``protobuf`` one by one."""
 
 import numpy
 import pytest
@@ -22,7 +21,7 @@ def read(messages, wanted=None):
 
 
 def text(number, content):
-    """A field with a length."""
+    """A length-delimited field."""
     length, rest = [], len(content)
     while rest > 127:
         length, rest = [*length, rest & 127 | 128], rest >> 7
@@ -33,19 +32,18 @@ def message(*entries):
     return text(1, b"".join(text(1, entry) for entry in entries))
 
 
-def entry_length(alone):
-    """The length of the only map entry of a message, from the message: what is left without two tags and two
-    lengths."""
-    return next(n for n in range(len(alone), 0, -1) if message(alone[-n:]) == alone)
+def entry_length(size):
+    """Returns the length of a message's only map entry, from that of the message: without two tags and two lengths."""
+    return next(n for n in range(len(size), 0, -1) if message(size[-n:]) == size)
 
 
-def test_a_message_written_by_hand():
+def test_handwritten_message_is_parsed():
     assert summarize_example(BY_HAND) == {"a": ("int64", 2)}
     assert encode_example({"a": [1, 300]}) == BY_HAND
     assert read([BY_HAND])["a"].tolist() == [[1, 300]]
 
 
-def test_booleans_are_numbers():
+def test_booleans_are_integers():
     assert (
         encode_example({"a": [True, False]})
         == encode_example({"a": torch.tensor([True, False])})
@@ -53,29 +51,31 @@ def test_booleans_are_numbers():
     )
 
 
-def test_a_number_beyond_int64_is_refused():
+def test_number_beyond_int64_is_refused():
     with pytest.raises(ConfigurationError, match="feature 'a' does not fit into int64"):
         encode_example({"a": numpy.array([1 << 63], numpy.uint64)})
 
 
-def test_values_of_every_kind_come_back():
+def test_values_of_every_type_are_parsed():
     rng = numpy.random.default_rng(0)
-    whole = rng.integers(-(2**63), 2**63 - 1, (50, 3))
-    whole[0] = [-(2**63), 2**63 - 1, -1]
+    integers = rng.integers(-(2**63), 2**63 - 1, (50, 3))
+    integers[0] = [-(2**63), 2**63 - 1, -1]
     parts = rng.normal(size=(50, 4)).astype("f4")
     pixels = rng.integers(0, 256, (50, 2, 3)).astype("u1")
     messages = [
-        encode_example({"whole": w, "parts": p, "name": f"row {i}", "pixels": x.tobytes(), "one": i})
-        for i, (w, p, x) in enumerate(zip(whole, parts, pixels, strict=True))
+        encode_example({"integers": w, "parts": p, "name": f"row {i}", "pixels": x.tobytes(), "one": i})
+        for i, (w, p, x) in enumerate(zip(integers, parts, pixels, strict=True))
     ]
-    columns = read(messages, {"whole": (3,), "parts": (2, 2), "name": (), "pixels": (torch.uint8, (2, 3)), "one": ()})
-    assert torch.equal(columns["whole"], torch.from_numpy(whole))
+    columns = read(
+        messages, {"integers": (3,), "parts": (2, 2), "name": (), "pixels": (torch.uint8, (2, 3)), "one": ()}
+    )
+    assert torch.equal(columns["integers"], torch.from_numpy(integers))
     assert torch.equal(columns["parts"], torch.from_numpy(parts.reshape(50, 2, 2)))
     assert torch.equal(columns["pixels"], torch.from_numpy(pixels))
     assert columns["name"] == [b"row %d" % i for i in range(50)] and columns["one"].tolist() == list(range(50))
 
 
-def test_unequal_lengths_and_missing_features_are_lists():
+def test_unequal_lengths_and_missing_features_become_lists():
     lists = [[], [1], [2, 300, 70000], [4, 5]]
     columns = read([encode_example({"a": a, "b": [b"x"] * len(a), "c": [0.5] * len(a)} if a else {}) for a in lists])
     assert [a.tolist() for a in columns["a"]] == lists
@@ -83,7 +83,7 @@ def test_unequal_lengths_and_missing_features_are_lists():
     assert [len(c) for c in columns["c"]] == [0, 1, 3, 2] and columns["c"][0].dtype == torch.float32
 
 
-def test_any_order_of_the_features_and_any_way_of_writing_them():
+def test_any_order_and_encoding_of_features_is_parsed():
     a, b = (
         text(1, b"a") + text(2, text(3, text(1, b"\x07"))),
         text(1, b"b") + text(2, text(2, text(1, b"\0\0\x80\x3f"))),
@@ -99,13 +99,13 @@ def test_any_order_of_the_features_and_any_way_of_writing_them():
         message(value_first, b),
         text(7, b"unknown") + message(a, b),
         text(1, text(1, a)) + text(1, text(1, b)),  # two fields that are merged
-        message(text(1, b"a") + text(2, text(3, text(1, b"\x09"))), b, a),  # the last of two equal keys holds
+        message(text(1, b"a") + text(2, text(3, text(1, b"\x09"))), b, a),  # the last of two equal keys wins
     ]
     columns = read(forms)
     assert columns["a"].tolist() == [7] * len(forms) and columns["b"].tolist() == [1.0] * len(forms)
 
 
-def test_a_batch_reads_the_same_as_its_messages_one_by_one():
+def test_batch_equals_its_messages_one_by_one():
     rng = numpy.random.default_rng(1)
     batch = []
     for _ in range(200):
@@ -125,7 +125,7 @@ def test_a_batch_reads_the_same_as_its_messages_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "reason"),
     [
         (encode_example({"a": [1, 2], "b": 1.0}), r"feature 'a' has 2 values, not 1"),
         (encode_example({"b": 1.0}), r"feature 'a' has 0 values"),
@@ -140,19 +140,19 @@ def test_a_batch_reads_the_same_as_its_messages_one_by_one():
         ),
     ],
 )
-def test_a_message_that_does_not_fit_is_told_by_its_place(wrong, says):
+def test_message_with_other_features_is_reported_by_its_index(wrong, reason):
     good = [encode_example({"a": 1, "b": 2.0})] * 3
     features = infer_features([summarize_example(good[0])], None)
     messages = [*good, wrong, *good]
     ends = numpy.cumsum([len(m) for m in messages])
-    with pytest.raises(MalformedExampleError, match=says) as caught:
+    with pytest.raises(MalformedExampleError, match=reason) as caught:
         parse_examples(
             numpy.frombuffer(b"".join(messages), numpy.uint8), ends - [len(m) for m in messages], ends, features
         )
     assert caught.value.index == 3
 
 
-def test_numbers_of_every_length_come_back_beside_each_other():
+def test_integers_of_every_length_are_parsed():
     edges = [1 << bits for bits in range(63)]
     numbers = [0, *edges, *(edge - 1 for edge in edges), *(-edge for edge in edges), -(1 << 63), (1 << 63) - 1]
     for seed in range(20):
@@ -162,7 +162,7 @@ def test_numbers_of_every_length_come_back_beside_each_other():
 
 @pytest.mark.parametrize("length", [1, 255, 256, (1 << 16) - 1, 1 << 16, (1 << 16) + 1])
 @pytest.mark.parametrize("more", [0, 1])
-def test_byte_strings_of_every_length_come_back(length, more):
+def test_byte_strings_of_every_length_are_parsed(length, more):
     """Of equal length, and one of them longer."""
     texts = [numpy.random.default_rng(seed).bytes(length + more * (seed == 3)) for seed in range(5)]
     features = {"x": (torch.uint8, None if more else (length,))}
@@ -170,12 +170,12 @@ def test_byte_strings_of_every_length_come_back(length, more):
     assert [bytes(row.numpy()) for row in columns["x"]] == texts
 
 
-def test_damaged_messages_never_escape():
-    """Whatever the bytes are: columns, or MalformedExampleError."""
+def test_damaged_messages_raise_only_malformed_example_error():
+    """Any bytes give columns or MalformedExampleError."""
     rng = numpy.random.default_rng(2)
     good = encode_example({"a": [1, 300], "b": [0.5, 1.5], "c": b"text"})
     features = infer_features([summarize_example(good)], None)
-    told = 0
+    located = 0
     for _ in range(500):
         bad = numpy.frombuffer(good, numpy.uint8).copy()
         bad[rng.integers(0, len(bad), 2)] = rng.integers(0, 256, 2)
@@ -184,11 +184,11 @@ def test_damaged_messages_never_escape():
         try:
             parse_examples(data, numpy.array([0, len(good)]), numpy.array([len(good), len(data)]), features)
         except MalformedExampleError as error:
-            told += error.index == 1
-    assert told > 300
+            located += error.index == 1
+    assert located > 300
 
 
-def test_a_feature_that_is_not_there_has_its_near_names_told():
+def test_missing_feature_error_suggests_similar_names():
     with pytest.raises(ConfigurationError, match="did you mean label"):
         infer_features([{"label": ("int64", 1)}], ["labl"])
     with pytest.raises(ConfigurationError, match="'a' is of different types in the records: float and int64"):

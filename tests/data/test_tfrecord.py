@@ -1,5 +1,4 @@
-"""TFRecord files: the framing against its document, the checksum against published ones, and every way a file can be
-broken."""
+"""TFRecord files: the framing against its document, the checksum against published values, and every kind of damage."""
 
 import gzip
 import struct
@@ -37,17 +36,17 @@ def bit_by_bit(data: bytes) -> int:
     return remainder ^ 0xFFFFFFFF
 
 
-def test_published_checksums():
+def test_crc32c_equals_published_values():
     assert crc32c(list(PUBLISHED)).tolist() == list(PUBLISHED.values())
 
 
-def test_checksums_of_rows_equal_those_of_pieces():
+def test_crc32c_of_rows_equals_that_of_chunks():
     rows = numpy.random.default_rng(0).integers(0, 256, (1000, 8), numpy.uint8)
     assert crc32c_of_rows(rows).tolist() == crc32c([row.tobytes() for row in rows]).tolist()
     assert crc32c_of_rows(rows)[0] == bit_by_bit(rows[0].tobytes())
 
 
-def test_without_google_crc32c_checksums_are_refused_in_one_line_and_reading_without_them_works(tmp_path, monkeypatch):
+def test_crc32c_without_google_crc32c_raises_and_verify_false_reads(tmp_path, monkeypatch):
     written(tmp_path / "a.tfrecord")
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     checksums._tables.cache_clear()
@@ -59,7 +58,7 @@ def test_without_google_crc32c_checksums_are_refused_in_one_line_and_reading_wit
     assert len(tfrecord(tmp_path, verify=False).source) == 100
 
 
-def test_the_framing_is_the_documented_one():
+def test_framing_equals_the_documented_one():
     # the first record that TensorFlow's own tests of the format write: length 3, "foo"
     length, data = struct.pack("<Q", 3), b"foo"
     mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
@@ -77,7 +76,7 @@ def written(path, count=100, first=0):
     return records
 
 
-def test_rows_in_any_order_from_several_files(tmp_path):
+def test_rows_of_several_files_in_any_order(tmp_path):
     written(tmp_path / "a.tfrecord", 70)
     written(tmp_path / "b.tfrecord", 30, first=70)
     source = tfrecord(tmp_path, target="label").source
@@ -91,9 +90,9 @@ def test_rows_in_any_order_from_several_files(tmp_path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_any_rows_in_any_company(tmp_path, verify):
-    """In a row, apart, twice, across the edge of two files, none: what lies together is read at once, and each keeps
-    its own bytes."""
+def test_rows_contiguous_scattered_or_repeated(tmp_path, verify):
+    """Contiguous, scattered, repeated, across two files, or none: contiguous records are read at once, each with its
+    own bytes."""
     messages = written(tmp_path / "a.tfrecord", 70) + written(tmp_path / "b.tfrecord", 30, first=70)
     paths = [str(tmp_path / "a.tfrecord"), str(tmp_path / "b.tfrecord")]
     for rows in ([*range(5, 20)], [68, 69, 70, 71], [3, 4, 9, 10, 11, 99], [7, 6, 5], [8, 8, 9], [99, 0], []):
@@ -107,7 +106,7 @@ def test_any_rows_in_any_company(tmp_path, verify):
 @pytest.mark.parametrize(
     "lengths", [[5] * 3000, [5] * 100 + [6] * 2 + [5] * 50 + [0] * 40, list(range(200)), [0], [100_000, 1]]
 )
-def test_the_walk_finds_every_record(tmp_path, lengths):
+def test_index_finds_every_record(tmp_path, lengths):
     rng = numpy.random.default_rng(0)
     records = [rng.bytes(length) for length in lengths]
     (tmp_path / "a.tfrecord").write_bytes(frame_records(records))
@@ -116,7 +115,7 @@ def test_the_walk_finds_every_record(tmp_path, lengths):
     assert [data[b:e].tobytes() for b, e in zip(begins, ends, strict=True)] == records
 
 
-def test_a_wrong_checksum_names_the_record_and_only_it(tmp_path):
+def test_wrong_checksum_is_a_bad_row_of_that_record_only(tmp_path):
     records = written(tmp_path / "a.tfrecord")
     broken = bytearray((tmp_path / "a.tfrecord").read_bytes())
     at = sum(len(record) + 16 for record in records[:42])
@@ -126,27 +125,27 @@ def test_a_wrong_checksum_names_the_record_and_only_it(tmp_path):
     with pytest.raises(BadRow, match=rf"a\.tfrecord, record 42, byte {at}.*checksum") as caught:
         source.read(numpy.arange(30, 60))
     assert caught.value.row == 42
-    with pytest.raises(BadRow):  # still, when asked again
+    with pytest.raises(BadRow):  # again, when the row is read again
         source.read(numpy.array([42]))
     assert len(source.read(numpy.delete(numpy.arange(100), 42))["label"]) == 99
 
 
-def test_the_checksum_may_be_left_out(tmp_path):
+def test_verify_false_ignores_checksums(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(frame_records([encode_example({"a": 1})])[:-4] + bytes(4))
     assert tfrecord(tmp_path, verify=False).source.read(numpy.array([0]))["a"].tolist() == [1]
 
 
 @pytest.mark.parametrize("left", [5, 11, 12, 40])
-def test_a_file_that_is_cut_off_in_its_first_record_is_told(tmp_path, left):
+def test_file_truncated_in_its_first_record_is_refused(tmp_path, left):
     written(tmp_path / "a.tfrecord")
-    whole = (tmp_path / "a.tfrecord").read_bytes()
-    (tmp_path / "a.tfrecord").write_bytes(whole[:left])
+    content = (tmp_path / "a.tfrecord").read_bytes()
+    (tmp_path / "a.tfrecord").write_bytes(content[:left])
     with pytest.raises(ConfigurationError, match=r"a\.tfrecord is cut off: record 0, at byte"):
         tfrecord(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "there", "why"),
+    ("damage", "intact", "why"),
     [
         ("its end", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
         ("its last byte", 69, r"is cut off: record 69, at byte \d+, continues after the end"),
@@ -155,7 +154,7 @@ def test_a_file_that_is_cut_off_in_its_first_record_is_told(tmp_path, left):
         ("zipped", 0, "is compressed with gzip"),
     ],
 )
-def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, damage, there, why):
+def test_damage_is_one_bad_row_after_the_earlier_records(tmp_path, damage, intact, why):
     records, file = written(tmp_path / "a.tfrecord", 70), tmp_path / "a.tfrecord"
     written(tmp_path / "b.tfrecord", 30, first=70)
     content = bytearray(file.read_bytes())
@@ -169,7 +168,7 @@ def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, dam
         file.unlink()
         file.symlink_to("nowhere")
     with pytest.raises(
-        RunError, match=rf"row {there} \(.*a\.tfrecord\): .*{why}.*; repair it, or allow bad rows to be skipped: "
+        RunError, match=rf"row {intact} \(.*a\.tfrecord\): .*{why}.*; repair it, or allow bad rows to be skipped: "
     ):
         next(iter(tfrecord(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
@@ -177,11 +176,11 @@ def test_what_is_damaged_is_one_bad_row_after_what_comes_before_it(tmp_path, dam
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = tfrecord(tmp_path, target="label").skip_bad_rows(1).shuffle(seed=1).batch(16).prefetch(**way)
         read = [label for *_, labels in pipeline for label in labels.tolist()]
-        assert sorted(read) == [row * row for row in (*range(there), *range(70, 100))]
-        assert list(pipeline.faults.found) == [there]
+        assert sorted(read) == [row * row for row in (*range(intact), *range(70, 100))]
+        assert list(pipeline.faults.found) == [intact]
 
 
-def test_without_checksums_nothing_of_a_damaged_file_is_sure(tmp_path):
+def test_damage_without_checksums_may_be_undetected(tmp_path):
     written(tmp_path / "a.tfrecord", 70)
     written(tmp_path / "b.tfrecord", 30, first=70)
     (tmp_path / "a.tfrecord").write_bytes((tmp_path / "a.tfrecord").read_bytes()[:-9])
@@ -189,12 +188,12 @@ def test_without_checksums_nothing_of_a_damaged_file_is_sure(tmp_path):
     assert bad.row == 0 and len(tfrecord(tmp_path, verify=False).source) == 31
 
 
-def test_other_files_are_refused(tmp_path):
+def test_file_of_another_format_is_refused(tmp_path):
     written(tmp_path / "a.tfrecord")
     (tmp_path / "zipped.tfrecord").write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
     with pytest.raises(ConfigurationError, match=r"compressed with gzip.*unpack"):
         tfrecord(tmp_path / "zipped.tfrecord")
-    (tmp_path / "text.tfrecord").write_text("this is not what it says that it is")
+    (tmp_path / "text.tfrecord").write_text("this is plain text, not records")
     with pytest.raises(ConfigurationError, match="not a TFRecord file"):
         tfrecord(tmp_path / "text.tfrecord")
     (tmp_path / "empty.tfrecord").write_bytes(b"")
@@ -205,7 +204,7 @@ def test_other_files_are_refused(tmp_path):
         tfrecord(tmp_path / "raw.tfrecord")
 
 
-def test_a_wrong_request_is_told(tmp_path):
+def test_invalid_request_is_refused(tmp_path):
     written(tmp_path / "a.tfrecord")
     with pytest.raises(ConfigurationError, match="did you mean label"):
         tfrecord(tmp_path, target="labl")
@@ -213,9 +212,12 @@ def test_a_wrong_request_is_told(tmp_path):
         tfrecord(tmp_path, features=["label"], target="label")
 
 
-def test_the_identity_follows_the_file_and_the_request(tmp_path):
+def test_fingerprint_follows_file_and_options(tmp_path):
     written(tmp_path / "a.tfrecord")
-    whole, part = tfrecord(tmp_path).source.fingerprint(), tfrecord(tmp_path, features=["x"]).source.fingerprint()
-    assert whole != part and whole == tfrecord(tmp_path).source.fingerprint()
+    all_features, part = (
+        tfrecord(tmp_path).source.fingerprint(),
+        tfrecord(tmp_path, features=["x"]).source.fingerprint(),
+    )
+    assert all_features != part and all_features == tfrecord(tmp_path).source.fingerprint()
     written(tmp_path / "a.tfrecord", 101)
-    assert whole != tfrecord(tmp_path).source.fingerprint()
+    assert all_features != tfrecord(tmp_path).source.fingerprint()

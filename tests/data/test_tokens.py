@@ -1,4 +1,4 @@
-"""Token files: every window in its place, read from files as others write them."""
+"""Token files: every window in its place, read from files that other programs wrote."""
 
 import os
 
@@ -18,13 +18,13 @@ def written(path, text=TEXT, dtype=numpy.uint16):
 
 
 def samples(pipeline):
-    """All (input, target) of a pass."""
+    """Returns all (input, target) of an epoch."""
     parts = list(pipeline.batch(7))
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
 @pytest.mark.parametrize("stride", [None, 1, 5, 64])
-def test_every_window_and_its_successor(tmp_path, stride):
+def test_tokens_windows_and_their_successors(tmp_path, stride):
     x, y = samples(tokens(written(tmp_path / "a.bin"), 16, stride=stride))
     begins = range(0, len(TEXT) - 16, stride or 16)
     assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
@@ -33,7 +33,7 @@ def test_every_window_and_its_successor(tmp_path, stride):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64", "uint8"])
-def test_types(tmp_path, dtype):
+def test_tokens_dtypes(tmp_path, dtype):
     text = TEXT % 250
     numpy.save(tmp_path / "a.npy", text.astype(dtype))
     assert samples(tokens(tmp_path / "a.npy", 16))[0].flatten().tolist() == text[: 62 * 16].tolist()
@@ -42,14 +42,14 @@ def test_types(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
-def test_a_header_is_no_text(tmp_path, magic, dtype):
+def test_tokens_header_is_skipped(tmp_path, magic, dtype):
     header = numpy.zeros(256, numpy.int32)
     header[:3] = magic, 1, len(TEXT)
     (tmp_path / "a.bin").write_bytes(header.tobytes() + TEXT.astype(dtype).tobytes())
     assert samples(tokens(tmp_path / "a.bin", 100))[0][0].tolist() == TEXT[:100].tolist()
 
 
-def test_no_window_reaches_across_files(tmp_path):
+def test_tokens_windows_do_not_cross_files(tmp_path):
     for name, part in (("a", TEXT[:100]), ("b", TEXT[100:105]), ("c", TEXT[105:400])):
         written(tmp_path / f"{name}.bin", part)
     pipeline = tokens(tmp_path, 10)
@@ -62,14 +62,14 @@ def test_no_window_reaches_across_files(tmp_path):
     assert sorted(mixed) == sorted(expected)
 
 
-def test_a_changed_file_is_another_source(tmp_path):
+def test_tokens_changed_file_is_another_source(tmp_path):
     before = tokens(written(tmp_path / "a.bin"), 16).source.fingerprint()
     assert tokens(tmp_path / "a.bin", 16).source.fingerprint() == before
     assert tokens(written(tmp_path / "a.bin", TEXT[1:]), 16).source.fingerprint() != before
     assert tokens(tmp_path / "a.bin", 17).source.fingerprint() != tokens(tmp_path / "a.bin", 16).source.fingerprint()
 
 
-def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch):
+def test_tokens_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pipeline = tokens(written(tmp_path / "a.bin").name, 16).batch(99)
     monkeypatch.chdir("/")
@@ -85,7 +85,7 @@ def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda folder: tokens(folder / "missing.bin", 8), "missing.bin"),
         (lambda folder: tokens(folder / "short.bin", 8), "shorter than a window of 9 tokens"),
@@ -101,11 +101,11 @@ def test_a_file_in_its_place_is_read_from_the_next_pass_on(tmp_path, monkeypatch
         (lambda folder: tokens(folder / "square.npy", 2), "of 2 dimensions"),
     ],
 )
-def test_what_is_no_text_is_refused(tmp_path, wrong, told):
+def test_tokens_invalid_file_is_refused(tmp_path, wrong, message):
     written(tmp_path / "short.bin", TEXT[:8])
     (tmp_path / "empty.bin").touch()
     (tmp_path / "odd.bin").write_bytes(b"1234567")
     numpy.save(tmp_path / "floats.npy", numpy.zeros(9))
     numpy.save(tmp_path / "square.npy", numpy.zeros((9, 9), int))
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)

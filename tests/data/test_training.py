@@ -1,4 +1,4 @@
-"""Training from pipelines: any runner, any kill, the same bits; and the trainers of others."""
+"""Training from pipelines: the same bits with any runner and after any kill, and with other trainers."""
 
 import time
 
@@ -18,7 +18,7 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
 
 
-def test_every_runner_trains_to_the_same_bits(tmp_path):
+def test_train_every_runner_gives_the_same_bits(tmp_path):
     for name in ("here", "threads", "processes"):
         result = hasten.train(f"{pipeline_tasks.__file__}:{name}", out=tmp_path / name, device="cpu")
         assert result["steps"] == 24
@@ -26,14 +26,14 @@ def test_every_runner_trains_to_the_same_bits(tmp_path):
 
 
 def run(out, end):
-    def wait(records):  # near the end, for whoever kills it
+    def wait(records):  # near the end, for a test that kills the run
         if records[-1]["step"] >= 140 and end == "to be killed":
             time.sleep(60)
 
     hasten.train(pipeline_tasks.longer(), out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
+def test_train_killed_run_resumes_to_the_same_bits(tmp_path):
     for pause in (0.3, 0.25):
         process = start_process(run, tmp_path / "killed", "to be killed")
         wait_until_it_trains(process, tmp_path / "killed")
@@ -42,11 +42,11 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
         process.kill()
         process.join()
     for folder in ("killed", "undisturbed"):
-        assert join_process(start_process(run, tmp_path / folder, "left alone")) == 0
+        assert join_process(start_process(run, tmp_path / folder, "not killed")) == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 
-def test_validation_is_never_shuffled_and_always_the_same():
+def test_train_validation_is_unshuffled_and_constant():
     task = data_adapters.load_data(pipeline_tasks.here())
     for seed in (0, 1):
         (labels,) = [torch.cat([labels for _, labels in data_adapters.validation(task, 8, seed).epoch(0, 0)])]
@@ -57,7 +57,7 @@ def test_validation_is_never_shuffled_and_always_the_same():
     )
 
 
-def test_the_plan_of_a_pipeline():
+def test_train_plan_of_a_pipeline():
     plan = data_adapters.initial_plan(data_adapters.load_data(pipeline_tasks.here()))
     assert (plan.batch_size, plan.samples) == (8, pipeline_tasks.ROWS)
     bare = arrays(pipeline_tasks.NUMBERS, pipeline_tasks.LABELS).shuffle()

@@ -1,4 +1,4 @@
-"""Whole batches of pictures come out as they would one by one, with the same numbers, whoever computes them."""
+"""Batch transforms of images equal per-image transforms with the same random numbers, in every runner."""
 
 import pickle
 from itertools import count
@@ -44,13 +44,13 @@ def flipped(picture, one):
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("padding", [1, 4, 9])
-def test_crops_as_one_by_one(shape, kind, padding, mirror):
+def test_random_crop_equals_one_by_one(shape, kind, padding, mirror):
     batch = pictures(shape, kind)
     expected = [cropped(picture, one, padding, mirror) for picture, one in zip(batch, rng(len(batch)), strict=True)]
     assert torch.equal(random_crop(padding, mirror)(batch, rng(len(batch))), torch.stack(expected))
 
 
-def test_every_place_and_both_sides_are_drawn_alike():
+def test_random_crop_and_flip_draw_uniformly():
     spot = torch.zeros(20_000, 5, 5, dtype=torch.uint8)
     spot[:, 2, 1] = 1
     seen = random_crop(1, mirror=True)(spot, rng(len(spot))).sum(0)
@@ -64,7 +64,7 @@ def test_every_place_and_both_sides_are_drawn_alike():
 @pytest.mark.parametrize("way", ["one pass", "two passes", "in turns, as if memory were fresh"])
 @pytest.mark.parametrize("mirror", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 8, 8)], ids=str)
-def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
+def test_augmented_images_equals_maps(shape, mirror, way, monkeypatch):
     if way == "two passes":
         monkeypatch.setattr(augmented_images_format, "can_unpack", lambda means, stds: False)
     if way == "in turns, as if memory were fresh":
@@ -82,11 +82,11 @@ def test_stored_pictures_come_out_the_same(shape, mirror, way, monkeypatch):
     )
     for epoch in (0, 1):
         assert equal(list(slow.epoch(epoch)), list(fast.prefetch(2, threads=2).epoch(epoch)))
-    alone = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
-    assert equal([batch for batch, _ in fast.epoch(0)], list(alone.epoch(0)))
+    stored = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
+    assert equal([batch for batch, _ in fast.epoch(0)], list(stored.epoch(0)))
 
 
-def test_stored_pictures_are_there_only_with_the_batch():
+def test_augmented_images_are_computed_with_the_batch():
     with pytest.raises(ConfigurationError, match=r"call .map\(\) after .batch"):
         augmented_images(pictures((3, 4, 4))).map(torch.flatten)
     (batch,) = augmented_images(pictures((3, 4, 4))).batch(40).map(torch.flatten)
@@ -95,14 +95,14 @@ def test_stored_pictures_are_there_only_with_the_batch():
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_flips_as_one_by_one(shape, kind):
+def test_random_flip_equals_one_by_one(shape, kind):
     batch = pictures(shape, kind)
     expected = [flipped(picture, one) for picture, one in zip(batch, rng(len(batch)), strict=True)]
     assert torch.equal(random_horizontal_flip()(batch, rng(len(batch))), torch.stack(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 33, 130])
-def test_normalises_as_one_by_one_in_any_company(rows):
+def test_normalize_equals_one_by_one_in_any_batch(rows):
     mean, std = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
     batch = pictures((3, 32, 31), rows=rows)
     made = normalize(mean, std)(batch)
@@ -112,13 +112,13 @@ def test_normalises_as_one_by_one_in_any_company(rows):
     assert torch.allclose(made.double(), (batch.double() / 255 - shaped[0]) / shaped[1], atol=1e-6)
 
 
-def test_one_mean_is_for_all_channels_and_fractions_are_taken_as_they_are():
+def test_normalize_with_one_mean_and_float_images():
     batch = pictures((5, 4), torch.float64)
     made = normalize(0.5, 2.0)(batch)
     assert made.dtype == torch.float32 and torch.allclose(made.double(), (batch - 0.5) / 2, atol=1e-6)
 
 
-def test_what_came_in_is_left_as_it_was():
+def test_transforms_do_not_modify_their_input():
     batch = pictures((3, 8, 8))
     before = batch.clone()
     for transform in (random_crop(2), random_horizontal_flip()):
@@ -127,7 +127,7 @@ def test_what_came_in_is_left_as_it_was():
     assert torch.equal(batch, before)
 
 
-def test_a_batch_of_pictures_and_labels_keeps_its_labels():
+def test_transforms_of_image_label_batch_keep_labels():
     batch = pictures((3, 8, 8)), torch.arange(40)
     images, labels = random_crop(2)(batch, rng(40))
     assert images.shape == batch[0].shape and labels is batch[1]
@@ -144,24 +144,24 @@ def pipeline():
 
 
 @pytest.mark.parametrize("way", [{"threads": 2}, {"processes": 2}], ids=str)
-def test_the_same_whoever_computes_them(way):
+def test_transforms_are_equal_in_every_runner(way):
     assert equal(list(pipeline().epoch(1)), list(pipeline().prefetch(3, **way).epoch(1)))
 
 
-def test_the_same_for_one_rank_and_two_and_after_a_resume():
-    whole = list(pipeline().epoch(1))
+def test_transforms_are_equal_for_two_ranks_and_after_resume():
+    expected = list(pipeline().epoch(1))
     halves = zip(*[pipeline().shard(2, rank).epoch(1) for rank in (0, 1)], strict=True)
-    assert equal(whole, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
-    assert equal(whole[3:], list(pipeline().epoch(1, 3)))
+    assert equal(expected, [tuple(map(torch.cat, zip(*both, strict=True))) for both in halves])
+    assert equal(expected[3:], list(pipeline().epoch(1, 3)))
 
 
-def test_another_pass_is_another_augmentation():
+def test_transforms_differ_between_epochs():
     images = pictures((3, 32, 32), rows=64)
     first, second = (next(iter(arrays(images).batch(64).map(random_crop(4)).epoch(epoch))) for epoch in (0, 1))
     assert not torch.equal(first, second)
 
 
-def test_they_travel():
+def test_transforms_can_be_pickled():
     batch = pictures((3, 8, 8))
     for made, rows in (
         (random_crop(2, mirror=True), [40]),
@@ -173,7 +173,7 @@ def test_they_travel():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         (lambda: random_crop(0), "padding"),
         (lambda: random_crop(-1), "padding"),
@@ -188,12 +188,12 @@ def test_they_travel():
         (lambda: augmented_images(pictures((3, 4, 4)), torch.arange(3)), "unequal lengths"),
     ],
 )
-def test_what_cannot_be_done_is_refused(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_transforms_invalid_requests_are_refused(wrong, message):
+    with pytest.raises(ConfigurationError, match=message):
         wrong()
 
 
-def test_one_pass_is_given_up_for_a_while_where_it_wants_fresh_memory(monkeypatch):
+def test_augmented_images_one_pass_kernel_is_disabled_while_it_needs_fresh_memory(monkeypatch):
     gather, called, seen = augmented_images(pictures((3, 32, 32))).batch_maps[0].function, [], []
     if gather.footers is None:
         pytest.skip("this torch has no kernel for it, or another one")

@@ -1,4 +1,4 @@
-"""One pass gives the bits of two, and is left alone where it does not."""
+"""The one-pass kernel gives the bits of the two passes that it replaces, and is not used if it does not."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ MOMENTS = [((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), ((0.5,), (0.25,
 
 
 @pytest.fixture(autouse=True)
-def asked_anew():
+def detect_again():
     can_unpack.cache_clear()
     yield
     can_unpack.cache_clear()
@@ -19,7 +19,7 @@ def asked_anew():
 
 @pytest.mark.parametrize(("means", "stds"), MOMENTS, ids=["cifar", "one", "odd"])
 @pytest.mark.parametrize("values", [8, 24, 1000, 1024])
-def test_the_bits_of_two_passes(means, stds, values):
+def test_one_pass_kernel_has_the_bits_of_two_passes(means, stds, values):
     if not can_unpack(means, stds):
         pytest.skip("this torch has no such kernel, or another one")
     pictures = torch.randint(
@@ -30,14 +30,14 @@ def test_the_bits_of_two_passes(means, stds, values):
     assert torch.equal(made, scaled(pictures.view(33, len(means), 2, values), means, stds).view(pictures.shape))
 
 
-def test_it_is_not_used_where_a_single_bit_differs(monkeypatch):
+def test_one_pass_kernel_with_a_different_bit_is_not_used(monkeypatch):
     monkeypatch.setattr(
         unpacking, "unpack_planes", lambda planes: torch.nextafter(unpack_planes(planes), torch.tensor(torch.inf))
     )
     assert not can_unpack(*MOMENTS[0])
 
 
-def test_it_is_not_used_where_what_is_left_at_the_end_of_a_plane_differs(monkeypatch):
+def test_one_pass_kernel_with_a_different_tail_is_not_used(monkeypatch):
     def odd(planes):
         made = unpack_planes(planes)
         made[:, made.shape[1] // 16 * 16 :] += 1.0
@@ -47,6 +47,6 @@ def test_it_is_not_used_where_what_is_left_at_the_end_of_a_plane_differs(monkeyp
     assert not can_unpack(*MOMENTS[0])
 
 
-def test_it_is_not_used_where_it_is_not_there(monkeypatch):
+def test_one_pass_kernel_that_is_missing_is_not_used(monkeypatch):
     monkeypatch.setattr(unpacking, "unpack_planes", lambda planes: torch.ops.quantized.no_such_kernel(planes))
     assert not can_unpack(*MOMENTS[0])

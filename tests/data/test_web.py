@@ -1,5 +1,4 @@
-"""Data behind a real web server: read like those on the disk, with patience for its faults, and none for its
-changes."""
+"""Data behind a real web server: read like local files, with retries for faults, and errors for changed files."""
 
 import json
 import socket
@@ -50,8 +49,8 @@ def table(first=0):
     return pa.table({"n": count, "x": count / 2, "label": count % 3})
 
 
-def made(folder):
-    """Files of every kind under ``folder/KIND/``."""
+def source_files(folder):
+    """Creates files of every kind under ``folder/KIND/``."""
     for kind in MAKERS:
         (folder / kind).mkdir(parents=True)
     arrow_parquet.write_table(table(), folder / "parquet" / "a.parquet", row_group_size=20)
@@ -70,7 +69,7 @@ def made(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("served") / "data")
+    return source_files(tmp_path_factory.mktemp("served") / "data")
 
 
 @pytest.fixture
@@ -94,13 +93,13 @@ def batches(kind, paths, **prefetch):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-def test_the_web_gives_what_the_disk_gives(folder, web, kind, way):
+def test_remote_files_equal_local_files(folder, web, kind, way):
     here = batches(kind, folder / kind)
     assert same(batches(kind, f"{web.address}/data/{kind}", **way), here)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tfrecord", "shards", "images"])
-def test_patterns_and_single_files(folder, web, kind):
+def test_remote_patterns_and_single_files(folder, web, kind):
     pattern = "*/*.png" if kind == "images" else "*"
     assert same(batches(kind, f"{web.address}/data/{kind}/{pattern}"), batches(kind, folder / kind))
     assert resolve_paths([f"{web.address}/data/parquet/b.parquet", f"{web.address}/data/parquet/a.*"]) == [
@@ -109,7 +108,7 @@ def test_patterns_and_single_files(folder, web, kind):
 
 
 @pytest.mark.parametrize("query", ["?signed=yes", "?file=t.parquet"])
-def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
+def test_url_with_a_query_is_neither_pattern_nor_folder(web, query):
     web.content[f"/data/t.parquet{query}"] = web.content["/data/parquet/a.parquet"]
     assert resolve_paths(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [
         f"{web.address}/data/t.parquet{query}"
@@ -118,8 +117,8 @@ def test_an_address_with_a_query_is_no_pattern_and_no_folder(web, query):
     assert len(parquet(f"{web.address}/data/t.parquet{query}").source) == ROWS
 
 
-def test_what_is_read_from_the_network_is_told_so(web, monkeypatch, capfd):
-    """Behind a server that takes its time, whatever else there is to do with six small pictures."""
+def test_input_bottleneck_read_from_network_is_named(web, monkeypatch, capfd):
+    """A server with latency, whatever else six small images cost."""
     given = Answer.given
     monkeypatch.setattr(Answer, "given", lambda *arguments: (time.sleep(0.03), given(*arguments)))
     assert main(["data", "inspect", f"{web.address}/data/images", "--budget", "1", "--json"]) == 0
@@ -135,7 +134,7 @@ def test_what_is_read_from_the_network_is_told_so(web, monkeypatch, capfd):
     )
 
 
-def test_a_table_that_does_not_fit_is_read_run_by_run(folder, web):
+def test_remote_table_beyond_memory_is_read_by_row_group(folder, web):
     near, far = (
         parquet(where, target="label", gigabytes=0).source
         for where in (folder / "parquet", f"{web.address}/data/parquet")
@@ -148,20 +147,20 @@ def test_a_table_that_does_not_fit_is_read_run_by_run(folder, web):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_server_that_fails_twice_and_then_works(folder, web, kind):
+def test_server_failing_twice_is_retried(folder, web, kind):
     web.failing = 2
     assert same(batches(kind, f"{web.address}/data/{kind}"), batches(kind, folder / kind))
     assert web.failing == 0
 
 
-def test_a_server_that_fails_again_and_again_while_files_are_read(folder, web):
+def test_server_failing_repeatedly_raises(folder, web):
     here = batches("parquet", folder / "parquet")
     far = parquet(f"{web.address}/data/parquet", target="label")
     web.failing = 5
     assert same(list(far.shuffle(seed=4).batch(7)), here) and web.failing == 0
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(web):
+def test_truncated_response_is_requested_again(web):
     content = web.content["/data/tfrecord/a.tfrecord"]
     web.breaking = 2
     with open_file(f"{web.address}/data/tfrecord/a.tfrecord") as file:
@@ -170,7 +169,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(web):
 
 
 @pytest.mark.parametrize("pattern", ["", "/*/*.png", "/**/*.png"])
-def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, pattern):
+def test_unavailable_subfolder_listing_raises(folder, web, pattern):
     address = f"{web.address}/data/images{pattern}"
     web.closing["/data/images/d"] = 1 << 30
     with pytest.raises(RunError, match="images/d after 4 attempts"):
@@ -180,20 +179,20 @@ def test_a_subfolder_whose_page_does_not_come_is_no_empty_one(folder, web, patte
     assert source.classes == ["c", "d"] and len(source) == 6 and web.closing["/data/images/d"] == 0
 
 
-def test_the_pauses_grow(web, monkeypatch):
+def test_retry_delays_grow(web, monkeypatch):
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.1, 0.2, 0.4))
     web.failing = 100
-    with pytest.raises(RunError, match=r"a\.tfrecord after 4 attempts: .*503") as told:
+    with pytest.raises(RunError, match=r"a\.tfrecord after 4 attempts: .*503") as error:
         file_signature(f"{web.address}/data/tfrecord/a.tfrecord")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     times = [when for method, _, when in web.asked if method == "HEAD"]
     pauses = numpy.diff(times)
     assert len(times) == 4 and (pauses >= [0.1, 0.2, 0.4]).all()
 
 
 @pytest.fixture
-def nobody(monkeypatch):
-    """An address where nobody listens."""
+def closed_address(monkeypatch):
+    """Returns an address on which no server listens."""
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -202,15 +201,15 @@ def nobody(monkeypatch):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("path", ["", "/*", "/a.parquet"])
-def test_a_server_that_nobody_reaches(nobody, kind, path):
+def test_unreachable_server_raises(closed_address, kind, path):
     make, settings = MAKERS[kind]
-    with pytest.raises(RunError, match="after 4 attempts: ClientConnect") as told:
-        make(f"{nobody}/data/{kind}{path}", **settings)
-    assert "\n" not in str(told.value)
+    with pytest.raises(RunError, match="after 4 attempts: ClientConnect") as error:
+        make(f"{closed_address}/data/{kind}{path}", **settings)
+    assert "\n" not in str(error.value)
 
 
-def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
-    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)  # what was read of a small file is all of it
+def test_server_that_disappears_while_reading_raises(web, monkeypatch):
+    monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)  # the first read fetched all of a small file
     source = tfrecord(f"{web.address}/data/tfrecord").source
     web.shutdown()
     web.server_close()
@@ -220,7 +219,7 @@ def test_a_server_that_goes_away_while_it_is_read(web, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (401, 1), (410, 1), (429, 4), (500, 4), (503, 4)])
-def test_it_is_asked_again_only_where_that_may_help(web, status, asked):
+def test_only_transient_errors_are_retried(web, status, asked):
     web.failing, web.status = 1000, status
     with pytest.raises(ConfigurationError if asked == 1 else RunError, match=str(status)):
         file_signature(f"{web.address}/data/csv/a.csv")
@@ -229,23 +228,21 @@ def test_it_is_asked_again_only_where_that_may_help(web, status, asked):
 
 @pytest.mark.parametrize("path", ["parquet", "parquet/a.parquet", "parquet/*.parquet"])
 @pytest.mark.parametrize("status", [401, 403, 404, 410])
-def test_what_is_refused_is_not_what_is_missing(web, path, status):
+def test_refused_access_is_not_reported_as_missing(web, path, status):
     web.failing, web.status = 1000, status
-    told = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
-    with pytest.raises(ConfigurationError, match=told):
+    message = "^no file matches http" if status in (404, 410) else f"^cannot read http.*{status}"
+    with pytest.raises(ConfigurationError, match=message):
         resolve_paths(f"{web.address}/data/{path}", (".parquet",))
 
 
 @pytest.mark.parametrize("path", ["a", "a.parquet", "*.parquet"])
-def test_an_address_that_cannot_be_one_is_told(path):
+def test_invalid_url_is_refused(path):
     with pytest.raises(ConfigurationError, match=r"cannot read http://127\.0\.0\.1:99999/.*[Pp]ort"):
         resolve_paths(f"http://127.0.0.1:99999/{path}", (".parquet",))
 
 
-def test_a_login_that_runs_out_ends_the_run(web):
-    web.content["/data/long.tfrecord"] = frame_records(
-        [bytes(1000)] * 12_000
-    )  # longer than what fsspec reads at a time
+def test_expired_login_ends_the_run(web):
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than one read-ahead of fsspec
     pipeline = images(f"{web.address}/data/images", resize=8).skip_bad_rows(6).batch(2)
     table = parquet(f"{web.address}/data/parquet", gigabytes=0).source
     with open_file(f"{web.address}/data/long.tfrecord") as file:
@@ -261,7 +258,7 @@ def test_a_login_that_runs_out_ends_the_run(web):
     assert not pipeline.faults.found, "no picture is to blame"
 
 
-def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
+def test_fsspec_configuration_of_the_user_applies(folder, web, monkeypatch):
     web.login = "Bearer of a token"
     with pytest.raises(ConfigurationError, match="401"):
         resolve_paths(f"{web.address}/data/csv/a.csv")
@@ -272,31 +269,29 @@ def test_what_the_user_told_fsspec_stays(folder, web, monkeypatch):
     assert remote._system(web.address)[0].client_kwargs["timeout"] == 7
 
 
-def test_nothing_there_is_one_line(web):
+def test_missing_remote_file_is_one_line(web):
     for path in ("none.parquet", "none", "none/*.parquet", "parquet/*.tar"):
-        with pytest.raises(ConfigurationError, match="no file matches http") as told:
+        with pytest.raises(ConfigurationError, match="no file matches http") as error:
             resolve_paths(f"{web.address}/data/{path}", (".parquet",))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
 
 
-def test_a_server_that_knows_no_parts_of_files_is_told(web):
+def test_server_without_ranges_is_refused(web):
     web.ranges = False
-    web.content["/data/long.tfrecord"] = frame_records(
-        [bytes(1000)] * 12_000
-    )  # longer than what fsspec reads at a time
+    web.content["/data/long.tfrecord"] = frame_records([bytes(1000)] * 12_000)  # longer than one read-ahead of fsspec
     with (
         open_file(f"{web.address}/data/long.tfrecord") as file,
-        pytest.raises(RunError, match="range requests") as told,
+        pytest.raises(RunError, match="range requests") as error,
     ):
         file.seek(11_000_000)
         file.read(10)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 # ---- changes
 
 
-def test_a_stamp_follows_the_content(web):
+def test_signature_follows_the_content(web):
     path = f"{web.address}/data/csv/a.csv"
     before = file_signature(path)
     check_unchanged(path, before)
@@ -310,7 +305,7 @@ def test_a_stamp_follows_the_content(web):
 
 @pytest.mark.parametrize("kind", ["parquet", "feather", "tfrecord", "shards"])
 @pytest.mark.parametrize("change", ["other", "shorter", "gone"])
-def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkeypatch):
+def test_remote_file_that_changes_between_reads_raises(web, kind, change, monkeypatch):
     monkeypatch.setattr(range_reader, "REMOTE_CHECK_INTERVAL_S", 0.0)
     make, settings = MAKERS[kind]
     settings = settings | ({"gigabytes": 0} if kind in ("parquet", "feather") else {})
@@ -330,8 +325,8 @@ def test_a_file_that_changes_between_two_reads_is_told(web, kind, change, monkey
         source.read(numpy.array([ROWS - 1]))
 
 
-def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
-    """Not each time: to ask takes as long as to read."""
+def test_remote_file_is_checked_for_changes_at_intervals(web, monkeypatch):
+    """Not at each read, as the request takes as long as reading."""
     shown = [0.0]
     monkeypatch.setattr(range_reader, "time", SimpleNamespace(monotonic=lambda: shown[0]))
     source = webdataset(f"{web.address}/data/shards").source
@@ -345,19 +340,19 @@ def test_a_file_that_changes_is_looked_at_now_and_then(web, monkeypatch):
     assert len(web.asked) == asked + 1
 
 
-def test_a_server_that_tells_no_versions_is_told_of_once(web):
+def test_server_without_versions_warns_once(web):
     web.marked = False
     with pytest.warns(
         HastenWarning, match=rf"^{web.address} reports neither a version nor a modification time .*\.cache\('disk'\)"
-    ) as told:
+    ) as caught:
         pipeline = webdataset(f"{web.address}/data/shards", target="cls")
         assert file_signature(f"{web.address}/data/csv/a.csv")[2] is None
         list(pipeline.batch(7))
-    assert sum("reports neither" in str(each.message) for each in told) == 1
+    assert sum("reports neither" in str(each.message) for each in caught) == 1
 
 
-def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
-    """Nothing of what this thread has kept of the old one is taken for it."""
+def test_new_source_of_a_changed_file_reads_the_new_one(web):
+    """Nothing that this thread has cached of the old file is used for the new one."""
     path = f"{web.address}/data/new.tar"
     for number in (1, 2):
         web.content["/data/new.tar"] = packed(f"text {number}")
@@ -365,12 +360,12 @@ def test_a_new_source_of_a_file_that_changed_reads_the_new_one(web):
 
 
 def packed(text):
-    """A tar of two samples."""
+    """Returns a tar of two samples."""
     with tempfile.TemporaryDirectory() as folder:
         return pack(Path(folder) / "a.tar", [(f"{row}.txt", text.encode()) for row in range(2)]).read_bytes()
 
 
-def test_only_a_few_of_many_files_are_kept_open(web):
+def test_open_files_are_limited(web):
     content = {f"/many/{number:02}.tar": packed(f"text {number}") for number in range(3 * range_reader.MAX_OPEN_FILES)}
     web.content |= content
     source = webdataset(f"{web.address}/many").source
@@ -379,7 +374,7 @@ def test_only_a_few_of_many_files_are_kept_open(web):
     assert len(range_reader._thread.files) == range_reader.MAX_OPEN_FILES
 
 
-def test_pictures_that_went_away_are_bad_rows(web):
+def test_deleted_remote_images_are_bad_rows(web):
     pipeline = images(f"{web.address}/data/images", resize=8).skip_bad_rows(1).batch(6)
     del web.content["/data/images/d/3.png"]
     (batch,) = pipeline

@@ -1,4 +1,4 @@
-"""Tar shards: written by Python's tarfile in all its forms, read by ours; and what must be refused."""
+"""Tar shards in all formats of Python's tarfile, read by hasten, and what is refused."""
 
 import gzip
 import io
@@ -34,7 +34,7 @@ def test_samples_of_several_shards_in_any_order(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_header(tmp_path, form):
+def test_every_header_format_is_read(tmp_path, form):
     deep = "/".join(["a_folder_with_a_long_name"] * 5)
     names = ["a.txt", f"{deep}/{'x' * 90}.txt", "./here/b.txt"] + (
         [] if form == "ustar" else [f"{'y' * 300}.txt", "ümläut.txt"]
@@ -47,7 +47,7 @@ def test_every_form_of_header(tmp_path, form):
     assert webdataset(tmp_path).source.read(numpy.arange(len(names)))["txt"] == names
 
 
-def test_folders_links_and_notes_are_passed_over(tmp_path):
+def test_folders_links_and_other_members_are_skipped(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in [
             ("set", tarfile.DIRTYPE),
@@ -65,7 +65,7 @@ def test_folders_links_and_notes_are_passed_over(tmp_path):
     assert source.keys == ["a"] and source.read(numpy.array([0])) == {"txt": ["hi"]}
 
 
-def test_pictures_whole_and_resized(tmp_path):
+def test_images_original_and_resized(tmp_path):
     files = {f"{number}.png": png(number) for number in range(4)}
     pack(tmp_path / "a.tar", [(name, content) for name, (content, _) in files.items()])
     pictures = webdataset(tmp_path).source.read(numpy.array([2, 1]))["png"]
@@ -80,7 +80,7 @@ def test_arrays_of_unequal_shapes_are_a_list(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/etc/a.txt", "../a.txt", "set/../../a.txt", "..\\a.txt"])
-def test_a_path_that_leads_out_is_refused(tmp_path, name):
+def test_member_path_outside_the_shard_is_refused(tmp_path, name):
     pack(tmp_path / "a.tar", [("good.txt", b"x"), (name, b"x")])
     with pytest.raises(ConfigurationError, match=r"a\.tar has a member .* leaves the archive"):
         webdataset(tmp_path)
@@ -88,7 +88,7 @@ def test_a_path_that_leads_out_is_refused(tmp_path, name):
 
 class Bad:
     def __reduce__(self):
-        return eval, ("1 / 0",)  # what no reader may run
+        return eval, ("1 / 0",)  # code that no reader may run
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ class Bad:
         ("png", b"no picture"),
     ],
 )
-def test_a_bad_file_is_named_and_pickles_are_never_loaded(tmp_path, ending, content):
+def test_bad_member_is_named_and_pickles_are_never_loaded(tmp_path, ending, content):
     good = {"npy": npy(numpy.array([1.0])), "cls": b"7", "json": b"{}", "txt": b"x", "png": png(0)[0]}[ending]
     pack(tmp_path / "a.tar", [(f"set/{n}.{ending}", content if n == 3 else good) for n in range(6)])
     source = webdataset(tmp_path).source
@@ -120,7 +120,7 @@ def test_a_bad_file_is_named_and_pickles_are_never_loaded(tmp_path, ending, cont
     assert len(source.read(numpy.array([0, 5]))[ending]) == 2
 
 
-def test_a_sample_that_lacks_a_file_is_a_bad_row(tmp_path):
+def test_sample_without_a_required_file_is_a_bad_row(tmp_path):
     pack(tmp_path / "a.tar", [("0.txt", b"x"), ("0.cls", b"1"), ("1.txt", b"y"), ("2.txt", b"z"), ("2.cls", b"2")])
     source = webdataset(tmp_path).source
     with pytest.raises(BadRow, match=r"no file that ends in \.cls") as caught:
@@ -130,23 +130,23 @@ def test_a_sample_that_lacks_a_file_is_a_bad_row(tmp_path):
 
 def test_broken_and_other_files_are_refused(tmp_path):
     pack(tmp_path / "a.tar", [file for number in range(3) for file in sample(number)])
-    whole = (tmp_path / "a.tar").read_bytes()
-    for name, content, says in [
-        ("cut.tar", whole[:3000], "cut off"),
-        ("zipped.tar", gzip.compress(whole), "compressed with gzip"),
+    valid = (tmp_path / "a.tar").read_bytes()
+    for name, content, message in [
+        ("cut.tar", valid[:3000], "cut off"),
+        ("zipped.tar", gzip.compress(valid), "compressed with gzip"),
         ("text.tar", b"not a tar file at all " * 100, "not a tar file"),
         ("empty.tar", b"", "not a tar file"),
-        ("damaged.tar", whole[:1024] + b"\x01" + whole[1025:], "damaged: the header at byte 1024"),
+        ("damaged.tar", valid[:1024] + b"\x01" + valid[1025:], "damaged: the header at byte 1024"),
         ("twice.tar", pack(tmp_path / "b", [("a.txt", b"1"), ("a.txt", b"2")]).read_bytes(), "two files a.txt"),
         ("none.tar", pack(tmp_path / "c", [("README", b"1")]).read_bytes(), "no sample in"),
     ]:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigurationError, match=rf"{name}.*{says}|{says}.*{name}"):
+        with pytest.raises(ConfigurationError, match=rf"{name}.*{message}|{message}.*{name}"):
             webdataset(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("damage", "there", "why"),
+    ("damage", "intact", "why"),
     [
         ("its end", 4, "is cut off"),
         ("a header", 2, r"is damaged: the header at byte \d+"),
@@ -154,8 +154,8 @@ def test_broken_and_other_files_are_refused(tmp_path):
         ("zipped", 0, "is compressed with gzip"),
     ],
 )
-def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_path, damage, there, why):
-    """Of the sample in which it is cut off nobody knows whether it is whole."""
+def test_damage_is_one_bad_row_after_the_intact_samples(tmp_path, damage, intact, why):
+    """It is unknown whether the sample in which the file is truncated is complete."""
     pack(tmp_path / "a.tar", [file for number in range(5) for file in sample(number)], tarfile.USTAR_FORMAT)
     pack(tmp_path / "b.tar", [file for number in range(5, 10) for file in sample(number)])
     file = tmp_path / "a.tar"
@@ -170,20 +170,19 @@ def test_what_is_damaged_is_one_bad_row_after_the_whole_samples_before_it(tmp_pa
         file.unlink()
         file.symlink_to("nowhere")
     with pytest.raises(
-        RunError, match=rf"row {there} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "
+        RunError, match=rf"row {intact} \(.*a\.tar\): .*{why}.*; repair it, or allow bad rows to be skipped: "
     ):
         next(iter(webdataset(tmp_path).batch(50)))
     with pytest.raises(RunError, match=why):
         webdataset(tmp_path, target="cls").batches(50, seed=0, training=True)
     for way in ({"batches": 0}, {"threads": 2}, {"processes": 2}):
         pipeline = webdataset(tmp_path, target="cls").skip_bad_rows(1).shuffle(seed=1).batch(4).prefetch(**way)
-        assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(there), *range(5, 10)]
-        assert list(pipeline.faults.found) == [there]
+        assert sorted(label for *_, labels in pipeline for label in labels.tolist()) == [*range(intact), *range(5, 10)]
+        assert list(pipeline.faults.found) == [intact]
 
 
-def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
-    """As a folder of JPEG and PNG files becomes shards. Where some sample has both, they mean different things, and
-    none stands in."""
+def test_image_field_matches_any_image_suffix(tmp_path):
+    """As if a folder of JPEG and PNG files was written to shards. If a sample has both, they are different fields."""
     jpeg = io.BytesIO()
     Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
     files = [
@@ -204,7 +203,7 @@ def test_a_picture_is_one_whatever_it_ends_in(tmp_path):
             webdataset(both, columns=columns).source.read(numpy.array([row]))
 
 
-def test_an_ending_that_is_not_there_is_told(tmp_path):
+def test_missing_field_error_names_the_present_ones(tmp_path):
     pack(tmp_path / "a.tar", sample(1))
     with pytest.raises(ConfigurationError, match=r"ends in \.jsn \(did you mean json\?\)"):
         webdataset(tmp_path, columns=["jsn"])

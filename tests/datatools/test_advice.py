@@ -1,4 +1,4 @@
-"""Advice is measured on the data, and leaves nothing behind, however the process ends."""
+"""Storage advice is measured on the data, and leaves no files behind, however the process ends."""
 
 import os
 import time
@@ -21,45 +21,45 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_a_slow_disk_makes_small_files_better(tmp_path):
-    """Rows of raw pixels are read at once from memory, and much later than small JPEGs from a slow disk."""
+def test_advice_on_a_slow_disk_recommends_small_files(tmp_path):
+    """Rows of raw pixels are read fast from memory, but much later than small JPEGs from a slow disk."""
     data = write_images(tmp_path / "in", count=24)
     kind, files = detect_format(data)
     reading = RowReader(kind, str(data), files, resize=256)
     before = stage_rates(reading, 0.5)["batches"]
     fast = better_storages(reading, [before], 1000, None, 4.0, no_progress)
     assert fast[0]["to"] == "rows" and fast[0]["bytes"] == pytest.approx(1000 * 3 * 256 * 256, rel=0.01)
-    disk = 200_000.0  # bytes a second
+    disk = 200_000.0  # bytes per second
     before = limit_by_disk(before, sum(map(os.path.getsize, files)) / len(files), disk)
     slow = better_storages(reading, [before], 1000, disk, 4.0, no_progress)
     assert "rows" not in [each["to"] for each in slow]
 
 
-def test_fastest_storages_get_no_advice(tmp_path):
+def test_advice_for_the_fastest_format_is_none(tmp_path):
     numpy.save(tmp_path / "x.npy", numpy.zeros((100, 3), numpy.float32))
     kind, files = detect_format(tmp_path / "x.npy")
     assert better_storages(RowReader(kind, files, files), [1e6], 100, None, 1.0, no_progress) == []
 
 
-def test_what_cannot_be_stored_that_way_is_left_out(tmp_path):
+def test_advice_skips_formats_that_cannot_store_the_data(tmp_path):
     data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     kind, files = detect_format(data)
     found = better_storages(RowReader(kind, files, files, fill=0), [1.0], 3000, None, 2.0, no_progress)
     assert [each["to"] for each in found] == ["feather"]
 
 
-def at_work(told):
+def at_work(results):
     with temporary_folder() as folder:
-        told.put(str(folder))
+        results.put(str(folder))
         time.sleep(60)
 
 
-def test_what_a_killed_process_left_is_swept_away(cache):
-    process = start_process(at_work, told := FORK.SimpleQueue())
-    while told.empty():
+def test_advice_removes_files_of_a_killed_process(cache):
+    process = start_process(at_work, results := FORK.SimpleQueue())
+    while results.empty():
         assert process.is_alive()
         time.sleep(0.01)
-    left = told.get()
+    left = results.get()
     with temporary_folder() as mine:
         assert os.path.isdir(left) and str(mine) != left  # in use
     process.kill()

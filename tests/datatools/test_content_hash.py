@@ -1,4 +1,4 @@
-"""A hash of content: the same however the rows are cut, another one for another value anywhere."""
+"""The content hash: equal however the rows are divided into files, different for another value anywhere."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ ROWS = 200
 
 
 def many():
-    """The table of the tests, and what is nested in more than one way."""
+    """The mixed table of the tests with additional nested columns."""
     lists = [
         None if row % 7 == 0 else [{"a": row, "b": None if row % 3 else "x"}, None][: row % 3] for row in range(ROWS)
     ]
@@ -46,13 +46,13 @@ def of_table(content, cuts=()):
 
 
 @pytest.mark.parametrize("cuts", [(1,), (100,), (7, 8, 150), tuple(range(3, 200, 3))])
-def test_it_does_not_matter_how_a_table_is_cut(cuts):
+def test_hash_is_independent_of_table_chunks(cuts):
     assert of_table(many()) == of_table(many(), cuts)
 
 
 @pytest.mark.parametrize("name", [name for name in many().column_names if name != "nothing"])
-def test_another_value_is_another_hash(name):
-    """Two rows change places."""
+def test_hash_differs_for_another_value(name):
+    """Two rows are exchanged."""
     content = many()
     order = numpy.arange(ROWS)
     values = content.column(name).to_pylist()
@@ -70,14 +70,14 @@ def of_columns(content, cuts=()):
     return digest.hexdigest()
 
 
-def test_columns_of_batches():
+def test_hash_of_batches_equals_that_of_columns():
     content = {
         "x": torch.arange(60.0).view(20, 3),
         "text": ["a" * (row % 4) for row in range(20)],
         "lists": [torch.arange(row % 3) for row in range(20)],
     }
-    whole = of_columns(content)
-    assert whole == of_columns(content, (1, 5, 19))
-    assert whole != of_columns(content | {"x": content["x"].flip(0)})
-    assert whole != of_columns(content | {"x": content["x"].view(20, 3, 1)})
-    assert whole != of_columns(content | {"text": ["a" + content["text"][0][1:], *content["text"][1:]]})
+    expected = of_columns(content)
+    assert expected == of_columns(content, (1, 5, 19))
+    assert expected != of_columns(content | {"x": content["x"].flip(0)})
+    assert expected != of_columns(content | {"x": content["x"].view(20, 3, 1)})
+    assert expected != of_columns(content | {"text": ["a" + content["text"][0][1:], *content["text"][1:]]})

@@ -1,4 +1,4 @@
-"""Data stored in other ways: the same content in every form, and what it gives."""
+"""Conversions between storage formats: the same content in every format, and the estimated and measured gain."""
 
 import json
 import re
@@ -16,17 +16,7 @@ from hasten.datatools.advice import gain_of
 from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name, value in {
-        "stage_throughput.COPY_SECONDS": 0.02,
-        "stage_throughput.ENOUGH_S": 0.02,
-        "advice.MAX_TURNS": 2,
-        "advice.MIN_TURNS": 2,
-    }.items():
-        monkeypatch.setattr(f"hasten.datatools.{name}", value)  # how fast it is read is measured for a moment only
+pytestmark = pytest.mark.usefixtures("brief_measurements")
 
 
 def assert_equal(columns, others):
@@ -40,7 +30,7 @@ def assert_equal(columns, others):
 
 
 @pytest.mark.parametrize("to", ["parquet", "feather"])
-def test_a_table_keeps_everything_also_what_is_missing(tmp_path, to):
+def test_convert_table_keeps_everything_including_missing_values(tmp_path, to):
     data = write_table(tmp_path / "in", content=mixed_table())
     result = convert(data, tmp_path / "out", to=to, shards=4)
     assert result["rows"] == result["written"] == ROWS and len(result["files"]) == 4
@@ -49,7 +39,7 @@ def test_a_table_keeps_everything_also_what_is_missing(tmp_path, to):
     assert_equal(read_all(read(tmp_path / "out", fill=fill)), read_all(parquet(data, fill=fill)))
 
 
-def test_rows_are_matrices_that_arrays_maps(tmp_path):
+def test_convert_rows_to_matrices_that_arrays_reads(tmp_path):
     data = write_table(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="rows", target="label")
     assert result["files"] == ["inputs.npy", "label.npy"]
@@ -58,7 +48,7 @@ def test_rows_are_matrices_that_arrays_maps(tmp_path):
     assert result["gain"]["before"] > 0 and result["gain"]["after"] > 0
 
 
-def test_records_are_what_tfrecord_reads(tmp_path):
+def test_convert_to_records_that_tfrecord_reads(tmp_path):
     data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     convert(data, tmp_path / "out", to="tfrecord", fill=0)
     read = read_all(tfrecord(tmp_path / "out", features={"number": (), "small": (), "list": None, "inner.b": ()}))
@@ -69,7 +59,7 @@ def test_records_are_what_tfrecord_reads(tmp_path):
     assert read["inner.b"] == [text.encode() for text in original["inner"]["b"]]
 
 
-def test_back_from_records_and_rows(tmp_path):
+def test_convert_back_from_records_and_rows(tmp_path):
     data = write_table(tmp_path / "in")
     convert(data, tmp_path / "records", to="tfrecord")
     convert(tmp_path / "records", tmp_path / "rows", to="rows")
@@ -77,7 +67,7 @@ def test_back_from_records_and_rows(tmp_path):
     assert_equal(read_all(parquet(tmp_path / "back", columns=numeric_table().column_names)), read_all(parquet(data)))
 
 
-def test_csv_becomes_a_table(tmp_path):
+def test_convert_csv_to_a_table(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,one\n2,two\n")
     (tmp_path / "b.csv").write_text("x,y\n2.5,half\n")
     convert(tmp_path / "*.csv", tmp_path / "out", to="parquet")
@@ -85,24 +75,24 @@ def test_csv_becomes_a_table(tmp_path):
     assert read["x"].tolist() == [1, 2, 2.5] and read["y"] == ["one", "two", "half"]
 
 
-def test_pictures_become_smaller_ones_in_tars(tmp_path):
+def test_convert_resizes_images_into_tars(tmp_path):
     data = write_images(tmp_path / "in")
     result = convert(data, tmp_path / "out", to="webdataset", resize=64, shards=3)
     assert len(result["files"]) == 3 and result["bytes"] < result["bytes_before"]
     read = read_all(webdataset(tmp_path / "out", columns=["jpg"], target="cls", resize=64))
-    there, labels = read_all(images(data, resize=64))
+    converted, labels = read_all(images(data, resize=64))
     assert torch.equal(read[1], labels)
-    assert (read[0].float() - there.float()).abs().mean() < 6  # of 255: JPEG loses a little
+    assert (read[0].float() - converted.float()).abs().mean() < 6  # of 255: JPEG loses a little
 
 
-def test_pictures_that_are_not_resized_stay_the_same_bytes(tmp_path):
+def test_convert_without_resize_copies_image_bytes(tmp_path):
     data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="webdataset")
     read = read_all(webdataset(tmp_path / "out"))["jpg"]
     assert_equal(read, read_all(images(data, labels=None)))
 
 
-def test_shards_are_made_smaller(tmp_path):
+def test_convert_makes_smaller_shards(tmp_path):
     convert(write_images(tmp_path / "in"), tmp_path / "big", to="webdataset")
     result = convert(tmp_path / "big", tmp_path / "out", to="webdataset", resize=32)
     read = read_all(webdataset(tmp_path / "out", resize=32))
@@ -111,16 +101,16 @@ def test_shards_are_made_smaller(tmp_path):
     assert numpy.load(tmp_path / "rows" / "jpg.npy").shape == (12, 3, 32, 32)
 
 
-def test_the_manifest_says_what_is_there(tmp_path):
+def test_manifest_describes_the_output(tmp_path):
     convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather", shards=2)
     note = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert note["finished"] and [rows for rows, _ in note["parts done"]] == [ROWS // 2] * 2
     assert note["settings"]["to"] == "feather" and note["files"] == sorted(note["files"])
 
 
-def test_words_of_classes_are_kept(tmp_path):
-    words = mixed_table().select(["number", "small", "word"])
-    data = write_table(tmp_path / "in", content=words.filter(words["word"].is_valid()))
+def test_convert_keeps_class_names(tmp_path):
+    table = mixed_table().select(["number", "small", "word"])
+    data = write_table(tmp_path / "in", content=table.filter(table["word"].is_valid()))
     result = convert(data, tmp_path / "out", to="rows", target="word")
     assert result["classes"] == ["", "alpha", "beta", "gamma"]
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["classes"] == result["classes"]
@@ -135,7 +125,7 @@ def parquet_words(data):
     return pyarrow.parquet.read_table(data)["word"].to_pylist()
 
 
-def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
+def test_convert_images_of_one_size_to_rows(tmp_path):
     data = write_images(tmp_path / "in", sizes=((32, 48),), ending="png")
     result = convert(data, tmp_path / "out", to="rows")
     read, _ = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
@@ -148,8 +138,8 @@ def test_pictures_of_one_size_become_rows_as_they_are(tmp_path):
     assert not (tmp_path / "mixed").exists()
 
 
-def test_a_gain_that_its_spread_does_not_bear_is_none():
-    """Noise of 30 % between two readings of the same, and a real gain of 2 under noise of 10 %, many times over."""
+def test_gain_within_the_noise_is_not_reported():
+    """Noise of 30 % between two measurements of the same, and a real gain of 2 under noise of 10 %, many times."""
     random = numpy.random.default_rng(0)
 
     def verdicts(gain, noise, turns=6):
@@ -161,26 +151,26 @@ def test_a_gain_that_its_spread_does_not_bear_is_none():
     assert verdicts(2, 0.1).count("faster") > 0.95 * 2000 and verdicts(0.5, 0.1).count("slower") > 0.95 * 2000
 
 
-def test_a_gain_is_told_with_its_range(tmp_path, capfd):
+def test_gain_is_printed_with_its_range(tmp_path, capfd):
     result = convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
     gain = result["gain"]
     assert 0 < gain["low"] <= gain["ratio"] <= gain["high"] and gain["before"] > 0
-    for after, *told in (
+    for after, *expected in (
         ([130.0, 90.0, 120.0], "Stored as feather; no clear difference", "measured 1.20\u00d7 (0.90 to 1.30\u00d7)"),
         ([230.0, 190.0, 200.0], "Read 2.0\u00d7 as fast", "measured 2.0\u00d7 (1.90 to 2.30\u00d7)"),
     ):
         Console(width=120).print(convert_answer(result | {"gain": {"estimated": 1.5} | gain_of([100.0] * 3, after)}))
         page = " ".join(capfd.readouterr().out.split())
-        assert all(words in page for words in told)
+        assert all(text in page for text in expected)
 
 
-def test_what_it_gives_is_estimated_before_and_measured_after(tmp_path, capfd):
+def test_gain_is_estimated_before_and_measured_after(tmp_path, capfd):
     data = write_table(tmp_path / "in", content=numeric_table(50_000))
     assert (
         main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
     )
-    told = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
-    estimated, measured = (float(number.replace(",", "")) for number in told.groups())
+    match = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
+    estimated, measured = (float(number.replace(",", "")) for number in match.groups())
     assert estimated > 1 and measured > 1
     noted = json.loads((tmp_path / "out" / "conversion.json").read_text())["estimated"]
     assert convert(data, tmp_path / "out", to="rows", target="label")["gain"]["estimated"] == noted

@@ -1,4 +1,5 @@
-"""What is told about data: what is there, what limits its reading, what would be faster. Nothing is left behind."""
+"""``hasten data inspect``: the content of data, the bottleneck of reading them, faster formats; no files are left
+behind."""
 
 import io
 import json
@@ -23,7 +24,7 @@ BUDGET = 1.0
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Where samples are written; empty again after every test."""
+    """The folder of trial files; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
     for name, value in {
@@ -37,7 +38,7 @@ def cache(tmp_path, monkeypatch):
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_a_table(tmp_path):
+def test_inspect_table(tmp_path):
     result = inspect(write_table(tmp_path / "in"), target="label", budget=BUDGET)
     assert (result["kind"], result["files"], result["rows"], result["rows_exact"]) == ("parquet", 1, ROWS, True)
     assert result["columns"] == {"inputs": "float32 (4,)", "label": "int64"}
@@ -46,7 +47,7 @@ def test_a_table(tmp_path):
     assert result["trouble"] is None and json.dumps(result)
 
 
-def test_every_figure_is_a_median_and_is_told_with_its_range(tmp_path, capfd):
+def test_inspect_figures_are_medians_with_their_range(tmp_path, capfd):
     data = write_table(tmp_path / "in", content=numeric_table(400_000), runs=20_000)
     assert main(["data", "inspect", str(data), "--target", "label", "--budget", "6", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
@@ -66,7 +67,7 @@ def _page(result):
     return console.export_text()
 
 
-def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
+def test_inspect_table_that_is_slow_to_decode_recommends_rows(tmp_path):
     """Compressed text of numbers: nothing takes longer to decode."""
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numeric_table(100_000), tmp_path / "in" / "train.csv")
@@ -78,23 +79,23 @@ def test_a_table_that_is_slow_to_decode_would_be_faster_as_rows(tmp_path):
     assert converted["gain"]["ratio"] > 3
 
 
-def test_a_long_csv_is_told_from_its_first_lines(tmp_path, monkeypatch):
+def test_inspect_long_csv_reads_its_first_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_CSV_BYTES", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numeric_table(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
     assert not result["rows_exact"] and abs(result["rows"] - 5000) < 100
-    told = {
+    cases = {
         "packed.csv.gz": (b"not packed at all", "is not a complete CSV file: "),
         "ragged.csv": (b"1,2\n3\n", "has no more good lines than "),
     }
-    for name, (content, said) in told.items():
+    for name, (content, expected) in cases.items():
         (tmp_path / name).write_bytes(content * 10_000)
-        with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {said}"):
+        with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {expected}"):
             inspect(tmp_path / name)
 
 
-def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
+def test_inspect_csv_first_lines_end_at_a_row(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("n,word,m\n" + '1,"two\nlines",2\n' * 50)
     (tmp_path / "head").mkdir()
     for size in range(100, 120):
@@ -104,7 +105,7 @@ def test_the_first_lines_of_a_csv_end_where_a_row_does(tmp_path, monkeypatch):
         assert set(batch["word"]) == {"two\nlines"}, size
 
 
-def test_pictures(tmp_path):
+def test_inspect_images(tmp_path):
     result = inspect(write_images(tmp_path / "in", count=24), budget=4.0)
     assert (result["kind"], result["files"], result["rows"], result["resize"]) == ("images", 24, 24, 256)
     assert result["columns"] == {"images": "uint8 (3, 256, 256)", "labels": "int64"}
@@ -113,21 +114,21 @@ def test_pictures(tmp_path):
     assert (best["to"], best["resize"]) == ("rows", 256) and best["gain"] > 3
 
 
-def test_small_pictures_of_one_size_stay_as_they_are(tmp_path):
+def test_inspect_small_images_of_one_size_are_not_resized(tmp_path):
     result = inspect(write_images(tmp_path / "in", sizes=((32, 48),), ending="png"), budget=BUDGET)
     assert result["resize"] is None and result["columns"]["images"] == "uint8 (3, 32, 48)"
     assert all(each["resize"] is None for each in result["storages"])
 
 
 @pytest.mark.parametrize("to", ["webdataset", "rows"])
-def test_what_was_converted(tmp_path, to):
+def test_inspect_converted_data(tmp_path, to):
     convert(write_images(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
     result = inspect(tmp_path / "out", budget=BUDGET)
     assert (result["kind"], result["rows"]) == (to, 12) and result["speed"]["copy"] > 0
     assert (result["speed"]["decode"] is None) == (to == "rows")
 
 
-def test_records_and_tokens(tmp_path):
+def test_inspect_records_and_tokens(tmp_path):
     convert(write_table(tmp_path / "in"), tmp_path / "out", to="tfrecord")
     assert inspect(tmp_path / "out", budget=BUDGET)["rows"] == ROWS
     numpy.arange(10_000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")
@@ -135,7 +136,7 @@ def test_records_and_tokens(tmp_path):
     assert (result["kind"], result["limit"], result["storages"]) == ("tokens", "copy", [])
 
 
-def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
+def test_inspect_undecodable_files_are_reported_beside_the_others(tmp_path):
     data = write_images(tmp_path / "in")
     for path in (data / "cat").iterdir():
         path.write_bytes(b"no picture")
@@ -145,20 +146,20 @@ def test_what_cannot_be_decoded_is_told_beside_what_is_there(tmp_path):
     assert "'word' lacks" in result["trouble"] and result["rows"] == ROWS and result["speed"]["disk"] != 0
 
 
-def test_what_is_refused(tmp_path):
+def test_inspect_invalid_request_is_refused(tmp_path):
     torch.save([1], tmp_path / "model.pt")
-    for path, told in (
+    for path, message in (
         (tmp_path / "nothing", "there is no file"),
         (tmp_path, "no file name of .* has a known suffix"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             inspect(path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ConfigurationError, match="is not a complete Parquet file"):
         inspect(tmp_path / "x.parquet")
 
 
-def test_files_of_other_forms_are_told(tmp_path, capfd):
+def test_inspect_unsupported_formats_are_named(tmp_path, capfd):
     data = write_images(tmp_path / "in", count=6, sizes=((16, 16),))
     (data / "labels.csv").write_text("a,b\n1,2\n")
     for name in ("notes.doc", "more.doc"):
@@ -179,7 +180,7 @@ def lacking(rows):
 @pytest.mark.parametrize(
     "kind", ["pictures of one size", "pictures", "shards of one size", "lacking", "pictures that are gone"]
 )
-def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
+def test_inspect_recommendation_can_be_run(kind, tmp_path, capfd):
     more = []
     if kind == "lacking":
         (tmp_path / "in").mkdir()
@@ -201,11 +202,11 @@ def test_what_is_recommended_can_be_done(kind, tmp_path, capfd):
     assert ("--resize 256" in line) == (kind == "pictures") and ("--fill 0" in line) == (
         kind == "lacking" and "--to rows" in line
     )
-    words = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
-    assert main([*words[1:], "--quiet"]) == 0
+    argv = shlex.split(line.replace("DIR", shlex.quote(str(tmp_path / "out"))))
+    assert main([*argv[1:], "--quiet"]) == 0
 
 
-def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
+def test_inspect_unopenable_file_is_named_or_skipped(tmp_path, capfd):
     data = write_table(tmp_path / "in")
     (data / "gone.parquet").symlink_to("nowhere")
     assert main(["data", "inspect", str(data), "--budget", "1"]) == 2
@@ -220,7 +221,7 @@ def test_a_file_that_cannot_be_opened_is_named_or_left_out(tmp_path, capfd):
     assert [each["where"] for each in result["skipped_rows"]] == [str(data / "cut.parquet"), str(data / "gone.parquet")]
 
 
-def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
+def test_inspect_unreadable_row_group_is_reported_or_skipped(tmp_path):
     data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=0)
     assert "train.parquet, row group 0" in inspect(data, budget=BUDGET)["trouble"]
@@ -228,7 +229,7 @@ def test_a_run_that_cannot_be_read_is_told_or_left_out(tmp_path):
     assert result["trouble"] is None and result["speed"]["batches"] > 0 and 0 < len(result["skipped_rows"]) <= 50
 
 
-def test_nothing_measured_is_a_no(tmp_path, capfd):
+def test_inspect_without_a_measurement_exits_1(tmp_path, capfd):
     data = write_images(tmp_path / "in")
     for path in (data / "cat").iterdir():
         path.write_bytes(b"no picture")

@@ -1,4 +1,4 @@
-"""How fast each stage of reading goes: from the disk, decoding, copying into batches."""
+"""Throughput of each stage of reading: from disk, decoding, copying into batches."""
 
 import time
 

@@ -14,7 +14,7 @@ from hasten.distributed.deferred_init import deferred_init, replace_tensors
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that its modules have, once."""
+    """Returns every tensor of the module, once."""
     found: dict[str, torch.Tensor] = {}
     for place, module in model.named_modules():
         for held in (module._parameters, module._buffers, vars(module)):
@@ -38,7 +38,7 @@ def part_by_part(make, wanted=lambda name: True, seed: int = 3):
 
 
 def with_init(init, **named):
-    """Two layers that an init is applied to after they were made, as many programs do."""
+    """Two layers with an ``apply`` of an init function after construction, as in many programs."""
 
     def make():
         def again(module):
@@ -51,8 +51,8 @@ def with_init(init, **named):
     return make
 
 
-class Places(nn.Module):
-    """The buffers of a transformer: sines, a mask, angles that turn, and a tensor that is no buffer."""
+class Buffers(nn.Module):
+    """The buffers of a transformer: sinusoids, a mask, rotary angles, and a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def from_numpy():
     numbers[:] = 2.0
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(numbers))
-    numbers[:] = 7.0  # the same memory for something else
+    numbers[:] = 7.0  # the same memory for another parameter
     model.scale = nn.Parameter(torch.from_numpy(numpy.arange(4.0)))
     model.half_of_it = nn.Parameter(model.scale.detach()[2:])
     return model
@@ -127,7 +127,7 @@ def beside_the_weights():
     model = nn.Linear(4, 2)
     model.register_buffer("mean", torch.tensor([1.0, 2.0], device=model.weight.device) * 2)
     model.register_buffer("both", model.mean.to(model.bias.device) + model.bias.detach())
-    if model.weight.is_meta or model.weight.device.type != "cpu":  # as some programs ask, and fill nothing
+    if model.weight.is_meta or model.weight.device.type != "cpu":  # as some programs do, without a fill
         return model
     nn.init.normal_(model.weight)
     return model
@@ -160,7 +160,7 @@ MODELS = {
     "transformer": lambda: nn.Transformer(8, 2, 2, 1, 16),
     "embedding bag": lambda: nn.ModuleList([nn.EmbeddingBag(9, 4, padding_idx=0), nn.Bilinear(3, 4, 5), nn.PReLU()]),
     "instance norm": lambda: nn.InstanceNorm2d(5, affine=True, track_running_stats=True),
-    "places": Places,
+    "places": Buffers,
     "tied": Tied,
     "copied": lambda: nn.ModuleList([copy.deepcopy(layer) for layer in [nn.Linear(4, 4)] * 3]),
     "double": lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(),
@@ -202,27 +202,28 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_of_a_model_made_at_once(name):
-    whole, after = at_once(MODELS[name])
+def test_materialized_model_equals_one_built_at_once(name):
+    eager, after = at_once(MODELS[name])
     made, after_parts = part_by_part(MODELS[name])
-    assert made.keys() == whole.keys()
-    assert all(same(made[each], whole[each]) for each in whole)
+    assert made.keys() == eager.keys()
+    assert all(same(made[each], eager[each]) for each in eager)
     assert torch.equal(after, after_parts)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("part", [0, 1])
-def test_of_a_part_too(name, part):
-    whole, after = at_once(MODELS[name])
-    wanted = set(list(whole)[part::2])
+def test_materialized_stage_equals_part_of_the_model(name, part):
+    eager, after = at_once(MODELS[name])
+    wanted = set(list(eager)[part::2])
     made, after_parts = part_by_part(MODELS[name], wanted.__contains__)
     assert made.keys() == wanted
-    assert all(same(made[each], whole[each]) for each in made)
+    assert all(same(made[each], eager[each]) for each in made)
     assert torch.equal(after, after_parts)
 
 
-def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
-    """Although the model is built, initialized again and converted as a whole: else all would be unfinished at once."""
+def test_weight_is_materialized_as_soon_as_it_is_drawn():
+    """Although the model is built, initialized again and converted as a whole: otherwise all weights are pending at
+    once."""
 
     def make():
         made = nn.Sequential(*(nn.Linear(30, 30) for _ in range(7)))
@@ -236,7 +237,7 @@ def test_a_weight_is_done_as_soon_as_its_numbers_are_drawn():
     assert len(states) == 7 and not any(torch.equal(one, other) for one, other in pairwise(states))
 
 
-def test_what_was_one_weight_stays_one():
+def test_tied_weights_stay_tied():
     model, making = deferred_init(Tied)
     assert model.out.weight is model.table.weight
     model.table.weight.kind = "table"
@@ -246,15 +247,15 @@ def test_what_was_one_weight_stays_one():
     assert torch.equal(model.out.weight, made[0]) and model.out.weight.kind == "table"
 
 
-def test_a_recurrent_layer_computes_with_the_weights_it_was_given():
-    whole, _ = at_once(make := lambda: nn.LSTM(3, 4))
+def test_recurrent_layer_uses_its_materialized_weights():
+    eager, _ = at_once(make := lambda: nn.LSTM(3, 4))
     torch.manual_seed(3)
     model, making = deferred_init(make)
     weights = list(model.parameters())
     made = {id(weights[number]): tensor for number, tensor in making(weights)}
     replace_tensors(model, lambda tensor: made[id(tensor)])
     reference = nn.LSTM(3, 4)
-    reference.load_state_dict({name.removeprefix("."): tensor for name, tensor in whole.items()})
+    reference.load_state_dict({name.removeprefix("."): tensor for name, tensor in eager.items()})
     given = torch.ones(2, 3)
     assert torch.equal(model(given)[0], reference(given)[0])
 
@@ -300,7 +301,7 @@ def by_a_mask():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (looking, "reads values while it is built"),
         (reading, "cannot be initialized in parts"),
@@ -312,11 +313,11 @@ def by_a_mask():
         (by_a_mask, "reads values while it is built"),
     ],
 )
-def test_what_cannot_be_initialized_in_parts_is_refused(make, says):
+def test_unsupported_initialization_is_refused(make, message):
     with pytest.raises(ConfigurationError) as refused:
         deferred_init(make)
     assert (
-        says in str(refused.value)
+        message in str(refused.value)
         and "leave init=meta or balance=memory out" in str(refused.value)
         and "\n" not in str(refused.value)
     )

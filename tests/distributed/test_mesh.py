@@ -1,4 +1,4 @@
-"""The device mesh: replicas of the model, pipeline stages of a replica, shards of a stage."""
+"""The device mesh: replicas of the model, pipeline stages of a replica, tensor-parallel shards of a stage."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def mesh_shape(world: int, shards: int | None, stages: int | None, stages_first:
         (12, 3, 2, (2, 2, 3)),
     ],
 )
-def test_the_mesh_has_the_sizes_of_the_degrees(world, shards, stages, expected):
+def test_mesh_has_the_requested_sizes(world, shards, stages, expected):
     assert mesh_shape(world, shards, stages) == mesh_shape(world, shards, stages, stages_first=True) == expected
 
 
@@ -57,6 +57,6 @@ def test_the_mesh_has_the_sizes_of_the_degrees(world, shards, stages, expected):
         (4, 2, 1, "cut:degree=2 and row:degree=1 do not fit 4 processes"),
     ],
 )
-def test_degrees_that_do_not_fit_raise(world, shards, stages, message):
+def test_mesh_sizes_that_do_not_fit_raise(world, shards, stages, message):
     with pytest.raises(ConfigurationError, match=message):
         mesh_shape(world, shards, stages)

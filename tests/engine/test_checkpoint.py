@@ -1,4 +1,4 @@
-"""Damaged, hostile and half-written checkpoints, full disks and folders that cannot be written to."""
+"""Damaged, hostile and incomplete checkpoints, full disks and read-only folders."""
 
 import dataclasses
 import json
@@ -23,16 +23,16 @@ from helpers import engine_tasks
 
 @pytest.fixture
 def broken_off(tmp_path):
-    """The folder of a run broken off after some steps, and its undisturbed twin."""
-    whole, off = tmp_path / "whole", tmp_path / "off"
+    """Returns the folder of a run interrupted after some steps, and that of the uninterrupted run."""
+    uninterrupted, off = tmp_path / "uninterrupted", tmp_path / "off"
 
     def copy(records):
         if records[-1].get("step") == 9 and not off.exists():
-            shutil.copytree(whole, off)
+            shutil.copytree(uninterrupted, off)
 
-    hasten.train(engine_tasks.map_style(), out=whole, checkpoint_seconds=0, observers=[copy], device="cpu")
+    hasten.train(engine_tasks.map_style(), out=uninterrupted, checkpoint_seconds=0, observers=[copy], device="cpu")
     assert len(list((off / "checkpoints").iterdir())) == 2
-    return off, whole
+    return off, uninterrupted
 
 
 class Hostile:
@@ -76,26 +76,26 @@ def _of_another_run(path, mark):
 
 
 @pytest.mark.parametrize("damage", [_half, _flipped, _garbage, _empty, _hostile, _hostile_old_format, _of_another_run])
-def test_the_newest_whole_checkpoint_is_used(damage, broken_off):
-    off, whole = broken_off
+def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
+    off, uninterrupted = broken_off
     mark = off.parent / "executed"
     _, newest = sorted((off / "checkpoints").iterdir())
     damage(newest, mark)
     with pytest.warns(HastenWarning, match=rf"{newest.name} is passed over"):
         hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
     assert not mark.exists()
-    assert _starts(off) == [0, 7]  # the newest was of step 8
-    assert (off / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert start_steps(off) == [0, 7]  # the newest was of step 8
+    assert (off / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
+    assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
-def _starts(folder) -> list[int]:
-    """The steps at which the run in a folder was begun and taken up."""
+def start_steps(folder) -> list[int]:
+    """Returns the steps at which the run in a folder was started and resumed."""
     times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
     return [time["step"] for time in times if time["what"] == "start"]
 
 
-def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
+def test_resume_without_an_intact_checkpoint_keeps_the_log(broken_off):
     off, _ = broken_off
     for path in (off / "checkpoints").iterdir():
         _garbage(path, None)
@@ -108,15 +108,15 @@ def test_without_any_whole_checkpoint_the_log_is_left_alone(broken_off):
     assert log and (off / "log.jsonl").read_bytes() == log
 
 
-def test_a_run_broken_off_before_its_first_checkpoint_starts_again(broken_off):
-    off, whole = broken_off
+def test_resume_before_the_first_checkpoint_starts_again(broken_off):
+    off, uninterrupted = broken_off
     for path in (off / "checkpoints").iterdir():
         path.unlink()
     hasten.train(engine_tasks.map_style(), out=off, resume=True, device="cpu")
-    assert (off / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
-def test_a_half_written_file_is_swept_away(broken_off):
+def test_resume_removes_a_partial_file(broken_off):
     off, _ = broken_off
     stale = off / "checkpoints" / "step-0000000099.pt.part"
     stale.write_bytes(b"half")
@@ -124,17 +124,17 @@ def test_a_half_written_file_is_swept_away(broken_off):
     assert not stale.exists()
 
 
-def test_only_two_are_kept_and_they_hold_plain_data(broken_off):
-    _, whole = broken_off
-    kept = sorted((whole / "checkpoints").iterdir())
-    assert [path.name for path in kept] == ["step-0000000011.pt", "step-0000000012.pt"]
-    with zipfile.ZipFile(kept[-1]) as archive:
+def test_run_keeps_two_checkpoints_of_plain_data(broken_off):
+    _, uninterrupted = broken_off
+    checkpoints = sorted((uninterrupted / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-0000000011.pt", "step-0000000012.pt"]
+    with zipfile.ZipFile(checkpoints[-1]) as archive:
         assert archive.testzip() is None
-    assert load_checkpoint(kept[-1])["progress"]["step"] == 12
+    assert load_checkpoint(checkpoints[-1])["progress"]["step"] == 12
 
 
 def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
-    """A limit on the size of files stands in for the full disk: the system refuses the write in the same place."""
+    """A limit on file sizes stands in for the full disk: the system refuses the write at the same place."""
     out, limit = tmp_path / "r", resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(records):
@@ -151,7 +151,7 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
     assert hasten.train(engine_tasks.map_style(), out=out, resume=True, device="cpu")["steps"] == 12
 
 
-def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
+def test_log_on_a_failing_disk_is_one_error_line(tmp_path):
     folder = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
     folder.begin({})
     folder._log.close()
@@ -161,7 +161,7 @@ def test_a_log_that_cannot_reach_the_disk_is_told_in_one_line(tmp_path):
     folder.close()
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
+def test_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigurationError, match="choose another --out"):
@@ -169,7 +169,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_a_read_only_folder(tmp_path):
+def test_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(ConfigurationError, match="cannot write to"):
@@ -194,8 +194,8 @@ def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     assert torch.equal(again.run.optimizer.state[next(again.run.model.parameters())]["exp_avg"], wide)
 
 
-def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
-    """What it says of devices that are not here is left out."""
+def test_resume_random_state_of_a_machine_with_more_gpus_is_accepted():
+    """States of devices that do not exist here are ignored."""
     state = get_rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 2)}
     if torch.cuda.is_available():
         state["cuda"][: torch.cuda.device_count()] = torch.cuda.get_rng_state_all()
@@ -205,7 +205,8 @@ def test_a_random_state_of_a_machine_with_more_gpus_is_taken_up():
 
 
 class Following(torch.nn.Module):
-    """A student, and a teacher that follows it in the forward pass, by a way that torch does not count."""
+    """A student, and a teacher that follows it in the forward pass by a write that PyTorch's version counter does not
+    see."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +218,7 @@ class Following(torch.nn.Module):
         return self.student(inputs) - self.teacher(inputs)
 
 
-def test_weights_that_follow_others_in_the_forward_pass_are_copied_before_it():
+def test_checkpoint_copies_weights_changed_in_the_forward_pass_before_it():
     task = engine_tasks.map_style()
     run = build(dataclasses.replace(task, model=Following)).run
     address = {weight.data_ptr() for weight in update_only_tensors(run)}

@@ -1,4 +1,4 @@
-"""The engine with no method against the loop one would write by hand: the same bits."""
+"""The engine without methods equals a hand-written loop, to the bit."""
 
 import dataclasses
 from itertools import islice
@@ -20,7 +20,7 @@ PLAIN = TensorDataset(x, y)
 
 
 def by_hand(batches_of, task, epochs=2):
-    """Weights and losses of the hand-written loop."""
+    """Returns weights and losses of the hand-written loop."""
     set_seeds(3)
     model = task.model()
     optimizer, schedule = task.optimizer(model)
@@ -50,10 +50,10 @@ def assert_same(one, other):
     assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
 
 
-def test_map_style_data_follow_the_distributed_sampler():
+def test_map_style_data_use_the_order_of_distributed_sampler():
     task = engine_tasks.task(PLAIN)
     sampler = DistributedSampler(PLAIN, num_replicas=1, rank=0, seed=3, shuffle=True)
-    apart = torch.Generator()  # so that the loader's own draws do not disturb the dropout
+    apart = torch.Generator()  # so that draws of the loader do not disturb the dropout
 
     def batches_of(epoch):
         sampler.set_epoch(epoch)
@@ -78,7 +78,7 @@ class OwnLoss(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_dict_batches_with_the_models_own_loss():
+def test_dict_batches_with_the_loss_of_the_model():
     samples = [{"inputs": a, "labels": b} for a, b in zip(x, y, strict=True)]
     loader = DataLoader(samples, batch_size=4, shuffle=True)
     task = Task(
@@ -134,7 +134,7 @@ def named(inputs, labels):
     ],
     ids=["namedtuple", "nested", "dict", "dataclass"],
 )
-def test_batches_of_any_form_train_and_measure_as_plain_ones(form, model, changes):
+def test_batches_of_any_type_train_as_plain_ones(form, model, changes):
     def task(form, model, **changes):
         data = DataLoader(PLAIN, batch_size=4, collate_fn=lambda samples: form(*default_collate(samples)))
         return dataclasses.replace(engine_tasks.task(data, validation_data=data), model=lambda: model(6, 3), **changes)
@@ -144,7 +144,7 @@ def test_batches_of_any_form_train_and_measure_as_plain_ones(form, model, change
     assert evaluate(build(task(form, model, **changes))) == evaluate(build(plain))
 
 
-def test_fields_of_a_dataclass_are_the_models_arguments():
+def test_dataclass_fields_are_model_arguments():
     class Named(torch.nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs)
@@ -154,7 +154,7 @@ def test_fields_of_a_dataclass_are_the_models_arguments():
     assert_same(by_engine(dataclasses.replace(plain, train_data=data, model=lambda: Named(6, 3))), by_engine(plain))
 
 
-def test_the_metric_is_measured_in_inference_mode():
+def test_metric_is_computed_in_inference_mode():
     seen = []
 
     class Watching(torch.nn.Linear):
@@ -173,7 +173,7 @@ def test_the_metric_is_measured_in_inference_mode():
 
 
 @pytest.mark.parametrize("make", [engine_tasks.map_style, engine_tasks.ready_loader, engine_tasks.stream])
-def test_evaluation_leaves_no_trace(make):
+def test_evaluation_changes_no_state(make):
     def run(looking: bool):
         program = build(make(), seed=3)
         losses = []
@@ -189,7 +189,7 @@ def test_evaluation_leaves_no_trace(make):
     assert_same(run(looking=True), run(looking=False))
 
 
-def test_evaluation_keeps_frozen_parts_frozen():
+def test_evaluation_keeps_frozen_modules_in_eval_mode():
     def partly_frozen():
         model = engine_tasks.model()
         model[1].eval()
@@ -210,7 +210,7 @@ def test_evaluation_keeps_frozen_parts_frozen():
     assert program.run.model[3].training
 
 
-def test_steps_stop_where_the_plan_ends_in_the_middle_of_a_pass():
+def test_loop_stops_in_the_middle_of_an_epoch():
     program = build(engine_tasks.task(PLAIN, epochs=1.5))
     assert len(list(train_steps(program))) == 9
     assert (program.run.progress.epoch, program.run.progress.batch, program.run.progress.samples) == (1, 3, 36)

@@ -42,20 +42,20 @@ PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
         ("mae", [(PREDICTED, WANTED, 0.0)], 1.5),
     ],
 )
-def test_by_name(metric, batches, value):
+def test_metric_by_name_equals_its_definition(metric, batches, value):
     assert measured(metric, batches).metric == pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 32])
-def test_nine_of_ten_reach_a_target_of_nine_tenths(size):
-    """Sums of means in single precision fall a little short."""
+def test_accuracy_of_nine_tenths_reaches_its_target(size):
+    """Sums of means in single precision are slightly too small."""
     target = torch.zeros(540, dtype=torch.long)
     scores = torch.tensor([[0.0, 1.0]] * 54 + [[1.0, 0.0]] * 486)
     pieces = [(scores[i : i + size], target[i : i + size], 0.1) for i in range(0, 540, size)]
     assert measured("accuracy", pieces).metric == 0.9
 
 
-def test_torchmetrics_is_started_anew_each_time():
+def test_torchmetrics_are_reset_each_time():
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=2, average="micro")
     metric.update(torch.tensor([0, 0]), torch.tensor([1, 1]))
@@ -63,7 +63,7 @@ def test_torchmetrics_is_started_anew_each_time():
     assert higher_is_better(task(metric)) is True
 
 
-def test_directions():
+def test_metric_directions():
     assert higher_is_better(task("accuracy")) is True
     assert higher_is_better(task("perplexity")) is False
     assert higher_is_better(task("accuracy", higher_is_better=False)) is False
@@ -72,13 +72,13 @@ def test_directions():
 
 
 @pytest.mark.parametrize("value", ["good", None, torch.zeros(3)])
-def test_a_metric_that_is_no_number_is_refused(value):
+def test_metric_that_is_not_a_number_is_refused(value):
     with pytest.raises(ConfigurationError, match="must return one number"):
         measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)])
 
 
 @pytest.mark.parametrize(
-    ("metric", "output", "target", "kind", "words"),
+    ("metric", "output", "target", "kind", "message"),
     [
         (
             "accuracy",
@@ -93,11 +93,11 @@ def test_a_metric_that_is_no_number_is_refused(value):
         ("accuracy", {"scores": SCORES}, RIGHT, ConfigurationError, "holds scores but no logits"),
     ],
 )
-def test_what_cannot_be_compared_is_told(metric, output, target, kind, words):
-    with pytest.raises(kind, match=words):
+def test_metric_of_incompatible_shapes_is_refused(metric, output, target, kind, message):
+    with pytest.raises(kind, match=message):
         MetricAccumulator(task(metric)).update(output, target, torch.tensor(0.5), 3)
 
 
-def test_an_unknown_name_offers_the_nearest():
+def test_unknown_metric_suggests_the_nearest():
     with pytest.raises(ConfigurationError, match="did you mean accuracy"):
         MetricAccumulator(task("acuracy"))

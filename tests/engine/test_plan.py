@@ -1,4 +1,4 @@
-"""WrapOrder, conflicts and the folding of hooks."""
+"""WrapOrder, conflicts and the composition of hooks."""
 
 from itertools import permutations
 
@@ -27,21 +27,21 @@ FOUR = [
 
 
 @pytest.mark.parametrize("given", list(permutations(FOUR)))
-def test_the_order_given_never_matters(given):
+def test_method_order_is_independent_of_the_recipe_order(given):
     assert [m.name for m in sort_methods(list(given))] == ["a", "b", "first_after_b", "late"]
 
 
-def test_a_circle_is_refused():
+def test_cyclic_wrap_order_is_refused():
     with pytest.raises(ConfigurationError, match="a and b each must come after the other"):
         sort_methods([method("a", after=("b",)), method("b", after=("a",))])
 
 
-def test_two_that_replace_one_hook():
+def test_two_methods_that_replace_one_hook_are_refused():
     with pytest.raises(ConfigurationError, match="a and b both replace data"):
         check_conflicts([method("a", replaces={"data"}), method("b", replaces={"data"})])
 
 
-def test_needs_against_breaks_either_way_round():
+def test_required_and_invalidated_trait_is_refused_in_either_order():
     needy, breaker = method("needy", requires={"gradient_norm"}), method("breaker", invalidates={"gradient_norm"})
     for pair in ([needy, breaker], [breaker, needy]):
         with pytest.raises(ConfigurationError, match="needy requires gradient_norm, which breaker invalidates"):
@@ -49,7 +49,7 @@ def test_needs_against_breaks_either_way_round():
 
 
 @pytest.mark.parametrize("hook", ["forward", "backward"])
-def test_who_changes_a_pass_needs_one_whatever_its_card_says(hook):
+def test_method_that_changes_the_epoch_requires_one(hook):
     changes, cuts = (
         method("changes", {hook: lambda self, inner, run: inner}),
         method("cuts", invalidates={"monolithic_forward"}),
@@ -58,13 +58,13 @@ def test_who_changes_a_pass_needs_one_whatever_its_card_says(hook):
         check_conflicts([changes, cuts])
 
 
-def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
-    told = []
+def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
+    reports = []
 
-    def telling(name, throws_away=False):
+    def recording(name, throws_away=False):
         def optimizer_step(self, inner, run):
             def outer():
-                told.append(name)
+                reports.append(name)
                 if not throws_away:
                     inner()
 
@@ -73,15 +73,15 @@ def test_later_levels_wrap_earlier_ones_and_a_replacement_is_innermost():
         return {"optimizer_step": optimizer_step}
 
     methods = [
-        method("inner", telling("inner", throws_away=True), order=WrapOrder.LAST, replaces={"optimizer_step"}),
-        method("early", telling("early"), order=WrapOrder.EARLY),
-        method("late", telling("late"), order=WrapOrder.LATE),
+        method("inner", recording("inner", throws_away=True), order=WrapOrder.LAST, replaces={"optimizer_step"}),
+        method("early", recording("early"), order=WrapOrder.EARLY),
+        method("late", recording("late"), order=WrapOrder.LATE),
     ]
     build(engine_tasks.map_style(), methods).optimizer_step()
-    assert told == ["late", "early", "inner"]
+    assert reports == ["late", "early", "inner"]
 
 
-def test_a_hook_is_asked_once_and_never_again():
+def test_hook_is_called_once_while_building():
     asked = []
 
     def forward(self, inner, run):
@@ -101,7 +101,7 @@ def on_a_plateau(model):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
@@ -113,6 +113,6 @@ def on_a_plateau(model):
         ({"train_data": engine_tasks.Stream(), "optimizer": lambda model, steps: None}, "no length"),
     ],
 )
-def test_a_task_whose_parts_do_not_fit_is_refused(changes, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_task_with_mismatched_parts_is_refused(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
         build(Task(**(vars(engine_tasks.map_style()) | changes)))

@@ -1,4 +1,4 @@
-"""A run that is taken up again, from every one of its steps, ends with the same bits."""
+"""A run resumed from any of its steps ends with the same bits."""
 
 import dataclasses
 import shutil
@@ -18,7 +18,7 @@ ENDS = ("model.safetensors", "log.jsonl")
 
 
 def copied_at_every_step(task, recipe, folder: Path) -> list[Path]:
-    """Trains in ``folder/whole``; the folder as a kill would leave it is copied at every step."""
+    """Trains in ``folder/whole`` and copies the folder at every step, as a kill would leave it."""
     copies = []
 
     def copy(records):
@@ -42,7 +42,7 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.ready_loader, METHODS),
         (engine_tasks.loader_with_its_own_generator, None),
         (engine_tasks.loader_with_workers, METHODS),
-        (engine_tasks.loader_with_kept_workers, METHODS),
+        (engine_tasks.loader_with_persistent_workers, METHODS),
         (engine_tasks.stream, METHODS),
         (engine_tasks.evaluated_often, METHODS),
         (engine_tasks.map_style, "ema"),
@@ -51,7 +51,7 @@ def same_ends(one: Path, other: Path) -> bool:
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value).replace(METHODS, "methods").replace(" ", ""),
 )
-def test_every_step_can_be_taken_up(make, recipe, tmp_path):
+def test_resume_from_every_step_is_bit_identical(make, recipe, tmp_path):
     copies = copied_at_every_step(make(), recipe, tmp_path)
     assert len(copies) >= 12
     worker_runs = "workers" in f"{make.__name__}{recipe}"
@@ -61,20 +61,20 @@ def test_every_step_can_be_taken_up(make, recipe, tmp_path):
         assert same_ends(copy, tmp_path / "whole"), copy.name
 
 
-def test_other_data_are_refused_by_their_number(tmp_path):
-    """A place in them would mean other samples."""
+def test_resume_with_other_data_length_is_refused(tmp_path):
+    """A position in them would mean other samples."""
     copy = copied_at_every_step(engine_tasks.map_style(), None, tmp_path)[5]
     fewer = engine_tasks.map_style()
     fewer = dataclasses.replace(fewer, train_data=Subset(fewer.train_data, range(len(fewer.train_data) - 1)))
     with pytest.raises(
         ConfigurationError,
-        match=r"the training data have \d+ samples, and the run in .* was training on \d+: .* another --out$",
+        match=r"the data have \d+ samples, the run in .* had \d+; .* another --out$",
     ):
         hasten.train(fewer, out=copy, resume=True, device="cpu")
     assert hasten.train(engine_tasks.map_style(), out=copy, resume=True, device="cpu")["steps"] == 12
 
 
-def test_an_edited_task_is_noticed(tmp_path):
+def test_resume_with_an_edited_task_warns(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from helpers.engine_tasks import map_style as task\n")
     hasten.train(f"{file}:task", out=tmp_path / "r", device="cpu")
@@ -88,7 +88,7 @@ def test_an_edited_task_is_noticed(tmp_path):
         hasten.train(f"{file}:task", out=tmp_path / "r", resume=True, device="cpu")
 
 
-def test_finished_run_gives_its_result_again(tmp_path):
+def test_resume_of_a_finished_run_returns_its_result(tmp_path):
     first = hasten.train(engine_tasks.map_style(), out=tmp_path / "r", device="cpu")
     with pytest.warns(
         HastenWarning, match=r"r had finished, with baseline: this is its result, and nothing was trained$"
@@ -96,12 +96,12 @@ def test_finished_run_gives_its_result_again(tmp_path):
         assert hasten.train(engine_tasks.map_style(), out=tmp_path / "r", resume=True, device="cpu") == first
 
 
-def test_resume_with_nothing_there_starts(tmp_path):
+def test_resume_of_a_missing_run_starts(tmp_path):
     assert hasten.train(engine_tasks.map_style(), out=tmp_path / "new", resume=True, device="cpu")["steps"] == 12
 
 
 @pytest.mark.parametrize(
-    ("again", "words"),
+    ("again", "message"),
     [
         ({}, "--resume"),
         ({"resume": True, "seed": 4}, "another seed: 0 there, 4 here"),
@@ -110,19 +110,19 @@ def test_resume_with_nothing_there_starts(tmp_path):
         ({"resume": True, "epochs": 3}, "another epochs: 2 there, 3 here"),
     ],
 )
-def test_another_run_is_refused_by_its_difference(again, words, tmp_path):
+def test_resume_of_another_run_is_refused_with_the_difference(again, message, tmp_path):
     hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")
     log = (tmp_path / "log.jsonl").read_bytes()
     changes = {"epochs": again.pop("epochs")} if "epochs" in again else {}
     task = engine_tasks.task(engine_tasks.Augmented(), name=again.pop("task", "task"), **changes)
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=message):
         hasten.train(task, again.pop("recipe", None), out=tmp_path, device="cpu", **again)
     assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", ["checkpoints/step-0000000004.pt", "result.json", "log.jsonl", "model.safetensors"])
-def test_what_was_left_of_a_run_is_no_run(left, resume, tmp_path):
+def test_folder_with_leftover_files_is_no_run(left, resume, tmp_path):
     path = tmp_path / left
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
@@ -131,14 +131,14 @@ def test_what_was_left_of_a_run_is_no_run(left, resume, tmp_path):
     assert path.read_text() == "{}"
 
 
-def test_a_run_that_was_killed_before_it_had_begun_begins(tmp_path):
+def test_resume_of_a_run_killed_before_its_start_starts(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("log.jsonl", "times.jsonl", "recipe.toml", "environment.json.part"):
         (tmp_path / name).write_text("")
     assert hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")["steps"]
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_foreign_folder_is_not_changed(tmp_path):
     (tmp_path / "thesis.txt").write_text("do not touch")
     for resume in (False, True):
         with pytest.raises(ConfigurationError, match="holds no run"):

@@ -1,4 +1,4 @@
-"""Batches are a function of the position: any pass can be entered anywhere, with any number of workers."""
+"""Batches are a function of the position: an epoch can be entered at any batch, with any number of workers."""
 
 import dataclasses
 import os
@@ -33,19 +33,19 @@ def batches(data, **changes):
 
 
 @pytest.mark.parametrize("start", range(7))
-def test_a_pass_can_be_entered_anywhere(start):
+def test_epoch_can_be_entered_at_any_batch(start):
     train = batches(engine_tasks.Augmented())
     assert same(list(train.epoch(1, 0))[start:], list(train.epoch(1, start)))
 
 
-def test_passes_differ_and_hold_every_sample_once():
+def test_epochs_differ_and_contain_every_sample_once():
     train = batches(TensorDataset(x, y))
     first, second = ([label for _, labels in train.epoch(epoch, 0) for label in labels.tolist()] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(11))
     assert first != second
 
 
-def test_augmentation_does_not_depend_on_the_number_of_workers():
+def test_augmentation_is_independent_of_the_number_of_workers():
     import dataclasses
 
     train = batches(engine_tasks.Augmented())
@@ -53,7 +53,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers():
     assert same(list(train.epoch(0, 0)), list(with_workers.epoch(0, 0)))
 
 
-def test_map_style_data_leave_the_models_random_numbers_alone():
+def test_map_style_data_keep_the_random_numbers_of_the_model():
     train = batches(engine_tasks.Augmented())
     set_seeds(7)
     expected = torch.rand(3)
@@ -62,7 +62,7 @@ def test_map_style_data_leave_the_models_random_numbers_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_stream_replays_the_same_whatever_else_draws():
+def test_stream_is_reproduced_whatever_else_draws():
     train = batches(engine_tasks.Stream())
     quiet = list(train.epoch(0, 0))
     noisy = []
@@ -73,7 +73,7 @@ def test_a_stream_replays_the_same_whatever_else_draws():
     assert not train.seekable
 
 
-def test_ready_loader_brings_its_generator_and_draws_as_by_hand():
+def test_ready_loader_uses_its_generator_as_by_hand():
     own = torch.Generator().manual_seed(3)
     loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True, generator=own)
     train = batches(loader)
@@ -103,7 +103,7 @@ class Raising(torch.utils.data.Dataset):
 
 
 class RaisingTogether(Raising):
-    """Reads a batch at once, as Subset and Hugging Face datasets do."""
+    """Reads whole batches, as Subset and Hugging Face datasets do."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -115,7 +115,7 @@ class RaisingOnlyTogether(TensorDataset):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (Raising(), "sample 5: OSError: cannot read image"),
         (Subset(Raising(), range(11)), "sample 5: OSError: cannot read image"),
@@ -124,17 +124,17 @@ class RaisingOnlyTogether(TensorDataset):
         (DataLoader(Raising(), batch_size=4, shuffle=True), "sample 5: OSError: cannot read image"),
     ],
 )
-def test_a_raising_sample_is_named(data, words):
-    with pytest.raises(RunError, match=words):
+def test_raising_sample_is_named(data, message):
+    with pytest.raises(RunError, match=message):
         list(batches(data).epoch(0, 0))
 
 
 class Unreadable(Exception):
-    """An error of the user's own: a worker's traceback tells the module, too."""
+    """An exception class of the user; a worker's traceback contains its module."""
 
 
 class RaisingAt(Raising):
-    """At one index; or wherever a worker reads it."""
+    """Raises at one index, or wherever a worker reads it."""
 
     def __init__(self, error, index=7):
         self.error, self.index = error, index
@@ -156,8 +156,8 @@ class RaisingAt(Raising):
     ],
     ids=" ".join,
 )
-def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoch):
-    """Also in a later pass."""
+def test_raising_sample_in_a_worker_of_a_ready_loader_is_named(order, epoch):
+    """Also in a later epoch."""
     data = RaisingAt(KeyError("missing.png"), index=torch.tensor(-1).share_memory_())
     train = batches(DataLoader(data, batch_size=4, num_workers=2, **order))
     for earlier in range(epoch):
@@ -170,7 +170,7 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (Unreadable("row 3 is short"), ", sample 7: Unreadable: row 3 is short"),
         (ValueError("two\nlines"), ", sample 7: ValueError: two lines"),
@@ -178,14 +178,14 @@ def test_a_sample_that_raises_in_a_worker_of_a_ready_loader_is_named(order, epoc
     ],
     ids=str,
 )
-def test_the_words_of_a_worker_are_told_once(error, told):
+def test_worker_error_message_is_shown_once(error, message):
     with pytest.raises(RunError) as failed:
         list(batches(DataLoader(RaisingAt(error), batch_size=4, num_workers=1)).epoch(0, 0))
-    assert str(failed.value) == f"the data raised at batch 2 of the epoch{told}"
+    assert str(failed.value) == f"the data raised at batch 2 of the epoch{message}"
 
 
-class Deadly(Raising):
-    """A sample that ends whoever reads it."""
+class KillsReader(Raising):
+    """A sample that kills the process that reads it."""
 
     def __init__(self):
         pass
@@ -196,25 +196,25 @@ class Deadly(Raising):
         return x[index], y[index]
 
 
-def test_what_ended_a_worker_is_not_read_again_by_the_training():
+def test_sample_that_killed_a_worker_is_not_read_in_the_main_process():
     with pytest.raises(RunError, match=r"killed by signal|exited unexpectedly"):
-        list(batches(DataLoader(Deadly(), batch_size=4, num_workers=1)).epoch(0, 0))
+        list(batches(DataLoader(KillsReader(), batch_size=4, num_workers=1)).epoch(0, 0))
 
 
-def test_a_sample_that_only_a_worker_fails_at_is_not_guessed():
+def test_sample_that_fails_only_in_a_worker_is_not_guessed():
     loader = DataLoader(RaisingAt(OSError("no network"), index=None), batch_size=4, num_workers=1)
     with pytest.raises(RunError, match=r"^the data raised at batch 1 of the epoch: OSError: no network$"):
         list(batches(loader).epoch(0, 0))
 
 
-def waits_until_it_is_an_orphan(worker: int) -> None:
+def wait_until_orphaned(worker: int) -> None:
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.01)
 
 
-def test_a_worker_that_has_just_begun_does_not_outlive_a_run_that_is_killed():
-    loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=waits_until_it_is_an_orphan)
+def test_new_worker_does_not_outlive_a_killed_run():
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, worker_init_fn=wait_until_orphaned)
     samples = dataclasses.replace(batches(loader).spec, num_workers=1)
     process = start_process(lambda: next(from_spec(samples).epoch(0)))
     while not (workers := psutil.Process(process.pid).children()):

@@ -1,4 +1,4 @@
-"""Naming a task: every way that works, and one clear line for every way that does not."""
+"""References to tasks: every form that is accepted, and one clear line for every form that is not."""
 
 import subprocess
 import sys
@@ -68,7 +68,7 @@ def task_with(data) -> Task:
     )
 
 
-WRONG = {
+INVALID_REFERENCES = {
     "digit": ["no workload is called 'digit'", "did you mean digits?", "path/to/file.py:function"],
     "": ["no workload is called ''", "digits"],
     "_data": ["no workload is called '_data'"],
@@ -91,17 +91,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_bad_input_is_told_in_one_clear_line(what, mine):
+@pytest.mark.parametrize("what", INVALID_REFERENCES)
+def test_invalid_task_is_one_clear_line(what, mine):
     with pytest.raises(ConfigurationError) as refused:
         load_task(what.format(dir=mine))
     message = str(refused.value)
     assert "\n" not in message
-    for words in WRONG[what]:
-        assert words in message
+    for expected in INVALID_REFERENCES[what]:
+        assert expected in message
 
 
-def test_a_file_of_many_functions_is_not_told_in_full(tmp_path):
+def test_file_of_many_functions_lists_only_some(tmp_path):
     (tmp_path / "many.py").write_text("".join(f"def task_{number}(): pass\n" for number in range(30)))
     with pytest.raises(
         ConfigurationError, match=r"many\.py:task_0 or .*many\.py:task_7 or another of its 30 functions$"
@@ -110,12 +110,12 @@ def test_a_file_of_many_functions_is_not_told_in_full(tmp_path):
 
 
 @pytest.mark.parametrize("what", [None, 3, ["digits"]])
-def test_what_names_no_task_is_refused(what):
+def test_invalid_reference_is_refused(what):
     with pytest.raises(ConfigurationError, match="a task is a workload's name"):
         TaskRef.of(what)
 
 
-def test_the_files_of_the_workloads_are_their_names():
+def test_workload_names_are_their_files():
     names = workload_names()
     assert names[0] == min(names) and {"digits", "fashion_mnist", "cifar10", "tiny_shakespeare", "adult", "imdb"} <= {
         *names
@@ -123,7 +123,7 @@ def test_the_files_of_the_workloads_are_their_names():
     assert not [name for name in names if name.startswith("_")]
 
 
-def test_a_workload_a_file_a_function_and_a_task_all_load_and_have_names(mine):
+def test_task_loads_from_workload_file_function_and_object(mine):
     task = load_task("digits")
     assert (task.name, load_task(task), str(TaskRef.of("digits"))) == ("digits", task, "digits")
     assert load_task(f"{mine}/mine.py:small").name == "mine.py:small"
@@ -135,7 +135,7 @@ def test_a_workload_a_file_a_function_and_a_task_all_load_and_have_names(mine):
     assert (load_task(made_here).name, str(TaskRef.of(made_here))) == ("made_here", "made_here")
 
 
-def test_data_drawn_by_the_file_or_the_function_are_always_the_same(mine):
+def test_data_drawn_while_loading_are_constant(mine):
     (mine / "drawn.py").write_text(DRAWN)
     before = torch.get_rng_state()
     first, again = (load_task(f"{mine}/drawn.py:task").train_data for _ in range(2))
@@ -146,7 +146,7 @@ def test_data_drawn_by_the_file_or_the_function_are_always_the_same(mine):
     assert first == again == elsewhere
 
 
-def test_a_reference_to_a_file_holds_wherever_the_other_process_stands(mine, monkeypatch):
+def test_reference_to_a_file_is_independent_of_the_current_directory(mine, monkeypatch):
     monkeypatch.chdir(mine)
     text = TaskRef.of("mine.py:small").to_json()
     monkeypatch.chdir("/")
@@ -162,17 +162,18 @@ for line in sys.stdin:
 """
 
 
-def test_objects_travel_to_another_process(mine):
+def test_objects_are_sent_to_another_process(mine):
     height = torch.tensor([5.0])
     closure = lambda: task_with([(torch.zeros(1), torch.zeros(1)), (torch.ones(1), height)])  # noqa: E731
-    from_a_file = load_task(f"{mine}/mine.py:small")  # its dataset's class lives in a file that nobody else can import
+    # its dataset's class is in a file that no other process can import
+    from_a_file = load_task(f"{mine}/mine.py:small")
     references = [TaskRef.of(closure), TaskRef.of(closure().named("shown")), TaskRef.of(from_a_file)]
-    told = "\n".join(reference.to_json() for reference in references)
-    read = subprocess.run([sys.executable, "-c", READER], input=told, capture_output=True, text=True, cwd=mine)
+    lines = "\n".join(reference.to_json() for reference in references)
+    read = subprocess.run([sys.executable, "-c", READER], input=lines, capture_output=True, text=True, cwd=mine)
     assert read.stdout.splitlines() == ["<lambda> 2 5.0", "shown 2 5.0", "mine.py:small 8 1.0"], read.stderr
 
 
-def test_what_cannot_travel_is_refused(tmp_path):
+def test_unpicklable_objects_are_refused(tmp_path):
     with (
         open(tmp_path / "open", "w") as handle,
         pytest.raises(ConfigurationError, match=r"cannot be passed to another process.*file\.py:function"),

@@ -1,4 +1,4 @@
-"""``train``: what it returns, what it writes, and what it says when the run cannot go on."""
+"""``train``: its result, its files, and its messages when the run cannot continue."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ def train(task, recipe=None, **options):
     return hasten.train(task, recipe, device="cpu", **options)
 
 
-def test_result_and_folder_agree(tmp_path):
+def test_result_agrees_with_the_run_directory(tmp_path):
     result = train(engine_tasks.evaluated_often(), out=tmp_path / "r")
     assert json.loads((tmp_path / "r" / "result.json").read_text()) == result
     log = [json.loads(line) for line in (tmp_path / "r" / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log if "loss" in record] == list(range(1, 13))
     seen = [record["samples"] for record in log if "metric" in record]
-    assert seen == [8, 16, 24, 28, 36, 44, 48]  # the steps at which multiples of 7 are crossed, and the end
+    assert seen == [8, 16, 24, 28, 36, 44, 48]  # the steps at which multiples of 7 are crossed, and the last step
     assert [each["samples"] for each in result["evaluations"]] == seen
     assert result["metric"] == log[-1]["metric"]
     assert sum(result["split"].values()) == pytest.approx(result["seconds"])
@@ -41,35 +41,35 @@ def test_result_and_folder_agree(tmp_path):
     assert (tmp_path / "r" / "recipe.toml").read_text().strip() in ("", "[methods]")
 
 
-def test_the_metric_is_named():
+def test_unnamed_metric_function_is_named_in_the_result():
     assert train(engine_tasks.map_style())["metric_name"] == "accuracy"
 
 
-def test_a_torchmetrics_metric_is_measured_as_by_name():
-    """Anew at every evaluation."""
+def test_torchmetrics_metric_equals_metric_by_name():
+    """It is reset for every evaluation."""
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
-    by_name, told = (
+    by_name, by_torchmetrics = (
         train(engine_tasks.evaluated_often()),
         train(dataclasses.replace(engine_tasks.evaluated_often(), metric=metric)),
     )
-    assert told["metric_name"] == "MulticlassAccuracy"
-    assert [e["metric"] for e in told["evaluations"]] == pytest.approx(
+    assert by_torchmetrics["metric_name"] == "MulticlassAccuracy"
+    assert [e["metric"] for e in by_torchmetrics["evaluations"]] == pytest.approx(
         [e["metric"] for e in by_name["evaluations"]], abs=1e-6
     )
-    assert told["reached"] == by_name["reached"] and told["best_metric"] == pytest.approx(
+    assert by_torchmetrics["reached"] == by_name["reached"] and by_torchmetrics["best_metric"] == pytest.approx(
         by_name["best_metric"], abs=1e-6
     )
 
 
-def test_nothing_is_logged_where_nothing_happened(tmp_path):
+def test_log_of_a_run_failing_at_step_1_is_empty(tmp_path):
     with pytest.raises(RunError, match="the loss is nan at step 1"):
         train(engine_tasks.task(TensorDataset(x * math.nan, y)), out=tmp_path / "r")
     assert (tmp_path / "r" / "log.jsonl").read_bytes() == b""
 
 
-def test_losses_that_wait_for_the_log_hold_on_to_nothing():
-    """What the graph of a loss remembers goes when the next loss is there, not when the log is written."""
+def test_losses_waiting_for_the_log_keep_no_graph():
+    """The graph of a loss is freed with the next loss, not when the log is written."""
     remembered = []
 
     class Remembering(torch.autograd.Function):
@@ -92,7 +92,7 @@ def test_losses_that_wait_for_the_log_hold_on_to_nothing():
         assert train(dataclasses.replace(task, loss=loss, model=lambda: torch.nn.Linear(6, 3)), recipe)["steps"] == 12
 
 
-def test_without_a_folder_the_same_and_nothing_is_written(tmp_path, monkeypatch):
+def test_train_without_out_gives_the_same_and_writes_nothing(tmp_path, monkeypatch):
     with_folder = train(engine_tasks.map_style(), out=tmp_path / "r")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -102,11 +102,11 @@ def test_without_a_folder_the_same_and_nothing_is_written(tmp_path, monkeypatch)
     assert [e["metric"] for e in without["evaluations"]] == [e["metric"] for e in with_folder["evaluations"]]
 
 
-def test_stream_of_unknown_length_is_evaluated_at_the_end_of_each_pass():
+def test_stream_of_unknown_length_is_evaluated_after_each_epoch():
     assert [e["samples"] for e in train(engine_tasks.stream())["evaluations"]] == [24, 48]
 
 
-def test_exported_weights_are_the_models(tmp_path):
+def test_exported_weights_are_those_of_the_model(tmp_path):
     def tied():
         model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
         model[1].weight = model[0].weight
@@ -141,33 +141,33 @@ def test_exported_weights_are_the_models(tmp_path):
         ([], 0.5, True, None),
     ],
 )
-def test_reached_and_held(metrics, target, higher, at):
+def test_target_reached_and_held(metrics, target, higher, at):
     assert first_sustained_target(metrics, target, higher) == at
 
 
-def test_never_reached_is_a_result():
+def test_target_never_reached_is_a_result():
     result = train(engine_tasks.task(engine_tasks.Augmented(), target=2.0))
     assert result["reached"] is False
     assert result["seconds_to_target"] is None
 
 
-def test_observers_get_plain_numbers_and_a_record_a_step():
+def test_observers_get_plain_numbers_and_one_record_per_step():
     records = []
     train(engine_tasks.map_style(), observers=[records.extend])
     assert [record["step"] for record in records if "loss" in record] == list(range(1, 13))
     assert all(type(value) in (int, float) for record in records for value in record.values())
 
 
-def test_progress_is_told():
-    told = []
-    train(engine_tasks.longer(), watch=lambda what, done, left: told.append((what, done)))
-    assert told
-    assert all(what == "training" and 0 <= done <= 1 for what, done in told)
-    assert told == sorted(told)
+def test_train_reports_progress():
+    reports = []
+    train(engine_tasks.longer(), watch=lambda what, done, left: reports.append((what, done)))
+    assert reports
+    assert all(what == "training" and 0 <= done <= 1 for what, done in reports)
+    assert reports == sorted(reports)
 
 
 class Bad(Dataset):
-    """Sample 10 is bad, in a way to be chosen."""
+    """Sample 10 is bad in the given way."""
 
     def __init__(self, how):
         self.how = how
@@ -188,7 +188,7 @@ def in_workers(how):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (
             lambda: DataLoader(Bad("nan"), batch_size=4),
@@ -203,8 +203,8 @@ def in_workers(how):
         (lambda: in_workers("raises"), r"missing.png"),
     ],
 )
-def test_bad_data_are_told_in_one_line(data, words):
-    with pytest.raises(RunError, match=words) as caught:
+def test_bad_data_are_one_error_line(data, message):
+    with pytest.raises(RunError, match=message) as caught:
         train(engine_tasks.task(data(), validation_data=TensorDataset(x, y)))
     assert "\n" not in str(caught.value)
 
@@ -215,7 +215,7 @@ def test_raising_dataset_in_a_worker_names_the_index():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         (
             {"validation_data": Bad("nan"), "metric": "loss"},
@@ -227,17 +227,17 @@ def test_raising_dataset_in_a_worker_names_the_index():
         ),
     ],
 )
-def test_a_metric_that_is_not_a_number_ends_the_run(changes, words):
-    with pytest.raises(RunError, match=words):
+def test_nan_metric_ends_the_run(changes, message):
+    with pytest.raises(RunError, match=message):
         train(engine_tasks.task(TensorDataset(x, y), **({"validation_data": TensorDataset(x, y)} | changes)))
 
 
-def test_an_infinite_metric_may_pass():
+def test_infinite_metric_is_accepted():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: math.inf, higher_is_better=False)
     assert train(task)["metric"] is None
 
 
-def test_frozen_weights_may_be_infinite(tmp_path):
+def test_infinite_frozen_weights_are_accepted(tmp_path):
     class Masked(torch.nn.Linear):
         def __init__(self):
             super().__init__(6, 3)
@@ -249,12 +249,12 @@ def test_frozen_weights_may_be_infinite(tmp_path):
 
 
 @pytest.mark.parametrize("target", [math.nan, math.inf, True, "0.9"])
-def test_a_target_that_is_no_finite_number_is_refused(target):
+def test_target_that_is_not_finite_is_refused(target):
     with pytest.raises(ConfigurationError, match=r"Task\(target=\) must be a finite number"):
         engine_tasks.task(TensorDataset(x, y), target=target)
 
 
-def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
+def test_divergence_is_not_blamed_on_the_data(tmp_path):
     task = engine_tasks.task(TensorDataset(x, y))
     wild = Task(
         **{
@@ -271,7 +271,7 @@ def test_diverging_training_is_not_blamed_on_the_data(tmp_path):
         assert all(bool(value.isfinite().all()) for value in load_checkpoint(path)["model"].values())
 
 
-def test_wrong_shapes_are_told_in_one_line():
+def test_wrong_shapes_are_one_error_line():
     task = engine_tasks.task(TensorDataset(x[:, :5], y))
     with pytest.raises(
         RunError, match=r"step 1 \(epoch 1, batch 1\) failed: RuntimeError: .*shapes cannot be multiplied"
@@ -279,15 +279,15 @@ def test_wrong_shapes_are_told_in_one_line():
         train(task)
 
 
-def test_out_of_memory_names_what_helps():
-    def hungry(output, target):
+def test_out_of_memory_names_remedies():
+    def out_of_memory(output, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(RunError, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
-        train(Task(**{**vars(engine_tasks.map_style()), "loss": hungry}))
+        train(Task(**{**vars(engine_tasks.map_style()), "loss": out_of_memory}))
 
 
-def test_a_generator_that_is_used_up_is_told():
+def test_exhausted_generator_is_reported():
     task = engine_tasks.task(pair for pair in TensorDataset(x, y))
     with pytest.raises(RunError, match=r"no batch in epoch 2; a generator can be read only once"):
         train(task)
@@ -298,23 +298,23 @@ class NoSamples(torch.utils.data.IterableDataset):
         return iter(())
 
 
-def test_a_stream_that_gives_nothing_is_told():
+def test_empty_stream_is_reported():
     with pytest.raises(RunError, match="the training data gave no batch: they are empty"):
         train(engine_tasks.task(NoSamples()))
 
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 3)])
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # or the third of them may come late on a busy machine
+def test_stop_request_saves_and_states_how_to_resume(number, times, tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "DEBOUNCE_S", 60.0)  # otherwise the third request may arrive late on a busy machine
 
-    def ask(records):
+    def request_stop(records):
         if records[-1]["step"] == 50 and "loss" in records[-1]:
-            for _ in range(times):  # an impatient hand
+            for _ in range(times):  # repeated Ctrl-C
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
     with pytest.raises(RunError, match=r"stopped at step 5\d of 72; resume with --out \S+ --resume"):
-        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[request_stop])
     assert signal.getsignal(number) == before
     assert train(engine_tasks.longer(), out=tmp_path / "r", resume=True)["steps"] == 72
     train(engine_tasks.longer(), out=tmp_path / "undisturbed")
@@ -322,19 +322,19 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(number, times, tmp_path, m
         assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
 
 
-def test_asked_once_more_after_a_while_it_stops_at_once(tmp_path, monkeypatch):
+def test_second_stop_request_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "DEBOUNCE_S", 0.0)
 
-    def ask(records):
+    def request_stop(records):
         signal.raise_signal(signal.SIGINT)
         time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(RunError, match="stopped at once; resume from the newest checkpoint"):
-        train(engine_tasks.longer(), out=tmp_path / "r", observers=[ask])
+        train(engine_tasks.longer(), out=tmp_path / "r", observers=[request_stop])
 
 
-def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
+def test_invalid_methods_are_reported_before_an_existing_folder(tmp_path):
     (tmp_path / "something").write_text("")
     with pytest.raises(ConfigurationError, match="holds no run"):
         train(engine_tasks.map_style(), "ema", out=tmp_path)
@@ -344,27 +344,27 @@ def test_wrong_methods_are_told_before_the_folder_is_complained_about(tmp_path):
         train(engine_tasks.map_style(), "in_memory_batches + cache_dataset", out=tmp_path)
 
 
-def test_whoever_asks_is_told_that_the_folder_holds_the_run_and_not_before(tmp_path):
-    """Or those who start a lost rank again would go on with a run of somebody else."""
-    told = []
+def test_begun_callback_is_called_after_the_folder_holds_the_run(tmp_path):
+    """Otherwise a launcher that restarts a lost rank would resume another run."""
+    reports = []
     train(
         engine_tasks.map_style(),
         out=tmp_path / "r",
-        begun=lambda out: told.append((tmp_path / "r/environment.json").exists()),
+        begun=lambda out: reports.append((tmp_path / "r/environment.json").exists()),
     )
-    assert told == [True]
+    assert reports == [True]
     with pytest.raises(ConfigurationError, match="already holds a run"):
-        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: told.append("again"))
-    assert told == [True]
+        train(engine_tasks.map_style(), out=tmp_path / "r", begun=lambda out: reports.append("again"))
+    assert reports == [True]
 
 
-def test_unknown_metric_is_refused_before_anything_is_written(tmp_path):
+def test_unknown_metric_is_refused_before_writing(tmp_path):
     with pytest.raises(ConfigurationError, match="did you mean accuracy"):
         train(engine_tasks.task(TensorDataset(x, y), metric="acuracy"), out=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 
 
-def test_metric_that_gives_a_text_is_refused():
+def test_metric_that_returns_text_is_refused():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
     with pytest.raises(ConfigurationError, match="must return one number"):
         train(task)

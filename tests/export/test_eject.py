@@ -1,4 +1,4 @@
-"""An ejected script trains to the very bits that ``train`` trains to, and does not know hasten."""
+"""An ejected script trains to the same bits as ``train`` and does not import hasten."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 class Noisy(Dataset):
-    """Samples that are drawn anew each time: the position has to seed them alike."""
+    """Samples drawn at every read: the position must seed them in the same way."""
 
     def __len__(self):
         return LENGTH
@@ -255,7 +255,7 @@ def file(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("name", "methods"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "baseline"
 )
-def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsys):
+def test_ejected_script_gives_the_weights_of_train(name, methods, file, tmp_path, monkeypatch, capsys):
     methods = [method.replace("FILE", str(file)) for method in methods]
     result = hasten.train(f"{file}:{name}", methods, out=tmp_path / "run", device="cpu", seed=3)
     script = tmp_path / "script.py"
@@ -273,12 +273,12 @@ def test_same_weights_as_train(name, methods, file, tmp_path, monkeypatch, capsy
     assert all(torch.equal(trained[key], ejected[key]) for key in trained), "the script trains to other weights"
     assert result["steps"] > 0
     if result["metric"] is not None:
-        told = [line for line in capsys.readouterr().out.splitlines() if f": {result['metric_name']} " in line]
-        assert told[-1].endswith(f" {result['metric']:.4g}")
+        evaluations = [line for line in capsys.readouterr().out.splitlines() if f": {result['metric_name']} " in line]
+        assert evaluations[-1].endswith(f" {result['metric']:.4g}")
 
 
 @pytest.mark.slow
-def test_runs_where_hasten_is_not_installed(file, tmp_path):
+def test_ejected_script_runs_without_hasten(file, tmp_path):
     (tmp_path / "script.py").write_text(hasten.eject(f"{file}:plain", "ema"))
     without = (
         "import sys, runpy; sys.modules['hasten'] = None; sys.argv = ['script.py']; "
@@ -295,28 +295,28 @@ def test_runs_where_hasten_is_not_installed(file, tmp_path):
     assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
 
 
-def test_what_reads_its_data_is_told_first(file):
-    told = {
+def test_eject_warns_about_data_that_are_read_by_the_script(file):
+    messages = {
         name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}")))
         for name in ("plain", "piped", "piped_later", "piped_by_dots")
     }
-    assert "hasten is not" in told.pop("plain")
+    assert "hasten is not" in messages.pop("plain")
     assert all(
-        "besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in words
-        for words in told.values()
+        "besides PyTorch it needs hasten.data, which reads its data, and nothing else of hasten" in message
+        for message in messages.values()
     )
 
 
 @pytest.mark.parametrize("method", ["loader_workers", "autotune_loader"])
 @pytest.mark.parametrize("name", ["piped", "piped_later"])
-def test_workers_of_a_pipeline_are_said_by_itself(file, name, method):
+def test_ejected_pipeline_states_its_own_workers(file, name, method):
     with pytest.raises(
         hasten.ConfigurationError, match=rf"{method} cannot be written out for a pipeline .*prefetch\(processes=2\)"
     ):
         hasten.eject(f"{file}:{name}", method)
 
 
-def test_only_what_is_used_is_written(file):
+def test_ejected_script_contains_only_used_code(file):
     script = hasten.eject(f"{file}:plain", None)
     assert "EveryOther" not in script and "class Ema" not in script and "must not run" not in script
     assert "def from_iterable_dataset" not in script and "def accumulated" not in script
@@ -325,13 +325,13 @@ def test_only_what_is_used_is_written(file):
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_every_method_can_be_written(name, file):
+def test_every_method_can_be_ejected(name, file):
     script = hasten.eject(f"{file}:fixed", name)
     assert "hasten" not in imported_by(script)
     assert not undefined_in(script)
 
 
-def test_what_has_no_source_is_refused():
+def test_eject_without_source_code_is_refused():
     task = hasten.Task(model=torch.nn.Identity, train_data=[1], loss=None, optimizer=torch.optim.SGD)
     with pytest.raises(hasten.ConfigurationError, match="object without source"):
         hasten.eject(task)
@@ -339,13 +339,13 @@ def test_what_has_no_source_is_refused():
         hasten.eject(lambda: task)
 
 
-def test_two_methods_in_conflict_are_refused(file):
+def test_eject_of_conflicting_methods_is_refused(file):
     with pytest.raises(hasten.ConfigurationError):
         hasten.eject(f"{file}:plain", "nonesuch")
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "words"),
+    ("name", "kind", "message"),
     [
         ("of_unknown_metric", hasten.ConfigurationError, "did you mean accuracy"),
         ("of_a_missing_file", hasten.RunError, "building the run failed: FileNotFoundError.*no such file"),
@@ -353,13 +353,13 @@ def test_two_methods_in_conflict_are_refused(file):
         ("on_a_plateau", hasten.ConfigurationError, "choose one that counts steps"),
     ],
 )
-def test_what_cannot_train_is_not_written(name, kind, words, file):
-    with pytest.raises(kind, match=words):
+def test_eject_of_an_untrainable_task_is_refused(name, kind, message, file):
+    with pytest.raises(kind, match=message):
         hasten.eject(f"{file}:{name}")
 
 
 def imported_by(script: str) -> set[str]:
-    """The top-level packages that a script imports anywhere."""
+    """Returns the top-level packages that a script imports anywhere."""
     roots = set()
     for node in ast.walk(ast.parse(script)):
         if isinstance(node, ast.Import):
@@ -370,7 +370,7 @@ def imported_by(script: str) -> set[str]:
 
 
 def of_hasten_in(script: str) -> set[str]:
-    """The modules of hasten that a script imports anywhere."""
+    """Returns the modules of hasten that a script imports anywhere."""
     nodes = [*ast.walk(ast.parse(script))]
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -378,7 +378,7 @@ def of_hasten_in(script: str) -> set[str]:
 
 
 def undefined_in(script: str) -> str:
-    """What ruff finds to be undefined or unused in a script; empty when all is well."""
+    """Returns the names that ruff reports as undefined or unused in a script."""
     check = [
         sys.executable,
         "-m",

@@ -1,6 +1,8 @@
-"""What tests share: processes, ranks, namespaces, comparisons, tasks and data. ``tests/conftest.py`` makes it
-importable for subprocesses."""
+"""Shared by the tests: processes, ranks, network namespaces, comparisons, tasks and data.
+
+``tests/conftest.py`` makes the package importable for subprocesses.
+"""
 
 from pathlib import Path
 
-HELPERS = Path(__file__).parent  # tasks are also given to commands as files: f"{HELPERS}/rank_tasks.py:samples"
+HELPERS = Path(__file__).parent  # tasks are also passed to commands as files: f"{HELPERS}/rank_tasks.py:samples"

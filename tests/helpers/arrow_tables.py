@@ -1,4 +1,4 @@
-"""Tables in files of every form, for the tests of their reading; import it where pyarrow is known to be there."""
+"""Tables in files of every format. Import it only if pyarrow is installed."""
 
 import datetime
 from decimal import Decimal

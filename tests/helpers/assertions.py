@@ -1,4 +1,4 @@
-"""What tests compare: batches bit by bit, the weights and the losses of runs."""
+"""Comparisons: batches bit by bit, weights and losses of runs."""
 
 import json
 
@@ -9,7 +9,7 @@ CLOSE = 1e-9  # relative, in float64
 
 
 def same(one, other):
-    """Tensors by type, shape and content; dicts, tuples and lists by what is in them, and never one for the other."""
+    """Returns whether tensors are equal in dtype, shape and bits, and containers in type and content."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return (
@@ -25,12 +25,12 @@ def same(one, other):
 
 
 def _bytes(tensor):
-    """So that -0 is not 0, and NaN is itself."""
+    """Returns the bytes, by which -0 differs from 0, and NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def farthest(a, b) -> float:
-    """The greatest difference of two runs' weights, against the greatest weight."""
+    """Returns the largest difference between the weights of two runs, relative to the largest weight."""
     a, b = (load_file(out / "model.safetensors") for out in (a, b))
     assert a.keys() == b.keys()
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)

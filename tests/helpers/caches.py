@@ -1,4 +1,4 @@
-"""What is kept, what lies in the folder of a cache, and how much is read for it, for the tests of caches."""
+"""For the tests of caches: sources to cache, the files of a cache folder, and the rows read to fill it."""
 
 import torch
 
@@ -15,7 +15,7 @@ def files(tmp_path):
 
 
 def counting(pipeline):
-    """The pipeline's source, counting the rows that are read from it."""
+    """Replaces the pipeline's source by one that counts the rows read from it."""
     source, pipeline.source.rows_read = pipeline.source, 0
     read = source.read
 

@@ -1,4 +1,4 @@
-"""Tasks whose samples and whose labels are drawn together, while a layer of the first stage draws as well."""
+"""Tasks whose samples and labels are drawn together, while a layer of the first stage draws random numbers, too."""
 
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
@@ -8,7 +8,7 @@ from helpers.rank_tasks import BATCH, SAMPLES, Rows, network, task
 
 
 class Drawn(Rows):
-    """Each sample is drawn when it is read, and its label says what was drawn."""
+    """Each sample is drawn when it is read; its label states the drawn value."""
 
     def __getitem__(self, index: int):
         inputs = torch.randn(6, dtype=torch.float64)
@@ -24,5 +24,5 @@ def in_a_loader() -> Task:
 
 
 def with_a_sampler() -> Task:
-    """Nobody knows the order but the loader itself."""
+    """A task whose order is known to the loader only."""
     return dropping(DataLoader(Drawn(), batch_size=BATCH, sampler=SubsetRandomSampler(range(SAMPLES))))

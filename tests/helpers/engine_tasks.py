@@ -1,4 +1,4 @@
-"""Small tasks whose every part draws random numbers, so that a resumption that forgets one of them is caught."""
+"""Small tasks whose every part draws random numbers, so that a resume that loses one generator's state is detected."""
 
 import random
 
@@ -23,7 +23,7 @@ class Augmented(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same, in the order in which a shuffling buffer lets them go."""
+    """The same samples as a stream, in the order of a shuffle buffer."""
 
     def __iter__(self):
         buffer = []
@@ -72,9 +72,8 @@ def loader_with_workers():
     return task(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2))
 
 
-def loader_with_kept_workers():
-    """Workers that live as long as the loader; their own random numbers cannot be taken up, so the samples draw
-    none."""
+def loader_with_persistent_workers():
+    """With persistent workers; their generators cannot be resumed, so the samples draw nothing."""
     samples = [(torch.linspace(-1, 1, 6) * (index % 5 - 2), index % 3) for index in range(SAMPLES)]
     return task(DataLoader(samples, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True))
 
@@ -92,7 +91,7 @@ def longer():
 
 
 class Averaging(Method):
-    """A method with a state of its own: the weights' running average is what gets exported."""
+    """A method with state: the running average of the weights is exported."""
 
     card = Card(summary="averages", exactness=Exactness.CHANGES_TRAINING)
 
@@ -110,7 +109,7 @@ class Averaging(Method):
 
 
 class Mixing(Method):
-    """A method that draws from NumPy during the step."""
+    """A method that draws from NumPy's generator during the step."""
 
     card = Card(summary="mixes", exactness=Exactness.CHANGES_TRAINING)
 

@@ -1,4 +1,4 @@
-"""Tasks some of whose rows cannot be read."""
+"""Tasks with unreadable rows."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def rows(bad=BAD):
 
 
 def killing(batch):
-    """Ends its process near the end of the training, once: a file tells that it has not happened yet."""
+    """Kills its process near the end of the training, once: a file records that it has happened."""
     flag = Path(os.environ.get(FLAG, "nowhere"))
     if next(CALLS) == KILL_AT and flag.exists():
         flag.unlink()
@@ -87,7 +87,7 @@ def killed():
 
 
 def by_itself():
-    """Its pipelines allow bad rows themselves; that of the validation has none."""
+    """Its training pipeline allows bad rows itself; its validation pipeline has none."""
     made = task(rows().skip_bad_rows(3))
     return Task(**(vars(made) | {"validation_data": rows(())}))
 

@@ -25,7 +25,7 @@ hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu
 
 
 def train_until_killed(out: Path) -> None:
-    def wait(records):  # near the end, to be killed
+    def wait(records):  # near the end, so that it can be killed
         if records[-1]["step"] >= 70:
             time.sleep(60)
 

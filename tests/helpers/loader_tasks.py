@@ -1,5 +1,4 @@
-"""Tasks whose samples take their time, for the tests of the loaders; at the top of a module, so that processes can be
-given them."""
+"""Tasks with slow samples, for tests of loaders; defined at module level, so that processes can import them."""
 
 import os
 import time
@@ -17,7 +16,7 @@ LABELS = torch.arange(ROWS) % 3
 
 
 class Slow(Dataset):
-    """A sample takes a millisecond, and draws from torch's and NumPy's generators where it is ``noisy``."""
+    """A sample takes a millisecond; ``noisy`` samples draw from torch's and NumPy's generators."""
 
     def __init__(self, noisy: bool = True):
         self.noisy = noisy
@@ -61,13 +60,13 @@ def loader(noisy: bool = False, **changes):
 
 
 def pipeline(epochs=20):
-    """As many steps, in a tenth of the passes: its processes are forked for each."""
+    """As many steps in a tenth of the epochs: its processes are forked for each epoch."""
     train = arrays(NUMBERS.repeat(10, 1), LABELS.repeat(10)).shuffle(seed=1).batch(8).map(slowly)
     return task(train, batch_size=None, epochs=epochs // 10)
 
 
-class Who(Dataset):
-    """A sample says which process has read it."""
+class ReaderIds(Dataset):
+    """Each sample contains the ID of the process that read it."""
 
     def __len__(self):
         return ROWS
@@ -76,21 +75,24 @@ class Who(Dataset):
         return NUMBERS[index], torch.tensor(os.getpid())
 
 
-class Other(Who):
+class Other(ReaderIds):
     pass
 
 
-def by_whom(batch):
+def with_readers(batch):
     return batch[0], torch.full((len(batch[0]),), os.getpid())
 
 
-def who(kind, validation=None, workers=0):
-    """A task whose data, of that kind, say who reads them; ``workers`` are those of its validation data."""
+def recording_readers(kind, validation=None, workers=0):
+    """A task whose data, of the given kind, contain the IDs of their reading processes.
+
+    ``workers``: worker processes of its validation data.
+    """
     kinds = {
-        "dataset": Who,
+        "dataset": ReaderIds,
         "other": Other,
-        "loader": lambda: DataLoader(Who(), batch_size=8, num_workers=workers),
-        "pipeline": lambda: arrays(NUMBERS, LABELS).batch(8).map(by_whom),
+        "loader": lambda: DataLoader(ReaderIds(), batch_size=8, num_workers=workers),
+        "pipeline": lambda: arrays(NUMBERS, LABELS).batch(8).map(with_readers),
     }
     return task(kinds[kind](), validation_data=kinds[validation or kind]())
 

@@ -1,5 +1,4 @@
-"""Pipelines that draw, map and fail, for the tests of this folder; at the top of a module, so that processes can be
-given them."""
+"""Pipelines that draw, map and fail; defined at module level, so that processes can import them."""
 
 import os
 import signal
@@ -34,7 +33,7 @@ class Bad(Source):
 
 
 class Runs(Source):
-    """Numbers in runs of unequal length."""
+    """Numbers in chunks of unequal length."""
 
     def __init__(self, edges):
         self.cuts = numpy.array(edges)
@@ -66,7 +65,7 @@ def shifted(batch, rng):
 
 
 def random_pipeline(rows=ROWS):
-    """Draws for every sample, and twice for every batch."""
+    """Draws once for every sample and twice for every batch."""
     numbers = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
     return (
         arrays(numbers, torch.arange(rows))
@@ -80,7 +79,7 @@ def random_pipeline(rows=ROWS):
 
 
 def equal(batches, others):
-    """Whether two lists of batches hold the same bits."""
+    """Returns whether two lists of batches have the same bits."""
     flat = [
         [tensor for batch in each for tensor in (batch if isinstance(batch, tuple) else (batch,))]
         for each in (batches, others)
@@ -93,8 +92,7 @@ def equal(batches, others):
 
 
 class Killing:
-    """Kills the worker process that it finds itself in, so often, at the batch with row 50; ``folder`` counts over
-    processes."""
+    """Kills its worker process at the batch with row 50, this many times; ``folder`` counts across processes."""
 
     def __init__(self, folder, times):
         self.folder, self.times, self.parent = folder, times, os.getpid()

@@ -1,4 +1,4 @@
-"""A study whose instruments tell what was planted, and what the tests of the search make of it."""
+"""A study with planted measurements, and helpers for tests of the search."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -35,17 +35,18 @@ def clipping(norm: int) -> str:
 
 @dataclass
 class Planted:
-    """Stands for a Study. Each member of a recipe has its effects; every trial is paid for once, from a real Budget."""
+    """Stands in for a Study. Each member of a recipe has its effects; every trial is charged once to a real Budget."""
 
-    faster: dict[str, float] = field(default_factory=dict)  # times, a step
-    samples: dict[str, float] = field(default_factory=dict)  # to the target: times those of the baseline
-    luck: dict[str, float] = field(default_factory=dict)  # times faster by the stopwatch of a run, for no reason
-    better: dict[str, float] = field(default_factory=dict)  # at its end, in the metric
-    start: dict[str, float] = field(default_factory=dict)  # seconds
-    restless: bool = False  # short comparisons settle nothing
+    faster: dict[str, float] = field(default_factory=dict)  # factor of the time per step
+    samples: dict[str, float] = field(default_factory=dict)  # factor of the samples to the target
+    # factor by which a run's total time is shorter without a cause
+    luck: dict[str, float] = field(default_factory=dict)
+    better: dict[str, float] = field(default_factory=dict)  # change of the final metric
+    start: dict[str, float] = field(default_factory=dict)  # start-up seconds
+    restless: bool = False  # short comparisons are inconclusive
     refuted: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
-    spread: float = 0.0005  # of the metric, over recipes and seeds
+    spread: float = 0.0005  # standard deviation of the metric, over recipes and seeds
     budget: Budget = field(default_factory=lambda: Budget(1e6))
     task: str = "planted"
     device: str = "cpu"
@@ -67,9 +68,15 @@ class Planted:
         seconds = samples / 1000 / self._of(self.faster, recipe) / self._of(self.luck, recipe)
         late = time_limit is not None and seconds > time_limit
         looks = [{"samples": n * samples // 20, "seconds": n * seconds / 20, "metric": metric} for n in range(1, 41)]
-        there = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
-        told = {"metric": metric, "best_metric": metric, "samples": 2 * samples, "pruned": late, "trial_seconds": TRIAL}
-        return told | {"evaluations": looks} | (dict.fromkeys(there) if late else there)
+        reached = {"seconds_to_target": seconds, "samples_to_target": samples, "first_samples": samples}
+        result = {
+            "metric": metric,
+            "best_metric": metric,
+            "samples": 2 * samples,
+            "pruned": late,
+            "trial_seconds": TRIAL,
+        }
+        return result | {"evaluations": looks} | (dict.fromkeys(reached) if late else reached)
 
     def compare_speed(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
         self._pay("speed", f"{b} against {a}{salt and f', {salt}'}")
@@ -146,7 +153,7 @@ def searched_training(study: Planted, item: Candidate = CLIPPING) -> Incumbents:
 
 
 def outcome(*seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC) -> Outcome:
-    """Of a run a seed."""
+    """Returns the outcome of one run per seed."""
     samples = samples or (SAMPLES,) * len(seconds)
     runs = [
         {"seconds_to_target": s, "samples_to_target": n, "metric": metric}

@@ -1,4 +1,4 @@
-"""Tasks with one bottleneck each, planted and of known size. Mostly sleep, which a busy machine hardly changes."""
+"""Tasks with one planted bottleneck of known size. Mostly sleep, which a busy machine hardly changes."""
 
 import time
 
@@ -8,8 +8,8 @@ from torch import nn
 from hasten import Task
 
 WIDTH, CLASSES = 16, 4
-STEP_SECONDS = 0.012  # what the quiet step sleeps
-INPUT_SECONDS = 0.024  # what reading a slow batch of 8 sleeps in all
+STEP_SECONDS = 0.012  # seconds of sleep in the quiet step
+INPUT_SECONDS = 0.024  # seconds of sleep while a slow batch of 8 is read
 
 
 class Vectors(torch.utils.data.Dataset):
@@ -105,7 +105,7 @@ def expensive_evaluation() -> Task:
 
 
 def wasteful_allocator() -> Task:
-    """Little arithmetic on activations of 33 MB, which glibc gives back to the system after every use."""
+    """Little arithmetic on activations of 33 MB, which glibc returns to the system after every use."""
     return quiet(
         model=lambda: nn.Sequential(
             nn.Conv2d(3, 64, 1),

@@ -61,8 +61,8 @@ def start_hasten(*argv: str, cwd, out: int, err: int, prepare: Callable[[], obje
         os.dup2(out, 1), os.dup2(err, 2)
         sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1) for descriptor in (1, 2))  # noqa: SIM115  open as long as the process
         sys.argv = ["hasten", *argv]
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored by a job in the background
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored under nohup
         prepare()
         sys.exit(main())
 
@@ -92,10 +92,10 @@ def train_command(task: str, *more: str) -> list[str]:
 
 
 def jobs_left() -> list[str]:
-    """Command lines of the ranks that this test has started and that still run."""
+    """Returns the command lines of running ranks that this test started."""
     found = []
     test = os.environ["PYTEST_CURRENT_TEST"].split(" (")[0]
-    ours = f"PYTEST_CURRENT_TEST={test}".encode()  # inherited by what a test starts
+    ours = f"PYTEST_CURRENT_TEST={test}".encode()  # inherited by processes that a test starts
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -132,7 +132,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def live_children() -> list[psutil.Process]:
-    """Child processes, without zombies and without what outlives a test on purpose: fork servers, pooled ranks."""
+    """Returns child processes, without zombies and those meant to outlive a test: fork servers, pooled ranks."""
     pools = getattr(sys.modules.get("helpers.ranks"), "_pools", {}).values()
     pooled = {process.pid for pool in pools for process in pool.processes}
     found = []

@@ -1,4 +1,4 @@
-"""Methods with planted behavior: time lost or gained, a rank that hangs, a rank that raises."""
+"""Methods with planted behavior: lost or gained time, a rank that hangs, a rank that raises."""
 
 import time
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Dozing(Method):
 
 
 class Hanging(Method):
-    """Rank 1 does not come back from a step."""
+    """Rank 1 hangs in a step."""
 
     card = Card(summary="a rank that hangs", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"})
 
@@ -40,7 +40,7 @@ class Hanging(Method):
 
 
 class Stuck(Method):
-    """Rank 1 never comes to its first step."""
+    """Rank 1 hangs before its first step."""
 
     card = Card(
         summary="a rank that hangs while it is built", exactness=Exactness.BIT_EXACT, accelerates={"optimizer_step"}
@@ -77,23 +77,23 @@ class RaisingFirst(Method):
 
 
 class LighterSleep(Method):
-    """Everybody sleeps half as long, so that a slow dataset loses less; two processes still sleep side by side."""
+    """Halves every sleep, so that a slow dataset loses less time; two processes still sleep at the same time."""
 
     card = Card(summary="half the sleep", exactness=Exactness.BIT_EXACT, accelerates={"input"})
 
     def process_context(self, context, run):
-        whole = time.sleep
+        sleep = time.sleep
 
         @contextmanager
         def lighter():
-            with context(), patch("time.sleep", lambda seconds: whole(seconds / 2)):
+            with context(), patch("time.sleep", lambda seconds: sleep(seconds / 2)):
                 yield
 
         return lighter
 
 
 class Faster(Method):
-    """Says that it is exact, and updates twice."""
+    """Claims to be exact, and updates twice."""
 
     card = Card(summary="two updates a step", exactness=Exactness.EQUIVALENT_MATH, accelerates={"optimizer_step"})
 
@@ -102,7 +102,7 @@ class Faster(Method):
 
 
 class Rounding(Method):
-    """Of the gradients that the last rank has, a fifth is lost."""
+    """Rounds gradients: a fifth of those of the last rank is lost."""
 
     card = Card(
         summary="rounds on the last rank", exactness=Exactness.REDUCED_PRECISION, accelerates={"optimizer_step"}
@@ -119,7 +119,7 @@ class Rounding(Method):
 
 
 class Descending(Method):
-    """Another optimizer than the task's, with an attribute that torch's own copies leave out."""
+    """Replaces the optimizer by one with an attribute that torch's copies omit."""
 
     card = Card(summary="gradient descent", exactness=Exactness.CHANGES_TRAINING, accelerates={"optimizer_step"})
 
@@ -149,7 +149,7 @@ class Descent(torch.optim.SGD):
 
 
 class Unlike(Method):
-    """Says that it is exact, and trains rank 1 otherwise."""
+    """Claims to be exact, and trains rank 1 differently."""
 
     card = Card(summary="another rate on rank 1", exactness=Exactness.EQUIVALENT_MATH, accelerates={"optimizer_step"})
 

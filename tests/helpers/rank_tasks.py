@@ -2,11 +2,9 @@
 
 import os
 import time
-from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hasten import Task
@@ -63,7 +61,7 @@ class UnpluggedByALibrary(Rows):
 
 
 class Busy(Rows):
-    """Raises on one rank at once, and takes its time on the other."""
+    """Raises at once on rank 0, and sleeps on the others."""
 
     def __getitem__(self, index: int):
         if os.environ.get("RANK") == "0":
@@ -79,7 +77,7 @@ class PoisonedStream(IterableDataset):
 
 
 class Slow(Rows):
-    """Each sample takes so many seconds."""
+    """Each sample takes ``seconds``."""
 
     def __init__(self, samples: int = SAMPLES, seconds: float = 0.002):
         super().__init__(samples)
@@ -123,7 +121,7 @@ def raises_on_the_first_while_the_other_is_busy() -> Task:
 
 
 def own_sampler() -> Task:
-    """A DataLoader whose order nobody knows but itself."""
+    """A DataLoader whose sample order is known to its sampler only."""
     order = torch.utils.data.SubsetRandomSampler(range(SAMPLES))
     return task(DataLoader(Rows(), batch_size=BATCH, sampler=order))
 
@@ -141,7 +139,7 @@ def few_in_the_last_batch_of_a_stream() -> Task:
 
 
 def drawn_with_replacement() -> Task:
-    """More samples a pass than there are rows."""
+    """More samples per epoch than there are rows."""
     rows = Rows()
     return task(DataLoader(rows, batch_size=BATCH, sampler=RandomSampler(rows, replacement=True, num_samples=300)))
 
@@ -162,7 +160,7 @@ class Uneven(BatchSampler):
 
 
 def rates_by_name() -> Task:
-    """The first layer learns ten times as fast."""
+    """The first layer has ten times the learning rate."""
 
     def optimizer(model):
         first = [p for name, p in model.named_parameters() if name.startswith("0.")]
@@ -172,7 +170,7 @@ def rates_by_name() -> Task:
 
 
 def blocks() -> Task:
-    """Three like blocks, each of more numbers than zero leaves with the whole, between layers of odd sizes."""
+    """Three equal blocks, each above zero's minimum size for sharding, between layers of odd sizes."""
 
     def model():
         like = [nn.Sequential(nn.Linear(9, 801), nn.Tanh(), nn.Linear(801, 9)) for _ in range(3)]
@@ -182,12 +180,12 @@ def blocks() -> Task:
 
 
 def rates_by_name_and_schedule() -> Task:
-    """The first layer learns ten times as fast, a number for all is learned too, and the rates fall."""
+    """The first layer has ten times the learning rate, one scalar weight is trained, and the rates fall."""
     return task(model=Scaled, optimizer=rates_that_fall)
 
 
 def scalar() -> Task:
-    """As before, where the number has no dimension."""
+    """The same with a scalar weight without a dimension."""
     return task(model=lambda: Scaled(()), optimizer=rates_that_fall)
 
 
@@ -201,7 +199,7 @@ def rates_that_fall(model):
 
 
 class Scaled(nn.Module):
-    """With one learned number for all outputs, and a buffer."""
+    """One trained scale for all outputs, and a buffer."""
 
     def __init__(self, shape: tuple = (1,)):
         super().__init__()
@@ -213,88 +211,8 @@ class Scaled(nn.Module):
         return self.scale * self.last(torch.tanh(self.first(inputs) + self.shift))
 
 
-class Layer(nn.Module):
-    """Attention over four heads, then a gated pair of layers with dropout between."""
-
-    def __init__(self, width: int, dropout: float):
-        super().__init__()
-        self.norm, self.norm_too = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.value, self.mix = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(
-            width, width, bias=False
-        )  # whose gradient would be rounding alone, which Adam makes as large as any other
-        self.gate, self.up, self.down = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(3 * width, width),
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        inputs = self.norm_too(x)
-        return x + self.down(self.dropout(nn.functional.silu(self.gate(inputs)) * self.up(inputs)))
-
-    def attention(self, x):
-        batch, length, width = x.shape
-        heads = (
-            each(x).view(batch, length, 4, width // 4).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.mix(seen.transpose(1, 2).reshape(batch, length, width))
-
-
-class Tower(nn.Module):
-    """Each input a place of its own; a few like layers; a buffer that is part of the sum."""
-
-    def __init__(self, depth: int = 3, width: int = 8, dropout: float = 0.0):
-        super().__init__()
-        self.first, self.last = nn.Linear(1, width), nn.Linear(width, 2)
-        self.layers = nn.ModuleList(Layer(width, dropout) for _ in range(depth))
-        self.register_buffer("places", torch.randn(6, width))
-
-    def forward(self, inputs):
-        x = self.first(inputs.unsqueeze(-1)) + self.places
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x.mean(1))
-
-
-def tower(data=None, **changes) -> Task:
-    usual = {
-        "model": lambda: Tower().double(),
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        "epochs": 1,
-    }
-    return task(data, **(usual | changes))
-
-
-def uneven_tower() -> Task:
-    """Batches of ten and of three in turns, which fewer samples than pieces have to share."""
-    return tower(DataLoader(Rows(), batch_sampler=Uneven(RandomSampler(Rows()), BATCH, False)))
-
-
-def longer_tower() -> Task:
-    return tower(epochs=1.5, model=lambda: Tower(depth=2).double())
-
-
-def dropping_tower() -> Task:
-    return tower(model=lambda: Tower(dropout=0.3).double())
-
-
-def tower_with_a_mask() -> Task:
-    """A buffer that nobody uses, and an optimizer that counts steps from the beginning."""
-
-    def model():
-        made = Tower().double()
-        made.register_buffer("mask", torch.ones(3, dtype=torch.float64))
-        return made
-
-    return tower(model=model, optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1))
-
-
 def viewing() -> Task:
-    """Layers whose inputs are views of what the layers before them give."""
+    """Layers whose inputs are views of the outputs of the former layers."""
 
     def model():
         layers = nn.Sequential(
@@ -305,34 +223,8 @@ def viewing() -> Task:
     return task(model=model, epochs=1)
 
 
-def in_a_row() -> Task:
-    """Two pairs of layers that can be cut, one right after the other."""
-
-    def model():
-        pairs = [nn.Sequential(nn.Linear(first, 8), nn.Tanh(), nn.Linear(8, last)) for first, last in ((6, 8), (8, 2))]
-        return nn.Sequential(*pairs).double()
-
-    return task(model=model, epochs=1)
-
-
-class BareAttention(nn.Module):
-    """An attention without anything that goes past it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 2)
-        self.attention = Layer(8, 0.0)
-
-    def forward(self, inputs):
-        return self.last(self.attention.attention(self.first(inputs.unsqueeze(-1))).mean(1))
-
-
-def bare_attention() -> Task:
-    return task(model=lambda: BareAttention().double())
-
-
 def norming() -> Task:
-    """The weights before the norm have no biases: their gradients would be rounding alone."""
+    """The layers before the norm have no biases, whose gradients would be rounding errors."""
 
     def model():
         layers = nn.Sequential(
@@ -344,7 +236,7 @@ def norming() -> Task:
 
 
 def tied() -> Task:
-    """The first and the last layer have one weight."""
+    """The first and the last layer share one weight."""
 
     def model():
         layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -354,7 +246,7 @@ def tied() -> Task:
     return task(model=model)
 
 
-def losing_itself() -> Task:
+def own_loss() -> Task:
     return task(loss=None)
 
 
@@ -411,7 +303,7 @@ def slow() -> Task:
 
 
 class Numbered(Slow):
-    """Samples that know their number."""
+    """Samples that contain their index."""
 
     def __getitem__(self, index: int):
         inputs, label = super().__getitem__(index)
@@ -419,8 +311,7 @@ class Numbered(Slow):
 
 
 class Counting(nn.Module):
-    """A network whose weights count, beside learning, how often each sample has moved them: a step adds one for each in
-    its batch."""
+    """A network whose weights count how often each sample was used: a step adds one for each sample of its batch."""
 
     def __init__(self, samples: int):
         super().__init__()
@@ -432,8 +323,8 @@ class Counting(nn.Module):
 
 
 def counting(epochs: int = 10) -> Task:
-    """Passes of 22 whole batches, two a second in two ranks; each weight of ``seen`` has to be the number of passes in
-    the end."""
+    """Epochs of 22 full batches, two per second on two ranks. Finally each weight of ``seen`` must be the number of
+    epochs."""
     samples = 22 * BATCH
     return task(
         Numbered(samples),
@@ -462,179 +353,13 @@ def in_float32() -> Task:
 
 
 def sluggish() -> Task:
-    """A pass of two processes takes more than a second, beside which what a run begins with is little; it is learnt in
-    one."""
+    """An epoch of two processes takes more than a second, far more than the start-up; the target is reached in one
+    epoch."""
     return task(Slow(seconds=0.01), epochs=3, target=0.8)
 
 
-def path(*sizes: int, dropout: float = 0.0) -> nn.Module:
-    layers = [
-        layer for given, made in pairwise(sizes) for layer in (nn.Linear(given, made), nn.Tanh(), nn.Dropout(dropout))
-    ]
-    return nn.Sequential(*layers).double()
-
-
-def convolved(channels: int, made: int, length: int) -> nn.Module:
-    """The weights before the norm have no biases: their gradients would be rounding alone."""
-    return nn.Sequential(
-        nn.Conv1d(channels, made, length, padding=length // 2, bias=False), nn.BatchNorm1d(made), nn.ReLU(inplace=True)
-    )
-
-
-class Inception(nn.Module):
-    """Four branches side by side, of which one begins without weights; then a sum in place, and dropout that all
-    draw."""
-
-    def __init__(self, channels: int = 4):
-        super().__init__()
-        self.one, self.three = convolved(channels, 3, 1), nn.Sequential(convolved(channels, 2, 1), convolved(2, 4, 3))
-        self.five, self.pooled = nn.Sequential(convolved(channels, 2, 1), convolved(2, 2, 5)), convolved(channels, 2, 1)
-        self.back, self.dropout = nn.Conv1d(11, channels, 1), nn.Dropout(0.2)
-
-    def forward(self, x):
-        pooled = nn.functional.max_pool1d(x, 3, stride=1, padding=1)
-        met = self.back(torch.cat([self.one(x), self.three(x), self.five(x), self.pooled(pooled)], 1))
-        met += x
-        return self.dropout(met)
-
-
-class Twice(nn.Module):
-    """Two branches, the second added to the first in place."""
-
-    def __init__(self, channels: int = 4):
-        super().__init__()
-        self.one, self.other = nn.Conv1d(channels, channels, 3, padding=1), nn.Conv1d(channels, channels, 1)
-
-    def forward(self, x):
-        met = self.one(x)
-        met += self.other(x)
-        return met.relu_()
-
-
-class Towers(nn.Module):
-    """One tower an input, and an input that both read; what they make is multiplied."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.head = path(3, 8, 5), path(3, 7, 7, 5), nn.Linear(5, 2).double()
-
-    def forward(self, left, right, scale):
-        return self.head(self.left(left * scale) * self.right(right * scale))
-
-
-class Ensemble(nn.Module):
-    """The mean of members; nobody has weights in common."""
-
-    def __init__(self, members: int = 3, dropout: float = 0.0):
-        super().__init__()
-        self.members = nn.ModuleList(path(6, 5 + number, 2, dropout=dropout) for number in range(members))
-
-    def forward(self, x):
-        return sum(member(x) for member in self.members) / len(self.members)
-
-
-class Pairs(Rows):
-    def __getitem__(self, index: int):
-        return self.inputs[index, :3], self.inputs[index, 3:], torch.ones(1, dtype=torch.float64), self.labels[index]
-
-
-def inception() -> Task:
-    def model():
-        blocks = [Inception(), Twice(), Inception()]
-        return nn.Sequential(
-            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(24, 2)
-        ).double()
-
-    return task(model=model, epochs=1)
-
-
-def towers() -> Task:
-    return task(Pairs(), validation_data=Pairs(40, seed=1), model=Towers, epochs=1.5)
-
-
-def ensemble() -> Task:
-    return task(model=Ensemble, epochs=1)
-
-
-def dropping_ensemble() -> Task:
-    return task(model=lambda: Ensemble(dropout=0.3))
-
-
-def siamese() -> Task:
-    """Both towers are one."""
-
-    def model():
-        made = Towers()
-        made.right = made.left
-        return made
-
-    return task(Pairs(), validation_data=Pairs(40, seed=1), model=model)
-
-
-def trunk_of_branches() -> Task:
-    """A chain, as a pipeline wants it, of which one member is an ensemble."""
-    return task(model=lambda: nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(4)), Ensemble()), epochs=1.5)
-
-
-class Recurrent(nn.Module):
-    """Two recurrent towers, which return more than is read."""
-
-    def __init__(self):
-        super().__init__()
-        self.slow, self.fast, self.head = (
-            nn.LSTM(1, 4, batch_first=True),
-            nn.GRU(1, 5, batch_first=True),
-            nn.Linear(9, 2),
-        )
-
-    def forward(self, x):
-        slow, _ = self.slow(x[..., None])
-        fast, _ = self.fast(x[..., None])
-        return self.head(torch.cat([slow[:, -1], fast[:, -1]], 1))
-
-
-class ChangingInPlace(nn.Module):
-    """The first branch changes what the second one reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.first, self.second = (
-            nn.Linear(6, 6),
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 2)),
-            nn.Linear(6, 2),
-        )
-
-    def forward(self, x):
-        x = self.trunk(x)
-        return self.first(x) + self.second(x)
-
-
-def recurrent() -> Task:
-    return task(model=lambda: Recurrent().double(), epochs=1)
-
-
-def changing_in_place() -> Task:
-    return task(model=lambda: ChangingInPlace().double())
-
-
-class ComputingAgain(nn.Module):
-    """Keeps nothing of what its members compute, and cannot be traced itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.ensemble = nn.Linear(6, 6).double(), Ensemble()
-
-    def forward(self, x):
-        assert x.sum() != 0
-        return checkpoint(self.ensemble, self.first(x), use_reentrant=False)
-
-
-def computing_again() -> Task:
-    return task(model=ComputingAgain)
-
-
 def with_a_spare():
-    """Weight decay would shrink a weight that has a gradient of zeros."""
+    """Weight decay would change an unused weight with a gradient of zeros."""
 
     class Spare(nn.Sequential):
         def __init__(self):

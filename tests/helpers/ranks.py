@@ -35,7 +35,7 @@ from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from hasten.launch.rank_results import RankResult, write_result_for
-from helpers import rank_tasks
+from helpers import tower_tasks
 from helpers.process import FORK, TIMEOUT_S
 
 PR_SET_PDEATHSIG = 1
@@ -130,7 +130,7 @@ def close_pools() -> None:
 
 
 def _serve(connection) -> None:
-    """Runs functions until the parent is gone."""
+    """Runs functions until the parent process has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _pools.clear()
     gc.freeze()  # objects of the test session: visiting them in each collection would take 0.3 s
@@ -143,7 +143,7 @@ def _serve(connection) -> None:
 
 
 def _run(content: bytes) -> tuple[object, bool]:
-    """(result or exception of the function, whether this process can run another one)."""
+    """Returns (result or exception of the function, whether this process can run another one)."""
     reusable = True
     with restored(), warnings.catch_warnings():
         folder, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
@@ -161,7 +161,7 @@ def _run(content: bytes) -> tuple[object, bool]:
             )
         del function, arguments
     if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # the other ranks of the group are gone
+        with suppress(RuntimeError, ValueError):  # the other ranks of the group have ended
             dist.destroy_process_group()
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # its entries refer to destroyed groups
@@ -217,7 +217,9 @@ def interrupted_early(rank: int, make, out, recipe) -> None:
         training(rank, make(), recipe, out=out, checkpoint_seconds=0, observers=[break_off])
 
 
-def progress_while_building(rank: int, strategy: str, make=rank_tasks.tower, settings: dict | None = None) -> list[str]:
+def progress_while_building(
+    rank: int, strategy: str, make=tower_tasks.tower, settings: dict | None = None
+) -> list[str]:
     with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(make(), [make_method(strategy, settings or {})], ranks=ranks)

@@ -1,4 +1,4 @@
-"""Example results of the commands, invented from a few numbers. Tests change them; nothing here is a measurement."""
+"""Example results of the commands, generated from a few numbers. Tests change them; nothing here is a measurement."""
 
 from math import exp
 
@@ -199,6 +199,32 @@ def compared() -> dict:
     }
 
 
+def operations() -> dict:
+    """The operations of a step in bfloat16; the four shortest get no row of their own."""
+    times = {
+        ("addmm", "bfloat16"): (13.0, 0.33, 0.30),
+        ("mm", "bfloat16"): (26.0, 0.67, 0.25),
+        ("gelu", "bfloat16"): (3.0, 0.0, 0.03),
+        ("_to_copy to bfloat16", "float32"): (40.0, 0.0, 0.08),
+        ("_to_copy to float32", "bfloat16"): (34.0, 0.0, 0.06),
+        ("native_layer_norm", "float32"): (7.0, 0.0, 0.05),
+        ("_log_softmax", "float32"): (1.0, 0.0, 0.04),
+        ("arange", ""): (1.0, 0.0, 0.0003),
+    }
+    times |= {(f"short_{index}", "float32"): (0.2, 0.0, 0.02 - index / 1000) for index in range(10)}
+    rest = 1 - sum(time for _, _, time in times.values())
+    times["_fused_adamw_", "float32"] = (1.0, 0.0, rest)
+    keys = ("calls_per_step", "flops_share", "time_share")
+    return {
+        "steps": 5,
+        "rows": [
+            {"op": op, "dtype": dtype} | dict(zip(keys, values, strict=True)) for (op, dtype), values in times.items()
+        ],
+        "loss_scale": [{"value": 65536.0, "overflow": False}, {"value": 32768.0, "overflow": True}],
+        "note": "",
+    }
+
+
 def diagnosed() -> dict:
     return ENVIRONMENT | {
         "kind": "diagnose",
@@ -227,6 +253,7 @@ def diagnosed() -> dict:
         "seconds_per_step": 0.0231,
         "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
         "causes": {"page faults": 12.5, "system time": 0.04},
+        "operations": operations(),
         "input": {
             "stages": {"read": 1900.0, "decode": None, "map": 52_000.0, "batch": 31_000.0, "copy": None},
             "step_throughput": 6100.0,

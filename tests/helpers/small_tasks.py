@@ -1,4 +1,4 @@
-"""The small tasks on which each method has an effect, so that tests of all methods generate no case that is skipped."""
+"""The small tasks on which each method has an effect, so that generated tests contain no skipped case."""
 
 import warnings
 from functools import cache
@@ -14,13 +14,14 @@ from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.testing import tasks
 
 SETTINGS = {
-    "compile": {"backend": "eager"},  # without half a minute of C++; the real backend has a slow test of its own
+    # avoids half a minute of C++ compilation; the real backend has a slow test of its own
+    "compile": {"backend": "eager"},
     "gradient_clipping": {"max_norm": 0.25},
-    "num_threads": {"count": 2},  # the tests run with one
+    "num_threads": {"count": 2},  # tests run with one thread
 }
 UNAVAILABLE = (
     {"distributed"} if torch.cuda.is_available() else {"distributed", "cuda"}
-)  # facts that hold for no run here
+)  # conditions that hold for no run here
 
 
 class ResidualBlock(nn.Module):

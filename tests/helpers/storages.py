@@ -1,4 +1,4 @@
-"""Data in files, for the tests of what looks at them and stores them in other ways."""
+"""Data in files, for tests of inspection and conversion."""
 
 import numpy
 import pyarrow as pa
@@ -10,17 +10,17 @@ ROWS = 3000
 
 
 def mixed_table(rows=ROWS):
-    """Numbers of all kinds, text and lists; text and numbers are missing here and there."""
+    """Numbers of all types, text and lists; some text and numbers are missing."""
     random = numpy.random.default_rng(0)
-    words = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
-    words[::97] = None
+    texts = numpy.array(["alpha", "beta", "gamma", ""], dtype=object)[random.integers(0, 4, rows)]
+    texts[::97] = None
     lists = [random.integers(0, 9, length).tolist() for length in random.integers(0, 4, rows)]
     return pa.table(
         {
             "number": random.normal(size=rows).astype("float32"),
             "small": pa.array(random.integers(0, 100, rows), pa.int8()),
             "missing": pa.array([None if row % 50 == 3 else row / 7 for row in range(rows)]),
-            "word": pa.array(words).dictionary_encode(),
+            "word": pa.array(texts).dictionary_encode(),
             "list": lists,
             "flag": random.integers(0, 2, rows).astype(bool),
             "inner": pa.array([{"a": row, "b": str(row)} for row in range(rows)]),
@@ -29,7 +29,7 @@ def mixed_table(rows=ROWS):
 
 
 def numeric_table(rows=ROWS):
-    """A table of numbers alone, with a label."""
+    """A table of numbers only, with a label."""
     random = numpy.random.default_rng(0)
     columns = {f"x{number}": random.normal(size=rows).astype("float32") for number in range(4)}
     return pa.table(columns | {"label": pa.array(random.integers(0, 10, rows), pa.int64())})
@@ -42,7 +42,7 @@ def write_table(folder, name="train.parquet", content=None, runs=500):
 
 
 def write_images(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
-    """Pictures of two classes."""
+    """Writes images of two classes."""
     for number in range(count):
         height, width = sizes[number % len(sizes)]
         x, y = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -54,12 +54,12 @@ def write_images(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg")
 
 
 def read_all(pipeline):
-    """All rows of a pipeline's source, as columns."""
+    """Returns all rows of a pipeline's source, as columns."""
     return pipeline.source.read(numpy.arange(len(pipeline.source)))
 
 
 def damage(path, run):
-    """Wrong bytes where the pages of a row group of a Parquet file lie."""
+    """Overwrites the pages of a row group of a Parquet file with wrong bytes."""
     column = pyarrow.parquet.read_metadata(path).row_group(run).column(0)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8

@@ -1,4 +1,4 @@
-"""Tar files, for the tests of those who read them."""
+"""Tar files for tests of their readers."""
 
 import io
 import json

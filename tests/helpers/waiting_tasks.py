@@ -1,4 +1,4 @@
-"""Tasks whose ranks lose time in one known way each. Delays happen on rank 1 only."""
+"""Tasks whose ranks lose time in one known way each. Delays occur on rank 1 only."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from torch import nn
 from hasten import Task
 from helpers.rank_tasks import BATCH, Rows, Stream, task
 
-LATE = 0.02  # seconds a step
+LATE = 0.02  # seconds per step
 
 
 def on_the_second() -> bool:
@@ -23,7 +23,7 @@ class LateRows(Rows):
 
 
 class LateStream(Stream):
-    """Samples of which every tenth, the first of a batch, comes late."""
+    """A stream in which every tenth sample, the first of a batch, is late."""
 
     def __iter__(self):
         for number, row in enumerate(super().__iter__()):
@@ -32,7 +32,7 @@ class LateStream(Stream):
 
 
 class Slower(nn.Linear):
-    """Keeps rank 1 longer, at work or not."""
+    """Delays rank 1 by sleep or by work."""
 
     def __init__(self, works: bool):
         super().__init__(6, 2)
@@ -49,7 +49,7 @@ class Slower(nn.Linear):
 
 
 class Wide(nn.Module):
-    """Eight megabytes of gradients and hardly any arithmetic, but a sleep."""
+    """Eight megabytes of gradients, hardly any arithmetic, and a sleep."""
 
     def __init__(self, sleep: float = 0.0):
         super().__init__()
@@ -79,27 +79,27 @@ def late_stream() -> Task:
     return task(LateStream())
 
 
-def more_to_compute() -> Task:
+def slower_computation() -> Task:
     return task(model=lambda: Slower(works=True).double())
 
 
-def kept_waiting() -> Task:
+def sleeping_rank() -> Task:
     return task(model=lambda: Slower(works=False).double())
 
 
-def much_to_tell(sleep: float = 0.0) -> Task:
+def communication_bound(sleep: float = 0.0) -> Task:
     return task(model=lambda: Wide(sleep), optimizer=lambda model: torch.optim.SGD(model.line.parameters(), lr=0.01))
 
 
-def much_to_tell_and_to_compute() -> Task:
-    return much_to_tell(sleep=0.03)
+def communication_and_compute() -> Task:
+    return communication_bound(sleep=0.03)
 
 
-def little_to_tell() -> Task:
+def compute_bound() -> Task:
     return task(model=lambda: Busy(6, 2).double())
 
 
-def nothing_to_learn_from() -> Task:
+def no_batches() -> Task:
     return task(train_data=None)
 
 

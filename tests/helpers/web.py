@@ -1,4 +1,4 @@
-"""A web server for tests: it knows parts of files, and fails, breaks off and forgets as it is told."""
+"""A web server for tests: it serves ranges, and fails, truncates responses or omits versions as configured."""
 
 import hashlib
 import re
@@ -60,13 +60,13 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(part)
 
     def listed(self):
-        """The page of a folder."""
+        """Returns the HTML listing of a folder."""
         folder = self.path.rstrip("/") + "/"
         names = {path.removeprefix(folder).partition("/") for path in self.server.content if path.startswith(folder)}
         links = "".join(f'<a href="{name}{slash}">{name}</a>\n' for name, slash, _ in sorted(names))
         return f"<html><body>{links}</body></html>".encode() if names else None
 
-    def log_message(self, *words):
+    def log_message(self, *argv):
         pass
 
 
@@ -75,11 +75,11 @@ class Web(ThreadingHTTPServer):
 
     Attributes:
         asked: (method, path, time) of every request.
-        failing: how many requests more are answered by ``status``.
-        closing: path -> how many requests more get no answer at all.
-        breaking: how many answers more break off in the middle.
-        login: what has to come with every request; None: nothing.
-        ranges, marked: whether it knows parts of files, and tells when they change.
+        failing: number of further requests that are answered with ``status``.
+        closing: path -> number of further requests that get no response.
+        breaking: number of further responses that are truncated in the middle.
+        login: Authorization header that every request must have; None if not required.
+        ranges, marked: whether it serves ranges, and sends version headers.
     """
 
     daemon_threads, block_on_close = True, False
@@ -97,7 +97,7 @@ class Web(ThreadingHTTPServer):
 
 @contextmanager
 def serving(content):
-    """A server on a port of its own, in a thread."""
+    """Runs the server in a thread, on a free port."""
     web = Web(content)
     thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

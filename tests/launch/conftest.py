@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start ranks by a launcher."""
+"""Fixtures of the tests that start ranks with a launcher."""
 
 import shutil
 from pathlib import Path
@@ -10,6 +10,6 @@ from helpers import HELPERS
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder that holds ``rank_tasks.py``, for commands that run there."""
+    """A folder that contains ``rank_tasks.py``, for commands that run there."""
     shutil.copy(HELPERS / "rank_tasks.py", tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""The launchers of a job, as processes of this machine that stand for nodes: one node too many, nodes that leave."""
+"""Launchers of a job, as processes of this machine that stand in for nodes: one node too many, nodes that leave."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from helpers.ranks import free_port
 HASTEN = [sys.executable, "-m", "hasten"]
 
 
-def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.Popen:
+def begun(folder: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.Popen:
     launch = [
         "launch",
         "--nproc-per-node",
@@ -33,7 +33,7 @@ def begun(folder: Path, port: int, *words: str, nodes: str = "1") -> subprocess.
         "--rdzv-endpoint",
         f"127.0.0.1:{port}",
         "--",
-        *words,
+        *argv,
     ]
     return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -45,33 +45,33 @@ def wait_until_somebody_answers(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_too_many_harms_nobody(folder):
-    """One waits until the job is over, another is taken away before: whoever trains goes on."""
-    port, words = free_port(), train_words("counting_for_long", folder / "run")
-    trains = begun(folder, port, *words)
+def test_node_above_the_maximum_waits_without_harm(folder):
+    """One additional node waits until the job ends, another is removed before; the training nodes continue."""
+    port, argv = free_port(), train_words("counting_for_long", folder / "run")
+    trains = begun(folder, port, *argv)
     wait_until_it_trains(Job(trains), folder / "run")
-    waits, leaves = begun(folder, port, *words), begun(folder, port, *words)
+    waits, leaves = begun(folder, port, *argv), begun(folder, port, *argv)
     time.sleep(6)
     leaves.send_signal(signal.SIGTERM)
-    told = leaves.communicate(timeout=30)[1]
-    assert leaves.returncode == 1 and told.endswith("hasten: stopped by SIGTERM\n"), told
+    error = leaves.communicate(timeout=30)[1]
+    assert leaves.returncode == 1 and error.endswith("hasten: stopped by SIGTERM\n"), error
     assert trains.wait(120) == 0
-    told = waits.communicate(timeout=30)[1]
-    assert waits.returncode == 0 and "the job is over; it had enough nodes without this one" in told, told
+    error = waits.communicate(timeout=30)[1]
+    assert waits.returncode == 0 and "the job is over; it had enough nodes without this one" in error, error
 
 
 @pytest.mark.slow
-def test_who_is_in_a_long_step_hears_that_the_job_is_over(folder):
-    port, words = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
-    jobs = [begun(folder, port, *words, nodes="2") for _ in range(2)]
-    told = [job.communicate(timeout=100)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [1, 1], told
-    assert sum("OSError: the disk is gone" in each for each in told) == 1, told
-    assert not any("continue together" in each or "restart" in each for each in told), told
+def test_node_in_a_long_step_is_informed_that_the_job_has_ended(folder):
+    port, argv = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
+    jobs = [begun(folder, port, *argv, nodes="2") for _ in range(2)]
+    errors = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1], errors
+    assert sum("OSError: the disk is gone" in each for each in errors) == 1, errors
+    assert not any("continue together" in each or "restart" in each for each in errors), errors
 
 
 @pytest.mark.slow
-def test_nohup_stays_what_it_is(folder):
+def test_nohup_is_respected(folder):
     job = subprocess.Popen(
         ["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder
     )
@@ -80,7 +80,7 @@ def test_nohup_stays_what_it_is(folder):
     assert job.wait(120) == 0
 
 
-def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
+def test_rank_whose_launcher_has_ended_before_it_starts_ends(folder, tmp_path):
     names = {
         ERROR_FILE: str(tmp_path / "error.json"),
         PARENT: "1",
@@ -93,7 +93,7 @@ def test_a_rank_whose_launcher_is_gone_before_it_begins_ends(folder, tmp_path):
     assert done.returncode == 1 and not (folder / "runs").exists() and not jobs_left()
 
 
-def test_whom_the_agent_had_to_kill_did_not_fail_first():
+def test_rank_killed_by_the_agent_is_not_the_first_failure():
     """Rank 0 was busy when rank 1 was lost, and was killed a minute later."""
     killed = {rank: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=when) for rank, when in ((0, 160), (1, 100))}
     assert describe_lost_rank({}, exit_codes(RunResult(WorkerState.FAILED, failures=killed))).startswith(
@@ -101,13 +101,13 @@ def test_whom_the_agent_had_to_kill_did_not_fail_first():
     )
 
 
-def test_the_rank_that_was_killed_while_others_waited_is_named_as_silent():
+def test_rank_killed_while_others_waited_is_named_as_silent():
     ended = {0: RankResult(1, "another rank has not answered for 5 s", is_peer_failure=True, waited=5.0)}
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 was silent for 5 s"
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 were silent for 5 s"
     assert describe_lost_rank(ended, {0: 1}) is None
 
 
-def test_a_name_that_is_gone_with_its_machine_is_waited_for():
+def test_host_name_lost_with_its_node_is_retried():
     with pytest.raises(RunError, match=r"no answer from the rendezvous at gone\.invalid:29500"):
         hosts_rendezvous("gone.invalid:29500", timeout=0.3)

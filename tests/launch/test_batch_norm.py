@@ -1,4 +1,4 @@
-"""Batch normalisation over the parts of all ranks is what one process computes over the whole batch."""
+"""Batch normalization over the shards of all ranks equals that of one process over the global batch."""
 
 import copy
 
@@ -34,37 +34,37 @@ def few_in_the_last_batch():
 @pytest.mark.parametrize("recipe", ["ddp", "zero:stage=1", "zero:stage=3"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [with_norm, few_in_the_last_batch])
-def test_a_job_trains_what_one_process_trains(tmp_path, make, world, recipe):
-    """With the running statistics, which are among the exported tensors, however unequal the parts are."""
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_two_ranks_train_like_one_process(tmp_path, make, world, recipe):
+    """Including the running statistics, which are exported, for shards of any sizes."""
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"{recipe} + sync_batch_norm", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 class Activated(nn.BatchNorm1d):
-    """As libraries have it: another forward under a name of its own."""
+    """As in libraries: another forward pass under its own class name."""
 
     def forward(self, inputs):
         return super().forward(inputs).relu()
 
 
-def test_a_normalisation_that_it_does_not_know_is_named():
+def test_unknown_normalization_is_named():
     task = rank_tasks.task(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Activated(8), nn.Linear(8, 2)).double()
     )
-    told = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
+    answers = run_ranks(2, training_of, lambda: task, "sync_batch_norm", None)
     assert all(
         isinstance(answer, ConfigurationError) and "the model has Activated; leave it out" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
-def test_without_it_another_formula_is_trained(tmp_path):
-    train(with_norm(), device="cpu", out=tmp_path / "alone")
+def test_task_without_conversion_trains_another_formula(tmp_path):
+    train(with_norm(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, with_norm, None, tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") > 1e-3
+    assert farthest(tmp_path / "shared", tmp_path / "single") > 1e-3
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -72,7 +72,7 @@ def test_without_it_another_formula_is_trained(tmp_path):
     ("dimensions", "settings"),
     [(1, {}), (2, {}), (3, {"momentum": None}), (2, {"affine": False}), (1, {"track_running_stats": False})],
 )
-def test_a_layer_over_parts(world, dimensions, settings):
+def test_converted_layer_over_unequal_shards_equals_one_process(world, dimensions, settings):
     """Outputs, gradients and statistics; the first rank has most of the samples."""
     inputs, weights = batch(dimensions)
     layer = LAYERS[dimensions](**settings)

@@ -1,4 +1,4 @@
-"""The branches of a model on several ranks: the same training as on one, wherever each of them is computed."""
+"""Branches of a model on several ranks: the same training as in one process, for any assignment."""
 
 import pytest
 
@@ -7,8 +7,9 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from helpers import rank_tasks
-from helpers.assertions import CLOSE, farthest, losses
+from helpers import branch_tasks, rank_tasks
+from helpers.assertions import CLOSE, farthest
+from helpers.equivalence import assert_trains_like_one_process
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -29,18 +30,13 @@ ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)
 
 
 @pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
-def test_branches_train_what_one_process_trains(tmp_path, name, strategy, world):
-    make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+def test_branches_train_like_one_process(tmp_path, name, strategy, world):
+    make = getattr(branch_tasks, name)
+    assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
-def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
-    make, strategy = rank_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
+def test_branches_interrupted_resume_bit_for_bit(tmp_path):
+    make, strategy = branch_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
     run_ranks(2, training_of, make, strategy, tmp_path / "whole")
     run_ranks(2, interrupted_early, make, tmp_path / "broken", strategy)
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", strategy)
@@ -58,14 +54,14 @@ def test_branches_that_were_broken_off_go_on_bit_by_bit(tmp_path):
         pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
     ],
 )
-def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
-    make = rank_tasks.towers if "pipeline" not in first else rank_tasks.trunk_of_branches
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
+    make = branch_tasks.towers if "pipeline" not in first else branch_tasks.trunk_of_branches
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -86,40 +82,40 @@ def test_another_strategy_goes_on_with_branches(tmp_path, first, then, world):
         ),
     ],
 )
-def test_methods_go_with_branches(tmp_path, method, world):
-    make = rank_tasks.towers
-    train(make(), method, device="cpu", out=tmp_path / "alone")
+def test_branches_combine_with_other_methods(tmp_path, method, world):
+    make = branch_tasks.towers
+    train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"branch_parallel:degree=2 + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-def test_what_is_computed_again_in_the_backward_pass_is_left_whole(tmp_path):
-    """The two like blocks are, and the one between them is not."""
-    train(rank_tasks.inception(), device="cpu", out=tmp_path / "alone")
+def test_checkpointed_block_is_not_divided(tmp_path):
+    """The two equal blocks are divided, and the one between them is not."""
+    train(branch_tasks.inception(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2,
         training_of,
-        rank_tasks.inception,
+        branch_tasks.inception,
         "branch_parallel:assignment=0-1 + activation_checkpointing",
         tmp_path / "shared",
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-def test_branches_that_a_model_computes_again_itself_are_refused():
-    told = run_ranks(2, training_of, rank_tasks.computing_again, "branch_parallel", None)
+def test_branches_inside_user_checkpointing_are_refused():
+    answers = run_ranks(2, training_of, branch_tasks.computing_again, "branch_parallel", None)
     assert all(
         isinstance(answer, ConfigurationError) and "cannot recompute branches in the backward pass" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "make", "says"),
+    ("strategy", "world", "make", "message"),
     [
-        ("branch_parallel:degree=2", 3, rank_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
+        ("branch_parallel:degree=2", 3, branch_tasks.ensemble, "degree=2 does not divide 3 processes; take 3"),
         (
             "branch_parallel",
             2,
@@ -129,39 +125,39 @@ def test_branches_that_a_model_computes_again_itself_are_refused():
         (
             "branch_parallel",
             2,
-            rank_tasks.siamese,
+            branch_tasks.siamese,
             "left.0 to left.5: it shares weights with another part of the model",
         ),
-        ("branch_parallel", 2, rank_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
+        ("branch_parallel", 2, branch_tasks.dropping_ensemble, "members_0_2 draws random numbers"),
         (
             "branch_parallel",
             2,
-            rank_tasks.changing_in_place,
+            branch_tasks.changing_in_place,
             "first.0 to first.1 changes in place what other branches read",
         ),
         (
             "branch_parallel:assignment=0-1",
             2,
-            rank_tasks.ensemble,
+            branch_tasks.ensemble,
             "assignment=0-1 must give each of 3 branches a rank from 0 to 1, and each block two ranks or more",
         ),
-        ("branch_parallel:assignment=1-1-1", 2, rank_tasks.ensemble, "each block two ranks or more, such as 0-1-0"),
-        ("branch_parallel:assignment=0-1-2", 2, rank_tasks.ensemble, "from 0 to 1"),
+        ("branch_parallel:assignment=1-1-1", 2, branch_tasks.ensemble, "each block two ranks or more, such as 0-1-0"),
+        ("branch_parallel:assignment=0-1-2", 2, branch_tasks.ensemble, "from 0 to 1"),
     ],
 )
-def test_what_has_no_branches_is_told(strategy, world, make, says):
-    told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_model_without_branches_is_refused(strategy, world, make, message):
+    answers = run_ranks(world, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
-def test_a_rank_has_the_weights_of_its_branches_and_of_what_all_compute():
+def test_rank_has_weights_of_its_branches_and_of_the_shared_layers():
     one, other = run_ranks(2, weights_held)
-    assert one | other == {name for name, _ in rank_tasks.Towers().named_parameters()}
+    assert one | other == {name for name, _ in branch_tasks.Towers().named_parameters()}
     assert one & other == {"head.weight", "head.bias"} and "left.0.weight" in one and "right.0.weight" in other
 
 
-def test_branches_are_told():
-    first, second = run_ranks(2, progress_while_building, "branch_parallel", rank_tasks.towers, {"assignment": "0-1"})
+def test_assignment_is_reported():
+    first, second = run_ranks(2, progress_while_building, "branch_parallel", branch_tasks.towers, {"assignment": "0-1"})
     assert first == [
         "branch_parallel: left.0 to left.5 on rank 0, right.0 to right.8 on rank 1; they join in mul_2",
         "branch_parallel: 94% of the weights are divided",
@@ -171,5 +167,5 @@ def test_branches_are_told():
 
 def weights_held(rank: int) -> set[str]:
     with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.towers(), [make_method("branch_parallel", {"assignment": "0-1"})], ranks=ranks)
+        program = build(branch_tasks.towers(), [make_method("branch_parallel", {"assignment": "0-1"})], ranks=ranks)
         return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}

@@ -22,11 +22,11 @@ def test_all_collectives_are_measured():
         assert predicted == pytest.approx([row["seconds"]["median"] for row in found["sizes"]], rel=0.5), name
 
 
-def test_a_line_is_found_again():
+def test_fit_finds_a_known_line():
     latency, bandwidth = fit_alpha_beta([(size, 3e-4 + size / 1.5e9) for size in (1000, 100_000, 64_000_000)])
     assert (latency, bandwidth) == (pytest.approx(3e-4), pytest.approx(1.5e9))
 
 
-def test_one_process_has_nobody_to_talk_to():
+def test_single_process_is_refused():
     with pytest.raises(ConfigurationError, match="bench-comm needs 2 processes or more"):
         bench_comm("cpu")

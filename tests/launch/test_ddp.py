@@ -1,5 +1,4 @@
-"""Several ranks train what one process trains: the same samples in the same order, the same weights but for
-rounding."""
+"""Several ranks train like one process: the same samples in the same order, weights equal except for rounding."""
 
 import pytest
 import torch
@@ -28,21 +27,21 @@ from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, tra
         "rates_by_name",
     ],
 )
-def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
+def test_two_ranks_train_like_one_process(tmp_path, name, world):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
     for what in ("steps", "samples", "metric", "evaluations"):
-        told = [
+        lines = [
             [{k: v for k, v in look.items() if k != "seconds"} for look in each[what]]
             if what == "evaluations"
             else each[what]
-            for each in (alone, *answers)
+            for each in (single, *answers)
         ]
-        assert all(each == told[0] for each in told), what
+        assert all(each == lines[0] for each in lines), what
 
 
 @pytest.mark.parametrize(
@@ -55,17 +54,17 @@ def test_a_job_trains_what_one_process_trains(tmp_path, name, world):
         "ddp:static_graph=true",
     ],
 )
-def test_methods_go_with_it(tmp_path, recipe):
-    train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "alone") if "ddp" not in recipe else train(
-        rank_tasks.samples(), device="cpu", out=tmp_path / "alone"
+def test_methods_combine_with_ddp(tmp_path, recipe):
+    train(rank_tasks.samples(), recipe, device="cpu", out=tmp_path / "single") if "ddp" not in recipe else train(
+        rank_tasks.samples(), device="cpu", out=tmp_path / "single"
     )
     answers = run_ranks(2, training_of, rank_tasks.samples, recipe, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("name", ["dropping", "dropping_loader"])
-def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, name):
     make = getattr(rank_tasks, name)
     run_ranks(2, training_of, make, None, tmp_path / "whole")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "broken")
@@ -79,9 +78,9 @@ def test_a_job_that_was_broken_off_goes_on_bit_by_bit(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "world"), [("samples", 1), ("samples", 3), ("loader", 1), ("loader", 3), ("own_sampler", 3)]
 )
-def test_a_job_goes_on_at_another_size(tmp_path, name, world):
+def test_run_resumes_with_another_number_of_ranks(tmp_path, name, world):
     make = getattr(rank_tasks, name)
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, make, tmp_path / "shared")
     answers = (
         run_ranks(world, resumed_run, make, tmp_path / "shared")
@@ -89,21 +88,21 @@ def test_a_job_goes_on_at_another_size(tmp_path, name, world):
         else [resumed_run(0, make, tmp_path / "shared")]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("name", ["few_in_the_last_batch", "few_in_the_last_batch_of_a_stream"])
-def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
+def test_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
     make = getattr(rank_tasks, name)
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
+    single = train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(4, training_of, make, None, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 4, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert {answer["samples"] for answer in answers} == {alone["samples"]}
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert {answer["samples"] for answer in answers} == {single["samples"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("stream_that_divides_itself", "the ranks read different data as batch 1 of epoch 1: "),
         ("shorter_on_the_second", "the ranks read epoch 1 in different orders: "),
@@ -111,105 +110,105 @@ def test_a_batch_of_fewer_samples_than_ranks_is_read_by_all(tmp_path, name):
         ("stream_that_ends_early_on_the_second", "rank 1 has no batch 21 of epoch 1, but others have: "),
     ],
 )
-def test_ranks_that_do_not_read_the_same_are_found(name, says):
-    """Nobody waits for a batch that will not come, and no sample is read twice or never."""
-    told = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
-    assert all(isinstance(answer, RunError) and str(answer).startswith(says) for answer in told), told
+def test_ranks_with_different_data_are_detected(name, message):
+    """No rank waits for a missing batch, and every sample is read exactly once."""
+    answers = run_ranks(2, training_as_rank, getattr(rank_tasks, name))
+    assert all(isinstance(answer, RunError) and str(answer).startswith(message) for answer in answers), answers
 
 
-def test_ranks_draw_other_noise():
-    """What a dataset draws belongs to the place in the batch: the first rank draws what one process would."""
+def test_ranks_draw_different_noise():
+    """Draws of a dataset belong to the position in the global batch: rank 0 draws what a single process would."""
     one, other = run_ranks(2, first_batch)
-    (alone,) = [first_batch(0)]
-    assert one == alone[: len(one)] and one[0] != other[0]
+    (single,) = [first_batch(0)]
+    assert one == single[: len(one)] and one[0] != other[0]
 
 
-def test_ranks_draw_other_masks_of_dropout():
+def test_ranks_draw_different_dropout_masks():
     one, other = run_ranks(2, drawn_after_training, rank_tasks.dropping)
     assert one != other
 
 
-def test_parts_of_other_sizes_draw_other_masks_and_read_the_same():
-    """A batch that all read whole is drawn alike by ranks whose dropout draws more numbers or fewer."""
+def test_unequal_shards_draw_different_masks_and_read_the_same():
+    """A batch that all ranks read whole has equal draws, even if dropout advances their generators differently."""
     answers = run_ranks(3, training_of, drawing_tasks.with_a_sampler, None, None)
     assert [type(answer) for answer in answers] == [dict] * 3, answers
 
 
-def test_a_rank_with_another_seed_is_found():
-    told = run_ranks(2, with_seed_of_rank)
-    assert [str(answer) for answer in told] == [
+def test_rank_with_another_seed_is_detected():
+    answers = run_ranks(2, with_seed_of_rank)
+    assert [str(answer) for answer in answers] == [
         "rank 1 has another seed than rank 0: 1 instead of 0; start all ranks alike"
     ] * 2
-    assert all(isinstance(answer, ConfigurationError) for answer in told)
+    assert all(isinstance(answer, ConfigurationError) for answer in answers)
 
 
-def test_more_processes_than_a_batch_has_samples():
-    told = run_ranks(2, training, rank_tasks.task(batch_size=1))
-    assert [str(answer) for answer in told] == [
+def test_more_processes_than_samples_per_batch_are_refused():
+    answers = run_ranks(2, training, rank_tasks.task(batch_size=1))
+    assert [str(answer) for answer in answers] == [
         "2 processes cannot share a batch of 1 samples; take fewer, or larger batches"
     ] * 2
 
 
-def test_a_loss_that_is_no_number_is_told_by_the_rank_that_has_it():
-    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.not_a_number())]
-    assert sum("the batch itself holds NaN" in each for each in told) == 1
-    assert sum("the loss of another rank is nan at" in each for each in told) == 1
+def test_nan_loss_is_reported_by_its_rank():
+    answers = [str(answer) for answer in run_ranks(2, training, rank_tasks.not_a_number())]
+    assert sum("the batch itself holds NaN" in each for each in answers) == 1
+    assert sum("the loss of another rank is nan at" in each for each in answers) == 1
 
 
-def test_a_stream_tells_which_batch_holds_what_is_no_number():
-    told = [str(answer) for answer in run_ranks(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
-    assert sum("the batch itself holds NaN" in each for each in told) == 1, told
+def test_nan_in_a_stream_names_the_batch():
+    answers = [str(answer) for answer in run_ranks(2, training, rank_tasks.task(rank_tasks.PoisonedStream()))]
+    assert sum("the batch itself holds NaN" in each for each in answers) == 1, answers
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (rank_tasks.Unplugged, "sample 226: ConnectionResetError"),
         (rank_tasks.UnpluggedByALibrary, "sample 226: RuntimeError: the store of the pictures"),
     ],
 )
-def test_a_datasets_own_broken_connection_is_no_end_of_another_rank(data, says):
-    told = run_ranks(2, training, rank_tasks.task(data()))
-    assert sorted(type(answer).__name__ for answer in told) == ["PeerFailure", "RunError"]
-    assert sum(says in str(answer) for answer in told) == 1, told
+def test_connection_error_of_a_dataset_is_not_a_peer_failure(data, message):
+    answers = run_ranks(2, training, rank_tasks.task(data()))
+    assert sorted(type(answer).__name__ for answer in answers) == ["PeerFailure", "RunError"]
+    assert sum(message in str(answer) for answer in answers) == 1, answers
 
 
-def test_ranks_with_other_fields_are_found():
-    told = run_ranks(2, with_epochs_of_rank)
-    assert [str(answer) for answer in told] == [
+def test_ranks_with_different_fields_are_detected():
+    answers = run_ranks(2, with_epochs_of_rank)
+    assert [str(answer) for answer in answers] == [
         "rank 1 has another epochs than rank 0: 3 instead of 2; start all ranks alike"
     ] * 2
 
 
-def test_a_folder_that_only_rank_0_is_given(tmp_path):
+def test_folder_given_on_rank_0_only_is_accepted(tmp_path):
     answers = run_ranks(2, training_into_a_folder_of_rank_0, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2 and (tmp_path / "run/model.safetensors").exists()
 
 
-def test_a_static_graph_is_refused_where_batches_are_cut():
-    told = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
-    assert all(isinstance(answer, ConfigurationError) and "static_graph" in str(answer) for answer in told), told
+def test_static_graph_with_microbatches_is_refused():
+    answers = run_ranks(2, training, rank_tasks.samples(), "ddp:static_graph=true + gradient_accumulation")
+    assert all(isinstance(answer, ConfigurationError) and "static_graph" in str(answer) for answer in answers), answers
 
 
-def test_a_group_that_was_there_before_is_left_as_it_was():
+def test_existing_process_group_is_kept():
     assert run_ranks(2, groups_of_a_user) == [1, 1]
 
 
-def test_what_rank_0_refuses_ends_all_at_once(tmp_path):
+def test_refusal_on_rank_0_ends_all_ranks_at_once(tmp_path):
     (tmp_path / "file").touch()
     first, second = run_ranks(2, training_of, rank_tasks.samples, None, tmp_path / "file")
     assert isinstance(first, ConfigurationError) and isinstance(second, PeerFailure) and str(first) == str(second)
 
 
-def test_bad_rows_are_not_skipped_by_several_processes():
-    told = run_ranks(2, skipping)
+def test_max_bad_rows_with_several_processes_is_refused():
+    answers = run_ranks(2, skipping)
     assert all(
         isinstance(answer, ConfigurationError) and "--max-bad-rows is for a single process" in str(answer)
-        for answer in told
+        for answer in answers
     )
 
 
-def test_half_a_job_is_refused(monkeypatch):
+def test_incomplete_job_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match=r"WORLD_SIZE is above 1, but RANK is not set"):
         train(rank_tasks.samples(), device="cpu")

@@ -1,4 +1,4 @@
-"""``hasten diagnose`` of several processes: what is planted is found, by rank and by cause."""
+"""``hasten diagnose`` of several processes: planted delays are attributed to their rank and cause."""
 
 import json
 import resource
@@ -19,7 +19,7 @@ from hasten.profiling.communication import verdict_of
 from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
-from helpers import HELPERS, rank_tasks, waiting_tasks
+from helpers import HELPERS, rank_tasks, tower_tasks, waiting_tasks
 from helpers.netns_cluster import missing, run_on_both, two_nodes
 from helpers.ranks import run_ranks
 from helpers.waiting_tasks import LATE
@@ -35,18 +35,18 @@ def folder(tmp_path) -> Path:
 
 
 def diagnosed(task, world: int = 2) -> dict:
-    """What rank 0 finds; all find the same."""
+    """Returns the result of rank 0; all ranks have the same."""
     found = run_ranks(world, lambda rank: diagnose_ranks(task, budget=1.0, device="cpu"))
     for each in found:
         if isinstance(each, Exception):
             raise each
-    told = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
-    assert all(each == told[0] for each in told)
+    results = [{name: each[name] for name in ("verdict", "ranks", "straggler", "ceilings")} for each in found]
+    assert all(each == results[0] for each in results)
     return found[0]
 
 
-def test_memory_that_ranks_share_is_enough_for_one_process_more():
-    """What is free is told by the share of each rank."""
+def test_free_memory_of_ranks_is_enough_for_one_more_process():
+    """Each rank reports its share of the free memory."""
 
     def with_little(rank: int) -> dict:
         share = int(1.3 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -56,18 +56,18 @@ def test_memory_that_ranks_share_is_enough_for_one_process_more():
     assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in run_ranks(2, with_little))
 
 
-def test_steps_that_no_few_blocks_show_are_told():
+def test_steps_that_differ_from_short_blocks_are_reported():
     def of(recipe: str):
         return run_ranks(
             2, lambda rank: diagnose_ranks(rank_tasks.task(epochs=10**6), recipe=recipe, budget=0.05, device="cpu")
         )
 
-    for recipe, says in (
+    for recipe, message in (
         ("local_sgd:warmup_steps=20", "the first 20 steps of"),
         ("local_sgd:period=40000", "synchronizes every 40000 steps"),
     ):
-        for told in of(recipe):
-            assert isinstance(told, RunError) and says in str(told), told
+        for report in of(recipe):
+            assert isinstance(report, RunError) and message in str(report), report
 
 
 @pytest.mark.timing
@@ -76,11 +76,11 @@ def test_steps_that_no_few_blocks_show_are_told():
     [
         (waiting_tasks.late_data, "data", False),
         pytest.param(waiting_tasks.late_stream, "data", False, marks=pytest.mark.slow),
-        (waiting_tasks.more_to_compute, "compute", True),
-        pytest.param(waiting_tasks.kept_waiting, "compute", False, marks=pytest.mark.slow),
+        (waiting_tasks.slower_computation, "compute", True),
+        pytest.param(waiting_tasks.sleeping_rank, "compute", False, marks=pytest.mark.slow),
     ],
 )
-def test_who_is_waited_for_and_why(task, cause, works):
+def test_late_rank_is_named_with_its_cause(task, cause, works):
     found = diagnosed(task)
     straggler = found["straggler"]
     assert straggler["rank"] == 1 and straggler["cause"] == cause, straggler
@@ -95,29 +95,31 @@ def test_who_is_waited_for_and_why(task, cause, works):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_of_three_ranks_one_is_late():
+def test_late_rank_of_three_is_named():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
 
 
-def test_much_to_tell_and_little_to_compute():
-    found = diagnosed(waiting_tasks.much_to_tell)
-    talk = found["communication"]
-    assert talk["bytes"] == 8_000_112 and talk["share"] > 0.5 and talk["exposed"] > 0.5 * talk["seconds"]
+def test_communication_bound_job_is_named():
+    found = diagnosed(waiting_tasks.communication_bound)
+    exchange = found["communication"]
+    assert (
+        exchange["bytes"] == 8_000_112 and exchange["share"] > 0.5 and exchange["exposed"] > 0.5 * exchange["seconds"]
+    )
     assert found["ceilings"]["exchange"]["median"] > 2
     bounds = {row["method"]: row["bound"] for row in found["advice"]}
     assert bounds["ddp"] == pytest.approx(found["ceilings"]["exchange"]["median"])
     assert "distributed" in found["facts"]
 
 
-def test_little_to_tell_and_much_to_compute():
-    found = diagnosed(waiting_tasks.little_to_tell)
+def test_compute_bound_job_is_named():
+    found = diagnosed(waiting_tasks.compute_bound)
     assert found["communication"]["share"] < 0.3
     assert found["speedup"]["median"] == pytest.approx(1.0, abs=0.3), "a sleep is as long for half of the batch"
     assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
 
 
-def test_ranks_that_cannot_train_without_talking():
-    """Then nobody knows who is late, and that is said; the rest is measured."""
+def test_ranks_whose_exchange_cannot_be_disabled_are_reported():
+    """The slow rank is then unknown, which is reported; everything else is measured."""
     found, _ = run_ranks(
         2,
         lambda rank: diagnose_ranks(
@@ -135,7 +137,7 @@ def test_ranks_that_cannot_train_without_talking():
 
 
 def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[float, ...] = ()) -> list[dict]:
-    """What ranks tell that wait so long in each step of a block."""
+    """Returns what ranks report that wait this long in each step of a block."""
     usual = dict.fromkeys(("input", "copy", "forward", "backward", "grad_transform", "optimizer_step"), 0.01)
     own = [
         {"wait_seconds": each, "phases": usual | {"forward": longer}, "cpu": busy}
@@ -144,45 +146,45 @@ def blocks(*waits: list[float], forward: tuple[float, ...] = (), cpu: tuple[floa
     return [{"barrier": [each], "plain": [each]} for each in own]
 
 
-def test_one_step_each_is_no_straggler():
-    """Each comes late by turns: both wait, and nobody is to blame."""
-    told = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
-    rows = rank_phase_times(told)
+def test_ranks_late_in_turns_are_no_stragglers():
+    """The ranks are late in turns: both wait, and neither is a straggler."""
+    measured = blocks([0.0, 0.02, 0.0, 0.02], [0.02, 0.0, 0.02, 0.0])
+    rows = rank_phase_times(measured)
     assert [row["wait_seconds"] for row in rows] == [0.01, 0.01] and [row["last_fraction"] for row in rows] == [
         0.5,
         0.5,
     ]
-    assert find_straggler(rows, told, 0.05, [1e-3, 1e-3], 0.0) is None
+    assert find_straggler(rows, measured, 0.05, [1e-3, 1e-3], 0.0) is None
 
 
 @pytest.mark.parametrize(
-    ("cpu", "says"),
+    ("cpu", "message"),
     [
         ((0.02, 0.04), "as much more CPU time: it has more to compute"),
         ((0.02, 0.02), "without more CPU time: the model waits"),
     ],
 )
-def test_more_to_compute_or_kept_from_computing(cpu, says):
-    told = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
-    straggler = find_straggler(rank_phase_times(told), told, 0.1, [1e-3, 1e-3], 0.0)
-    assert straggler["cause"] == "compute" and says in straggler["sentence"]
+def test_slow_rank_with_more_work_or_less_cpu_is_distinguished(cpu, message):
+    measured = blocks([0.02] * 4, [0.0] * 4, forward=(0.01, 0.03), cpu=cpu)
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.1, [1e-3, 1e-3], 0.0)
+    assert straggler["cause"] == "compute" and message in straggler["sentence"]
     assert straggler["sentence"].startswith(
         "rank 1 makes the others wait 20.0 ms a step (20%): its forward and backward pass take longer (40.0 ms, 20.0"
     )
 
 
-def test_late_for_no_reason_that_is_seen():
-    told = blocks([0.02] * 4, [0.001] * 4)
-    straggler = find_straggler(rank_phase_times(told), told, 0.05, [1e-3, 1e-3], 0.0)
+def test_late_rank_without_a_visible_cause_is_reported():
+    measured = blocks([0.02] * 4, [0.001] * 4)
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.05, [1e-3, 1e-3], 0.0)
     assert (straggler["rank"], straggler["cause"]) == (1, "unknown") and straggler["seconds"] == pytest.approx(0.019)
 
 
 @pytest.mark.parametrize(
     ("links", "rank"), [([1e-3, 8e-3, 8e-3, 1e-3], 2), ([8e-3, 1e-3, 1e-3, 8e-3], 0), ([8e-3, 1e-3, 1e-3, 1e-3], None)]
 )
-def test_a_slow_link_is_that_of_the_rank_between_two_slow_ways(links, rank):
-    told = blocks(*([0.0] * 4 for _ in links))
-    straggler = find_straggler(rank_phase_times(told), told, 0.05, links, exposed=0.02)
+def test_slow_link_is_attributed_to_the_rank_between_two_slow_links(links, rank):
+    measured = blocks(*([0.0] * 4 for _ in links))
+    straggler = find_straggler(rank_phase_times(measured), measured, 0.05, links, exposed=0.02)
     assert (straggler and (straggler["rank"], straggler["cause"])) == (None if rank is None else (rank, "link"))
 
 
@@ -192,7 +194,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
 
 
 @pytest.mark.parametrize(
-    ("straggler", "exchange", "replayed", "waits", "says"),
+    ("straggler", "exchange", "replayed", "waits", "message"),
     [
         (
             None,
@@ -226,36 +228,36 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
         (LATE_RANK, Ratio(9.0, 8.9, 9.1), Ratio(1.0, 0.9, 1.1), 0.03, "Averaging the gradients"),
     ],
 )
-def test_the_largest_cause_is_named(straggler, exchange, replayed, waits, says):
+def test_largest_cause_is_named(straggler, exchange, replayed, waits, message):
     assert verdict_of(
         straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"wait_seconds": waits}], 0.1
-    ).startswith(says)
+    ).startswith(message)
 
 
-def test_the_rank_whose_batch_is_bad_tells_it():
-    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
-    assert {type(each) for each in told} == {PeerFailure, RunError}, told
-    assert any("the batch itself holds NaN" in str(each) for each in told), told
+def test_rank_with_a_bad_batch_reports_it():
+    answers = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.not_a_number, budget=3.0, device="cpu"))
+    assert {type(each) for each in answers} == {PeerFailure, RunError}, answers
+    assert any("the batch itself holds NaN" in str(each) for each in answers), answers
 
 
-def test_a_pipeline_is_looked_at_too():
-    told = run_ranks(2, lambda rank: diagnose_ranks(rank_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
-    assert all(isinstance(answer, dict) for answer in told), told
-    assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in told[0]["ranks"])
-    rows = told[0]["advice"] + told[0]["not_advised"]
+def test_pipeline_ranks_are_diagnosed():
+    answers = run_ranks(2, lambda rank: diagnose_ranks(tower_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
+    assert all(isinstance(answer, dict) for answer in answers), answers
+    assert all(rank["phases"]["forward"] + rank["phases"]["backward"] > 0 for rank in answers[0]["ranks"])
+    rows = answers[0]["advice"] + answers[0]["not_advised"]
     assert rows and not {"ddp", "zero", "branch_parallel"}.intersection(row["method"] for row in rows), (
         "they would take its place"
     )
 
 
-def test_one_process_has_nobody_to_wait_for():
+def test_single_process_with_a_distributed_request_is_refused():
     with pytest.raises(ConfigurationError, match="a single process has no other ranks to profile"):
         diagnose_ranks(rank_tasks.samples, device="cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("argv", "code", "message"),
     [
         (
             "diagnose rank_tasks.py:raising --processes 2",
@@ -269,7 +271,7 @@ def test_one_process_has_nobody_to_wait_for():
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "diagnose waiting_tasks.py:nothing_to_learn_from --processes 2",
+            "diagnose waiting_tasks.py:no_batches --processes 2",
             2,
             "hasten: Task(train_data=) must be",
             marks=pytest.mark.slow,
@@ -281,23 +283,23 @@ def test_one_process_has_nobody_to_wait_for():
         ),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(folder, words, code, says):
+def test_invalid_request_is_one_line(folder, argv, code, message):
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split(), "--quiet"],
+        [sys.executable, "-m", "hasten", *argv.split(), "--quiet"],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == code and done.stdout == "" and done.stderr.startswith(says), done.stderr
+    assert done.returncode == code and done.stdout == "" and done.stderr.startswith(message), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_person_sees_a_table_of_the_ranks(folder):
-    words = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
+def test_terminal_output_has_a_table_of_ranks(folder):
+    argv = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split()], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *argv.split()], cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     for what in (
@@ -315,13 +317,13 @@ def test_a_person_sees_a_table_of_the_ranks(folder):
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_a_slow_cable_makes_averaging_the_larger_part(folder):
-    """Eight megabytes of gradients take 0.3 s at 200 megabits a second, each way."""
+def test_slow_network_makes_communication_the_largest_part(folder):
+    """Eight megabytes of gradients take 0.3 s at 200 Mbit/s, each way."""
     shares = []
     for megabits in (None, 200):
         with two_nodes(megabits):
             first, second = run_on_both(
-                folder, "diagnose", "waiting_tasks.py:much_to_tell_and_to_compute", "--json", "--budget", "20s"
+                folder, "diagnose", "waiting_tasks.py:communication_and_compute", "--json", "--budget", "20s"
             )
         assert first[0] == 0 and second[1] == "", (first, second)
         found = json.loads(first[1])

@@ -1,4 +1,4 @@
-"""Ranks and nodes that are lost: the job resumes by itself and trains what it would have trained undisturbed."""
+"""Ranks and nodes that are lost: the job resumes by itself and trains as if undisturbed."""
 
 import random
 import socket
@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.launch import elastic, launcher
 from hasten.launch.rank_results import RankResult
 from helpers import rank_tasks
-from helpers.chaos import chaos, compared, train_words
+from helpers.chaos import chaos, compare_with_undisturbed, train_words
 from helpers.netns_cluster import disconnect, lose, missing, reconnect, start_on, two_nodes
 from helpers.process import Job, wait_until_it_trains
 from helpers.ranks import free_port, run_ranks, training_of, write_rank_result
@@ -31,30 +31,31 @@ machines = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def disturbed(tmp_path, kills: int, task: str, passes: int, on_machines: bool = False, seed: int = 0):
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
-    told = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
+    outcome = chaos(tmp_path / "disturbed", kills, task, on_machines, random.Random(seed))
     run_ranks(2, training_of, getattr(rank_tasks, task), None, tmp_path / "undisturbed/run")
-    assert all(compared(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
-    return told
+    assert all(compare_with_undisturbed(tmp_path / "disturbed/run", tmp_path / "undisturbed/run", passes).values())
+    return outcome
 
 
-def test_ranks_are_killed_and_nothing_is_lost_or_seen_twice(tmp_path):
-    told = disturbed(tmp_path, 1, "counting", 10)
-    assert told.ranks > 0 and any(
-        "was killed by SIGKILL" in line and "restart 1 of 999" in line for line in told.said
-    ), told
+@pytest.mark.slow
+def test_killed_ranks_lose_and_repeat_no_sample(tmp_path):
+    outcome = disturbed(tmp_path, 1, "counting", 10)
+    assert outcome.ranks > 0 and any(
+        "was killed by SIGKILL" in line and "restart 1 of 999" in line for line in outcome.stderr
+    ), outcome
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=machines)])
-def test_thirty_kills(tmp_path, on_machines):
-    told = disturbed(tmp_path, 30, "counting_for_long", 60, on_machines)
-    print(told.ranks, "ranks and", told.machines, "machines killed,", told.recoveries, "times gone on")
-    assert told.ranks + told.machines == 30 and told.recoveries > 0
+def test_thirty_kills_lose_no_sample(tmp_path, on_machines):
+    outcome = disturbed(tmp_path, 30, "counting_for_long", 60, on_machines)
+    print(outcome.ranks, "ranks and", outcome.machines, "machines killed,", outcome.recoveries, "times gone on")
+    assert outcome.ranks + outcome.machines == 30 and outcome.recoveries > 0
 
 
-def test_a_port_that_another_program_has(monkeypatch):
-    """One that says nothing: torch would ask it forever."""
+def test_port_of_another_program_is_reported(monkeypatch):
+    """A port of a program that never responds: torch would wait for it forever."""
     monkeypatch.setattr(launcher, "STORE_ANSWER_S", 1.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -66,7 +67,7 @@ def test_a_port_that_another_program_has(monkeypatch):
 
 
 @pytest.mark.slow
-def test_machines_that_were_given_other_numbers(folder):
+def test_nodes_with_different_nproc_per_node_are_refused(folder):
     port = free_port()
     first = launch(port, 1, folder)
     try:
@@ -74,18 +75,18 @@ def test_machines_that_were_given_other_numbers(folder):
         while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
             time.sleep(0.1)
         second = launch(port, 2, folder)
-        said = second.communicate(timeout=90)[1]
-        assert second.returncode == 2, said
+        error = second.communicate(timeout=90)[1]
+        assert second.returncode == 2, error
         assert (
             "this node was started with --nproc-per-node 2, another one with --nproc-per-node 1; give all nodes "
-            "the same" in said
+            "the same" in error
         )
     finally:
         first.kill()
 
 
 def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
-    words = [
+    argv = [
         "launch",
         "--nproc-per-node",
         str(each),
@@ -97,11 +98,11 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
         "train",
         "rank_tasks.py:samples",
     ]
-    return subprocess.Popen([sys.executable, "-m", "hasten", *words], cwd=folder, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "hasten", *argv], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
-def test_who_is_done_is_not_missed(monkeypatch):
-    """Its ranks have ended while those of another machine still write the model."""
+def test_finished_node_is_not_missed(monkeypatch):
+    """Its ranks have ended while those of another node still write the model."""
     monkeypatch.setattr(elastic, "HEARTBEAT_TIMEOUT_S", 0.0)
     agent, group = (
         object.__new__(elastic.ElasticAgent),
@@ -112,13 +113,13 @@ def test_who_is_done_is_not_missed(monkeypatch):
         agent.last_check, agent.heartbeats = float("-inf"), getattr(agent, "heartbeats", {})
         return agent._misses_a_node(group)
 
-    assert [misses(), misses()] == [False, True], "the other one has said nothing since the first look"
+    assert [misses(), misses()] == [False, True], "the other one has stderr nothing since the first look"
     group.store.set(f"{elastic.DONE}/1", "")
     assert not misses() and agent.done == {1}
 
 
 def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) -> tuple:
-    """An agent of two machines whose ranks have ended so, and what the wait list will say."""
+    """An agent of two nodes whose ranks have ended with these codes, and the content of the wait list."""
     for rank, ending in endings.items():
         write_rank_result(rank, ending, tmp_path)
     agent = object.__new__(elastic.ElasticAgent)
@@ -137,13 +138,13 @@ STOPPED = RankResult(1, "stopped at step 7", is_peer_failure=True, stopped=True)
 @pytest.mark.parametrize(
     ("waiting", "endings", "left"),
     [
-        ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch takes one away; that a machine has come is seen late
-        ([0], {0: STOPPED, 1: STOPPED}, 2),  # another machine was taken away
+        ([0, 0, 1], {0: STOPPED, 1: STOPPED}, 3),  # torch removes one; a new node is noticed late
+        ([0], {0: STOPPED, 1: STOPPED}, 2),  # another node was removed
         ([1], {0: STOPPED, 1: RankResult(1, "another rank ended without reporting an error", is_peer_failure=True)}, 2),
         ([1], {0: STOPPED, 1: RankResult(1, "OSError: the disk is gone")}, 0),
     ],
 )
-def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, waiting, endings, left):
+def test_joining_costs_no_restart_and_leaving_costs_one(tmp_path, monkeypatch, waiting, endings, left):
     monkeypatch.setattr(elastic, "JOIN_NOTICE_S", 0.2)
     agent, group = stopped_group(tmp_path, waiting, endings)
     with warnings.catch_warnings():
@@ -152,15 +153,15 @@ def test_who_comes_costs_no_restart_and_who_goes_does(tmp_path, monkeypatch, wai
     assert agent.remaining_restarts == left
 
 
-def test_nobody_goes_on_where_another_machine_is_done(tmp_path):
-    """It would wait for who never comes."""
+def test_job_does_not_resume_if_another_node_has_finished(tmp_path):
+    """It would wait for a node that never joins."""
     agent, group = stopped_group(tmp_path, [0], {})
     group.store.set(f"{elastic.DONE}/1", "")
     agent.monitor_workers(group)
     assert agent.remaining_restarts == 0
 
 
-def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
+def test_finished_node_waits_for_the_others_and_reports_their_failure(tmp_path):
     agent, group = stopped_group(tmp_path, [0], {})
     agent._worker_group, agent.last_check, agent.heartbeats, closed = group, float("inf"), {}, []
     group.spec.rdzv_handler.is_closed = lambda: bool(closed)
@@ -174,12 +175,12 @@ def test_who_is_done_waits_for_the_others_and_hears_that_they_failed(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_comes_costs_nobody_a_restart(folder):
-    """Three agents on this machine stand for machines; none of them may lose a rank."""
-    port, words = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
+def test_joining_node_restarts_no_rank(folder):
+    """Three agents on this machine stand in for nodes; none of them may lose a rank."""
+    port, options = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
 
     def begun() -> subprocess.Popen:
-        launch = ["launch", "--nproc-per-node", "1", *words, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
+        launch = ["launch", "--nproc-per-node", "1", *options, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
         command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
         return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
@@ -191,26 +192,26 @@ def test_who_comes_costs_nobody_a_restart(folder):
     wait_until_it_trains(Job(first), folder / "run")
     time.sleep(1)
     jobs.append(begun())
-    said = [job.communicate(timeout=300)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0, 0], said
-    assert sum("another node has joined" in each for each in said) == 2 and not any("lost" in each for each in said), (
-        said
-    )
+    errors = [job.communicate(timeout=300)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], errors
+    assert sum("another node has joined" in each for each in errors) == 2 and not any(
+        "lost" in each for each in errors
+    ), errors
     undisturbed(folder, bits=False)
 
 
 class Pair:
-    """The same command on two machines."""
+    """The same command on two nodes."""
 
     def __init__(self, folder: Path, *launch: str):
-        self.folder, self.launch, self.said = folder, (*launch, "--max-restarts", "9"), [[], []]
+        self.folder, self.launch, self.stderr = folder, (*launch, "--max-restarts", "9"), [[], []]
         self.jobs = [self.begun(0), self.begun(1)]
 
     def begun(self, machine: int) -> subprocess.Popen:
         job = start_on(
             machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch
         )
-        threading.Thread(target=lambda: self.said[machine].extend(job.stderr), daemon=True).start()
+        threading.Thread(target=lambda: self.stderr[machine].extend(job.stderr), daemon=True).start()
         return job
 
     def wait_until_it_trains(self, watched: int) -> None:
@@ -222,14 +223,14 @@ class Pair:
 
     def ended(self) -> None:
         codes = [job.wait(400) for job in self.jobs]
-        assert codes == [0, 0], self.said
+        assert codes == [0, 0], self.stderr
 
 
 @pytest.mark.slow
 @machines
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_is_lost_is_waited_for(folder, lost):
-    """The first is the one where all meet."""
+def test_lost_node_is_waited_for(folder, lost):
+    """The first node hosts the rendezvous."""
     with two_nodes():
         pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
@@ -238,14 +239,14 @@ def test_a_machine_that_is_lost_is_waited_for(folder, lost):
         time.sleep(2)
         pair.jobs[lost] = pair.begun(lost)
         pair.ended()
-    told = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
-    assert any(told in line for line in pair.said[1 - lost]), pair.said
+    message = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
+    assert any(message in line for line in pair.stderr[1 - lost]), pair.stderr
     undisturbed(folder)
 
 
 @pytest.mark.slow
 @machines
-def test_fewer_machines_go_on_and_take_in_who_comes(folder):
+def test_fewer_nodes_continue_and_admit_new_ones(folder):
     with two_nodes():
         pair = Pair(folder, "--nnodes", "1:2")
         pair.wait_until_it_trains(0)
@@ -253,13 +254,13 @@ def test_fewer_machines_go_on_and_take_in_who_comes(folder):
         pair.wait_until_it_trains(0)
         pair.jobs[1] = pair.begun(1)
         pair.ended()
-    assert any("another node has joined" in line for line in pair.said[0]), pair.said
+    assert any("another node has joined" in line for line in pair.stderr[0]), pair.stderr
     undisturbed(folder, bits=False)
 
 
 @pytest.mark.slow
 @machines
-def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
+def test_network_outage_of_half_a_minute_is_survived(folder):
     with two_nodes():
         pair = Pair(folder, "--nnodes", "2")
         pair.wait_until_it_trains(0)
@@ -271,8 +272,8 @@ def test_a_cable_that_is_out_for_half_a_minute_is_survived(folder):
 
 
 def undisturbed(folder: Path, bits: bool = True) -> None:
-    """The run is as if nothing had happened; where others shared its batches, all but for rounding."""
-    (folder / "alone").mkdir()
-    run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "alone/run")
-    found = compared(folder / "run", folder / "alone/run", 60)
-    assert all(found.values()) if bits else found["every sample counted once a pass"], found
+    """Asserts the result of an undisturbed run; equal except for rounding if other nodes shared its batches."""
+    (folder / "single").mkdir()
+    run_ranks(2, training_of, rank_tasks.counting_for_long, None, folder / "single/run")
+    found = compare_with_undisturbed(folder / "run", folder / "single/run", 60)
+    assert all(found.values()) if bits else found["every sample counted once per epoch"], found

@@ -22,7 +22,7 @@ RATE, MOMENTUM, FACTOR = 0.05, 0.9, 4
 
 
 class Numbered(rank_tasks.Rows):
-    """Whose first input is the row's number."""
+    """The first input is the index of the row."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Numbered(rank_tasks.Rows):
 
 
 class Noting(torch.optim.SGD):
-    """Notes the rate of every step."""
+    """Records the learning rate of every step."""
 
     def __init__(self, weights, **settings):
         super().__init__(weights, **settings)
@@ -54,16 +54,16 @@ def noting():
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("recipe", ["ddp", "zero:stage=3", "ddp + gradient_accumulation:accumulation_steps=3"])
 def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, world):
-    """Each rank's loss is scaled by what its part counts; the decay is the optimizer's, once a step."""
-    train(decayed(), device="cpu", out=tmp_path / "alone")
+    """Each rank's loss is weighted by its number of samples; the optimizer applies weight decay once per step."""
+    train(decayed(), device="cpu", out=tmp_path / "single")
     run_ranks(world, training_of, decayed, recipe, tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
-    """Where the rate is part of the velocity, v <- m (new rate / old rate) v + rate g, it has to be; torch's v <- m v +
-    g has it by its form."""
+def test_remark_2_momentum_is_corrected_when_the_rate_changes(corrected):
+    """If the learning rate is part of the velocity, v <- m (new rate / old rate) v + rate g, a correction is needed;
+    torch's v <- m v + g needs none."""
     program = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
     weights = [weight.detach().clone() for weight in program.run.unwrapped_model.parameters()]
     replayed = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule=linear,warmup=0.9")))
@@ -92,34 +92,33 @@ def test_remark_2_the_momentum_is_corrected_when_the_rate_changes(corrected):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("number", [0, 22])
-def test_remark_3_the_loss_is_normalised_by_the_whole_batch(world, number):
-    """By kn, not by each worker's n: also in the last batch, of 7 samples, of which no two ranks may have alike
-    many."""
+def test_remark_3_loss_is_normalized_by_the_global_batch(world, number):
+    """By kn, not by each worker's n: also in the last batch of 7 samples, which ranks divide unequally."""
     program = build(rank_tasks.samples())
     inputs, labels = list(program.train.epoch(0, 0))[number]
     nn.functional.cross_entropy(program.run.unwrapped_model(inputs), labels).backward()
     expected = [weight.grad for weight in program.run.unwrapped_model.parameters()]
     for gradients in run_ranks(world, gradients_of_batch, number):
-        for own, whole in zip(gradients, expected, strict=True):
-            assert torch.allclose(torch.tensor(own, dtype=torch.float64), whole, rtol=1e-9, atol=1e-15)
+        for own, reference in zip(gradients, expected, strict=True):
+            assert torch.allclose(torch.tensor(own, dtype=torch.float64), reference, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_remark_4_one_shuffle_is_shared_out(world):
-    """Each sample is read once a pass, by one rank, in the batch where one process reads it; each pass in another
-    order."""
-    alone = rows_read(build(rank_tasks.task(Numbered())))
+def test_remark_4_one_shuffle_is_sharded(world):
+    """Each sample is read once per epoch, by one rank, in the batch in which one process reads it; every epoch has
+    another order."""
+    single = rows_read(build(rank_tasks.task(Numbered())))
     everybodys = run_ranks(world, rows_read_by_rank)
     for epoch in range(2):
         shared = [list(chain(*parts)) for parts in zip(*(rows[epoch] for rows in everybodys), strict=True)]
-        assert shared == alone[epoch]
+        assert shared == single[epoch]
         assert sorted(chain(*shared)) == list(range(rank_tasks.SAMPLES))
-    assert alone[0] != alone[1]
+    assert single[0] != single[1]
 
 
 @pytest.mark.parametrize(("rule", "scale"), [("linear", FACTOR), ("sqrt", FACTOR**0.5)])
-def test_the_warm_up_climbs_in_every_iteration(rule, scale):
-    """From the task's own rate to the larger one (section 2.2), by the same amount in each step."""
+def test_warm_up_rises_in_every_iteration(rule, scale):
+    """From the task's own rate to the larger one (section 2.2), by equal increments."""
     program = build(noting(), make_methods(Recipe.coerce(f"batch_size:factor={FACTOR},rule={rule},warmup=0.5")))
     for _ in train_steps(program):
         pass
@@ -143,5 +142,5 @@ def rows_read_by_rank(rank: int) -> list:
 
 
 def rows_read(program) -> list[list[list[int]]]:
-    """The numbers of the rows, by pass and batch."""
+    """Returns the indices of the rows, by epoch and batch."""
     return [[inputs[:, 0].int().tolist() for inputs, _ in program.train.epoch(epoch, 0)] for epoch in range(2)]

@@ -1,4 +1,4 @@
-"""Two nodes for real: two network namespaces joined by a veth pair, with torchrun's agent on each."""
+"""Two nodes: two network namespaces joined by a veth pair, with torchrun's agent on each."""
 
 import json
 
@@ -13,29 +13,29 @@ WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def test_two_machines_train_what_one_process_trains(folder):
-    train(rank_tasks.samples(), device="cpu", out=folder / "alone")
+def test_two_nodes_train_like_one_process(folder):
+    train(rank_tasks.samples(), device="cpu", out=folder / "single")
     with two_nodes():
         first, second = run_on_both(folder, "train", "rank_tasks.py:samples", "--out", "shared", "--json")
     assert (first[0], second[0]) == (0, 0), (first[2], second[2])
     assert json.loads(first[1])["steps"] == 46 and second[1] == "", "the first rank answers, and nobody else"
-    assert farthest(folder / "shared", folder / "alone") < CLOSE
+    assert farthest(folder / "shared", folder / "single") < CLOSE
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_machine_ends_both(folder):
+def test_failure_on_one_node_ends_both(folder):
     with two_nodes():
-        told = run_on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
-    assert [code for code, *_ in told] == [1, 1]
-    said = [text for *_, text in told]
-    assert sum("sample 226: OSError: the disk is gone" in text for text in said) == 1, said
-    assert sum("another rank has ended" in text for text in said) == 1, said
+        finished = run_on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
+    assert [code for code, *_ in finished] == [1, 1]
+    errors = [text for *_, text in finished]
+    assert sum("sample 226: OSError: the disk is gone" in text for text in errors) == 1, errors
+    assert sum("another rank has ended" in text for text in errors) == 1, errors
 
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_the_speed_of_the_cable_is_found(folder):
-    """200 megabits a second are 25 MB/s: in an all-reduce of two ranks each sends as much as its own bytes."""
+def test_link_bandwidth_is_measured(folder):
+    """200 Mbit/s are 25 MB/s: in an all-reduce of two ranks each sends as many bytes as its tensor has."""
     with two_nodes(megabits=200):
         first, _ = run_on_both(folder, "bench-comm", "--json")
     found = json.loads(first[1])

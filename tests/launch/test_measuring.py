@@ -33,44 +33,45 @@ def method(name: str) -> str:
     return f"{HELPERS / 'rank_methods.py'}:{name}"
 
 
-def study_of(folder: Path, name: str = "samples", **more) -> Study:
-    ref = TaskRef.of(f"{HELPERS / 'rank_tasks.py'}:{name}")
+def study_of(folder: Path, task: str = "rank_tasks.py:samples", **more) -> Study:
+    ref = TaskRef.of(f"{HELPERS}/{task}")
     return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
 
 
-def test_a_job_against_itself_is_not_called_different():
-    told = hasten.compare(TASK, processes=2, budget=1)
-    assert told["processes"] == 2
-    assert told["verdict"] in ("no difference", "unsure"), told
-    assert told["ratio"]["low"] < 1.02 and told["ratio"]["high"] > 0.98
-    assert all(told["evaluation_seconds"].values())
+@pytest.mark.slow
+def test_compare_of_a_job_with_itself_finds_no_difference():
+    result = hasten.compare(TASK, processes=2, budget=1)
+    assert result["processes"] == 2
+    assert result["verdict"] in ("no difference", "unsure"), result
+    assert result["ratio"]["low"] < 1.02 and result["ratio"]["high"] > 0.98
+    assert all(result["evaluation_seconds"].values())
 
 
-def test_a_straggler_is_found_whichever_rank_it_is():
-    told = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
-    assert told["verdict"] == "slower", told
-    lost = told["seconds_per_1000_samples"]["b"] - told["seconds_per_1000_samples"]["a"]
+def test_compare_finds_a_straggler_on_any_rank():
+    result = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
+    assert result["verdict"] == "slower", result
+    lost = result["seconds_per_1000_samples"]["b"] - result["seconds_per_1000_samples"]["a"]
     assert lost > 0.8 * rank_methods.LATE * 1000 / rank_tasks.BATCH
 
 
-def test_samples_are_counted_over_all_ranks():
-    told = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
-    assert (told.a.processes, told.b.processes) == (2, 1)
-    for side in (told.a, told.b):
-        whole = rank_tasks.BATCH * block_steps(side.plan)  # but for the last batch of a pass
-        assert all(0.9 * whole <= block["samples"] <= whole for block in side.blocks)
+def test_compare_counts_samples_of_all_ranks():
+    comparison = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
+    assert (comparison.a.processes, comparison.b.processes) == (2, 1)
+    for side in (comparison.a, comparison.b):
+        samples = rank_tasks.BATCH * block_steps(side.plan)  # except for the last batch of an epoch
+        assert all(0.9 * samples <= block["samples"] <= samples for block in side.blocks)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("Raising", r"^rank 1: .*RuntimeError: planted \(rank_methods\.py line \d+\)"),
         ("Hanging", r"^took longer than 4 s"),
     ],
 )
-def test_what_one_rank_does_ends_the_comparison(name, says):
+def test_compare_with_a_failing_rank_ends(name, message):
     began = time.monotonic()
-    with pytest.raises(RunError, match=says):
+    with pytest.raises(RunError, match=message):
         run_interleaved(
             TaskRef.of(TASK),
             Recipe(),
@@ -83,14 +84,14 @@ def test_what_one_rank_does_ends_the_comparison(name, says):
     assert time.monotonic() - began < 30
 
 
-def test_more_processes_than_a_batch_has_samples_is_refused_before_anything_is_started(tmp_path):
+def test_compare_more_processes_than_samples_per_batch_is_refused_before_start(tmp_path):
     for ask in (hasten.compare, lambda task, **more: hasten.tune(task, out=tmp_path / "out", **more)):
         with pytest.raises(ConfigurationError, match=r"^11 processes cannot share a batch of 10 samples"):
             ask(TASK, processes=11)
     assert not (tmp_path / "out").exists()
 
 
-def test_more_processes_than_cores_is_noticed(monkeypatch):
+def test_compare_more_processes_than_cores_warns(monkeypatch):
     def told(*arguments, processes, **others):
         raise RunError(f"{processes}")
 
@@ -103,7 +104,7 @@ def test_more_processes_than_cores_is_noticed(monkeypatch):
         hasten.compare(TASK, processes=4)
 
 
-def test_the_command_line_says_how_many(capfd, monkeypatch):
+def test_compare_processes_option_on_the_command_line(capfd, monkeypatch):
     monkeypatch.chdir(HELPERS)
     code = main(
         [
@@ -120,17 +121,17 @@ def test_the_command_line_says_how_many(capfd, monkeypatch):
             "--json",
         ]
     )
-    told = json.loads(capfd.readouterr().out)
+    result = json.loads(capfd.readouterr().out)
     assert (
-        told["processes"] == 2
-        and told["b"] == "ddp:static_graph=true"
-        and code == (0 if told["verdict"] == "faster" else 1)
+        result["processes"] == 2
+        and result["b"] == "ddp:static_graph=true"
+        and code == (0 if result["verdict"] == "faster" else 1)
     )
     assert main(["compare", "rank_tasks.py:samples", "--a", "baseline", "--b", "ddp+no_such", "--processes", "2"]) == 2
     assert main(["tune", "rank_tasks.py:samples", "--processes", "0"]) == 2
 
 
-def test_proofs_are_run_by_the_job(tmp_path):
+def test_exactness_check_runs_in_the_job(tmp_path):
     of = study_of(tmp_path)
     for name in ("ddp:static_graph=true", "ddp:bucket_cap_mb=1.0", "gradient_accumulation"):
         proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
@@ -139,16 +140,16 @@ def test_proofs_are_run_by_the_job(tmp_path):
     assert not proof["passed"] and "in float64 the weights differ by" in proof["why"]
 
 
-def test_the_gradients_of_a_job_are_held_against_each_other(tmp_path):
-    proof = study_of(tmp_path, "in_float32").check_exactness(
+def test_exactness_check_compares_gradients_of_a_job(tmp_path):
+    proof = study_of(tmp_path, "rank_tasks.py:in_float32").check_exactness(
         Recipe(), Recipe.coerce("bfloat16"), hasten.Exactness.REDUCED_PRECISION
     )
     assert proof.get("passed"), proof
 
 
 @pytest.mark.parametrize("name", ["pipeline", "pipeline:balance=memory"])
-def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
-    of = study_of(tmp_path, "tower")
+def test_exactness_check_of_a_divided_model_passes(tmp_path, name):
+    of = study_of(tmp_path, "tower_tasks.py:tower")
     proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
     assert proof.get("passed"), proof
     proof = of.check_exactness(
@@ -161,8 +162,8 @@ def test_a_model_that_no_rank_has_whole_is_proved_too(tmp_path, name):
     assert "Unlike requires monolithic_forward, which pipeline invalidates; choose one of them" in proof["failed"]
 
 
-def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
-    of = study_of(tmp_path, "tower")
+def test_exactness_check_compares_sharded_gradients_with_full_ones(tmp_path):
+    of = study_of(tmp_path, "tower_tasks.py:tower")
     honest = of.check_exactness(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
     assert honest.get("passed"), honest
     lying = of.check_exactness(
@@ -171,10 +172,10 @@ def test_gradients_that_no_rank_has_whole_are_held_against_whole_ones(tmp_path):
     assert not lying["passed"] and "dB above its error against float64" in lying["why"]
 
 
-def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
-    """The first by its proof, which comes first where a method is from outside; then by its pace, as if it were
-    ours."""
-    of, incumbents = study_of(tmp_path, "slow"), Incumbents()
+@pytest.mark.slow
+def test_search_continues_after_a_rank_that_hangs_or_raises(tmp_path):
+    """The first by its exactness check, which comes first for a method of the user; then by its speed comparison."""
+    of, incumbents = study_of(tmp_path, "rank_tasks.py:slow"), Incumbents()
     names = [method(name) for name in ("Hanging", "Stuck", "Raising", "LighterSleep")]
     search_systems(of, incumbents, [candidate(names[0], offered=True), *map(candidate, names)], 100_000, 1.0)
     verdicts = [(trial["what"].rpartition(":")[2], trial["verdict"]) for trial in of.trials]
@@ -185,7 +186,7 @@ def test_a_search_goes_on_after_a_rank_that_hangs_and_one_that_raises(tmp_path):
     assert incumbents.best == Recipe().with_method(names[3])
 
 
-def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path):
+def test_hang_while_building_is_ended_by_the_timeout(tmp_path):
     ref, stuck = TaskRef.of(TASK), Recipe.coerce(method("Stuck"))
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^took longer than 2 s"):
@@ -196,28 +197,28 @@ def test_what_hangs_while_it_is_built_is_ended_wherever_it_is_looked_at(tmp_path
     assert time.monotonic() - began < 30
 
 
-def test_strategies_are_candidates_where_several_processes_train():
-    told = hasten.diagnose(TASK, processes=2, budget=1)
-    assert "distributed" in told["facts"]
-    assert "ddp" in [each["method"] for each in told["advice"]]
+def test_search_with_several_processes_tries_strategies():
+    result = hasten.diagnose(TASK, processes=2, budget=1)
+    assert "distributed" in result["facts"]
+    assert "ddp" in [each["method"] for each in result["advice"]]
     assert {} not in candidate("ddp").presets, "as it is, it is what is done anyway"
 
 
 @pytest.mark.parametrize(("low", "high", "wins"), [(1.5, 1.7, True), (0.4, 0.6, False), (0.9, 1.2, False)])
-def test_one_process_that_is_faster_has_won(low, high, wins):
+def test_search_selects_a_faster_single_process(low, high, wins):
     found = SearchState(one_process=Ratio((low * high) ** 0.5, low, high))
     assert found.one_process_is_faster is wins
 
 
-def test_a_recipe_for_the_job_that_is_faster_still_has_won():
+def test_search_selects_a_distributed_recipe_faster_than_one_process():
     found = SearchState(one_process=Ratio(1.6, 1.5, 1.7), confirmation=confirmed(Ratio(1.8, 1.7, 1.9)))
     assert found.winner and not found.one_process_is_faster
     found = SearchState(one_process=Ratio(1.6, 1.5, 1.7), confirmation=confirmed(Ratio(1.3, 1.2, 1.4)))
     assert found.winner and found.one_process_is_faster
 
 
-def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
-    """Small steps, which talking makes many times as long."""
+def test_winner_is_compared_with_its_single_process_part(tmp_path):
+    """Small steps, which communication makes many times as long."""
     of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))
     winner.recipe = Recipe.coerce("ddp:static_graph=true + gradient_clipping")
     found = SearchState(confirmation=winner, comparison_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
@@ -230,7 +231,7 @@ def test_the_winner_is_held_against_what_one_process_can_take_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "decides"), [("ddp:static_graph=true", True), ("local_sgd:period=4", False)])
-def test_one_process_that_would_train_otherwise_than_the_winner_takes_nothing_from_it(strategy, decides):
+def test_single_process_with_different_training_is_not_compared_with_the_winner(strategy, decides):
     winner = confirmed(Ratio(1.8, 1.7, 1.9))
     winner.recipe = Recipe.coerce(f"{strategy} + ema")
     found = SearchState(confirmation=winner, winner_in_one_process=Ratio(1.3, 1.2, 1.4))
@@ -244,7 +245,7 @@ def confirmed(speedup: Ratio) -> Confirmation:
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch, capfd):
+def test_search_for_a_job_finds_a_recipe_that_trains(tmp_path, monkeypatch, capfd):
     paced = study.Study.compare_speed
     monkeypatch.setattr(
         study.Study, "compare_speed", lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 2.0}))
@@ -253,20 +254,20 @@ def test_a_search_for_a_job_finds_a_recipe_that_trains_one(tmp_path, monkeypatch
     monkeypatch.setattr(tune, "TIMEOUT_FRACTION", 0.01)
     monkeypatch.chdir(HELPERS)
     offered = [word for name in ("Hanging", "LighterSleep") for word in ("--with", f"./rank_methods.py:{name}")]
-    words = (
+    argv = (
         f"tune rank_tasks.py:sluggish --processes 2 --budget 600s --margin 0.05 --methods ddp --out "
         f"{tmp_path}/out --json"
     )
-    assert main([*words.split(), *offered]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["verdict"] == "faster" and told["processes"] == 2, told["why"]
-    assert set(told["recipe"]) - {"ddp"} == {"./rank_methods.py:LighterSleep"}
-    assert told["one_process"]["median"] < 1
-    hung = next(trial for trial in told["trials"] if "Hanging" in trial["what"])
+    assert main([*argv.split(), *offered]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["verdict"] == "faster" and result["processes"] == 2, result["why"]
+    assert set(result["recipe"]) - {"ddp"} == {"./rank_methods.py:LighterSleep"}
+    assert result["one_process"]["median"] < 1
+    hung = next(trial for trial in result["trials"] if "Hanging" in trial["what"])
     assert hung["verdict"] == "failed" and hung["why"].startswith("took longer than ")
-    words = (
-        f"train rank_tasks.py:sluggish --recipe {told['recipe_file']} --with ./rank_methods.py:LighterSleep "
+    argv = (
+        f"train rank_tasks.py:sluggish --recipe {result['recipe_file']} --with ./rank_methods.py:LighterSleep "
         f"--processes 2 --out {tmp_path}/run"
     )
-    assert main(words.split()) == 0
+    assert main(argv.split()) == 0
     assert json.loads((tmp_path / "run/environment.json").read_text())["processes"] == 2

@@ -1,4 +1,4 @@
-"""One copy of the model over several ranks: the same training, whatever is cut and wherever."""
+"""One model replica over several ranks: the same training for any division of the model."""
 
 from itertools import islice
 
@@ -6,22 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.distributed.dtensor_state import to_local
-from hasten.distributed.fx.pipeline_split import find_split_points
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.checkpoint import sync_rng
 from hasten.engine.plan import build
-from hasten.engine.registry import make_method, make_methods
+from hasten.engine.registry import make_methods
 from hasten.engine.train import train
-from hasten.testing import tasks
-from helpers import drawing_tasks, rank_tasks
+from helpers import drawing_tasks, rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
+from helpers.equivalence import assert_trains_like_one_process
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
-    progress_while_building,
     resumed_run,
     run_ranks,
     training_of,
@@ -52,14 +48,9 @@ STRATEGIES = ["tensor_parallel", "pipeline"]
 
 
 @pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
-def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
-    make = rank_tasks.tower
-    alone = train(make(), device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(world, training_of, make, strategy, tmp_path / "shared")
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
-    assert {answer["metric"] for answer in answers} == {alone["metric"]}
+def test_strategy_trains_like_one_process(tmp_path, strategy, world):
+    make = tower_tasks.tower
+    assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
 @pytest.mark.slow
@@ -72,25 +63,25 @@ def test_a_strategy_trains_what_one_process_trains(tmp_path, strategy, world):
         (f"{BOTH},microbatches=5", 8),
     ],
 )
-def test_batches_that_nothing_divides(tmp_path, strategy, world):
-    train(rank_tasks.uneven_tower(), device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(world, training_of, rank_tasks.uneven_tower, strategy, tmp_path / "shared")
+def test_batches_of_indivisible_sizes_train_like_one_process(tmp_path, strategy, world):
+    train(tower_tasks.uneven_tower(), device="cpu", out=tmp_path / "single")
+    answers = run_ranks(world, training_of, tower_tasks.uneven_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline:schedule=gpipe,microbatches=1"])
-def test_batch_normalisation_sees_the_whole_batch_where_it_is_not_cut(tmp_path, strategy):
-    train(rank_tasks.norming(), device="cpu", out=tmp_path / "alone")
+def test_batch_norm_uses_the_global_batch_outside_split_layers(tmp_path, strategy):
+    train(rank_tasks.norming(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, rank_tasks.norming, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 class InPieces(nn.Sequential):
-    """A model that normalises pieces of a training batch by themselves: batches of ten in two pieces, of seven in one,
-    of four in two."""
+    """A model that normalizes chunks of a training batch separately: batches of ten in two, of seven in one, of four in
+    two."""
 
     def forward(self, inputs):
         pieces = inputs.chunk(1 if len(inputs) == 7 or not self.training else 2)
@@ -111,25 +102,25 @@ class InPieces(nn.Sequential):
         ),
     ],
 )
-def test_batch_normalisation_sees_no_rows_that_fill_a_piece_up(tmp_path, strategy, rows):
+def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
     def make(kind=nn.Sequential):
         return rank_tasks.task(rank_tasks.Rows(rows), model=lambda: kind(*rank_tasks.norming().model()), epochs=1)
 
-    train(make(InPieces), device="cpu", out=tmp_path / "alone")
+    train(make(InPieces), device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
     ("make", "strategy", "world"),
-    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(rank_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
+    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(tower_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
 )
-def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, world):
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, world):
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, f"{strategy}schedule=zero_bubble", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -140,8 +131,8 @@ def test_stages_may_end_in_a_view_or_in_a_cut_layer(tmp_path, make, strategy, wo
         pytest.param(f"{BOTH},split_sizes=2-3", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world):
-    make = rank_tasks.dropping_tower
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
+    make = tower_tasks.dropping_tower
     run_ranks(world, training_of, make, strategy, tmp_path / "whole")
     run_ranks(world, interrupted_early, make, tmp_path / "broken", strategy)
     answers = run_ranks(world, resumed_run, make, tmp_path / "broken", strategy)
@@ -162,12 +153,12 @@ def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, strategy, world)
         "fused_optimizer",
     ],
 )
-def test_methods_go_with_a_strategy(tmp_path, strategy, method):
-    make = rank_tasks.tower
-    train(make(), method, device="cpu", out=tmp_path / "alone")
+def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
+    make = tower_tasks.tower
+    train(make(), method, device="cpu", out=tmp_path / "single")
     answers = run_ranks(2, training_of, make, f"{strategy} + {method}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
@@ -182,23 +173,23 @@ def test_methods_go_with_a_strategy(tmp_path, strategy, method):
         ("pipeline", "pipeline", 3),
     ],
 )
-def test_another_strategy_goes_on_at_another_size(tmp_path, first, then, world):
-    make = rank_tasks.longer_tower
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
+    make = tower_tasks.longer_tower
+    train(make(), device="cpu", out=tmp_path / "single")
     broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
-    train(rank_tasks.longer_tower(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, interrupted_run, rank_tasks.longer_tower, tmp_path / "shared", strategy)
-    told = resumed_run(0, rank_tasks.longer_tower, tmp_path / "shared", "baseline")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert told["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
+def test_run_resumes_in_one_process(tmp_path, strategy):
+    train(tower_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
+    run_ranks(2, interrupted_run, tower_tasks.longer_tower, tmp_path / "shared", strategy)
+    resumed = resumed_run(0, tower_tasks.longer_tower, tmp_path / "shared", "baseline")
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert resumed["tuned_settings"] == {} and not Recipe.load(tmp_path / "shared" / "recipe.toml"), (
         "the cuts are not those of this run any more"
     )
 
@@ -219,9 +210,9 @@ def test_one_process_goes_on_with_what_a_strategy_began(tmp_path, strategy):
         )
     ],
 )
-def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, then, world):
-    make = rank_tasks.longer_tower
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
+    make = tower_tasks.longer_tower
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(at, interrupted_run, make, tmp_path / "shared", first)
     answers = (
         run_ranks(world, resumed_run, make, tmp_path / "shared", then)
@@ -229,159 +220,35 @@ def test_stages_of_cut_layers_are_another_strategy_as_well(tmp_path, first, at, 
         else [resumed_run(0, make, tmp_path / "shared", then)]
     )
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))],
 )
-def test_the_norm_is_that_of_all_copies_and_stages(tmp_path, strategy, world):
-    """Of the mean gradient, in which a weight that several ranks have counts once."""
+def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
+    """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), clipping, device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(world, training_of, rank_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
+    train(tower_tasks.tower(), clipping, device="cpu", out=tmp_path / "single")
+    answers = run_ranks(world, training_of, tower_tasks.tower, f"{strategy} + {clipping}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
-def test_dropout_between_cut_layers_is_that_of_one_process(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
-    run_ranks(2, training_of, rank_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+def test_dropout_between_split_layers_equals_one_process(tmp_path):
+    train(tower_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
+    run_ranks(2, training_of, tower_tasks.dropping_tower, "tensor_parallel", tmp_path / "shared")
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world", "make", "says"),
-    [
-        ("tensor_parallel:degree=2", 3, rank_tasks.tower, "degree=2 does not divide 3 processes; take 3"),
-        ("pipeline:degree=1", 2, rank_tasks.tower, "degree=1 leaves every process a whole copy"),
-        ("tensor_parallel", 3, rank_tasks.samples, "0 by columns, 4 by rows: 3 does not divide 8"),
-        ("tensor_parallel", 2, rank_tasks.scalar, "It looked for Linear layers whose outputs meet in one Linear alone"),
-        (
-            "pipeline:schedule=interleaved",
-            2,
-            rank_tasks.samples,
-            "has 4 stages to fill and found a chain of 2 that have weights in this model",
-        ),
-        (
-            "pipeline:microbatches=1",
-            2,
-            rank_tasks.tower,
-            "microbatches=1 leaves some of 2 processes idle with schedule=1f1b; take 2",
-        ),
-        (
-            "pipeline:schedule=zero_bubble,microbatches=5",
-            2,
-            rank_tasks.tower,
-            "microbatches=5 does not fill the rounds of schedule=zero_bubble; take 6",
-        ),
-        (
-            "pipeline:split_sizes=3-3",
-            2,
-            rank_tasks.tower,
-            "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
-        ),
-        ("data_parallel", 2, rank_tasks.tower, "data_parallel is for a single process"),
-        ("pipeline", 2, rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
-        ("pipeline", 2, rank_tasks.losing_itself, "pipeline computes the loss apart from the model"),
-        (
-            "pipeline + tensor_parallel",
-            2,
-            rank_tasks.tower,
-            "tensor_parallel and pipeline would each take all 2 processes; give one of them a degree",
-        ),
-        (
-            "pipeline + tensor_parallel:degree=2",
-            2,
-            rank_tasks.tower,
-            "tensor_parallel:degree=2 and pipeline do not fit 2 processes: each takes 2 or",
-        ),
-        ("pipeline + sync_batch_norm", 2, rank_tasks.norming, "sync_batch_norm cannot be combined with pipeline"),
-        ("pipeline + zero", 2, rank_tasks.tower, "zero and pipeline both replace parallelize; choose one of them"),
-    ],
-)
-def test_what_cannot_be_cut_is_told(strategy, world, make, says):
-    told = run_ranks(world, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
-
-
-@pytest.mark.parametrize("method", ["bfloat16", "ema", "float16", "compile"])
-def test_methods_that_need_the_whole_are_refused(method):
-    told = run_ranks(2, training_of, rank_tasks.tower, f"pipeline + {method}", None)
-    assert all(
-        isinstance(answer, ConfigurationError) and "which pipeline invalidates" in str(answer) for answer in told
-    ), told
-
-
-def test_a_rank_of_a_pipeline_has_the_weights_of_its_stage_alone():
-    one, other = run_ranks(2, weights_held)
-    assert one | other == {name for name, _ in rank_tasks.Tower().named_parameters()} and not one & other
-
-
-def test_a_rank_has_its_share_of_the_cut_layers_of_its_stage():
-    sizes = run_ranks(4, sizes_held, BOTH)
-    whole = {name: weight.numel() for name, weight in rank_tasks.Tower().named_parameters()}
-    for one, other in (sizes[:2], sizes[2:]):
-        assert one == other
-        assert {size / whole[name] for name, size in one.items()} == {1.0, 0.5}
-    assert sizes[0].keys() | sizes[2].keys() == whole.keys() and not sizes[0].keys() & sizes[2].keys()
-
-
-def test_nothing_is_handed_on_that_no_rank_has_for_itself():
-    """Between the queries and the last layer of an attention each rank has some heads of a tensor that is shared
-    out."""
-    cut, _ = run_ranks(2, members_of_cut_layers, rank_tasks.bare_attention)
-    assert [member[-1] for member in cut] == ["first", "mean", "last"]
-
-
-def test_blocks_that_fail_the_proof_are_left_whole():
-    """Queries, keys and values in one layer cannot be cut by columns: its halves are no heads. The other layers can."""
-    told, _ = run_ranks(2, progress_while_building, "tensor_parallel", tasks.transformer)
-    kept, dropped = (f"tensor_parallel: {how}blocks.0." for how in ("", "not sharded: "))
-    assert f"{kept}mlp.0 by columns, blocks.0.mlp.2 by rows" in told
-    assert any(line.startswith(f"{dropped}qkv by columns") for line in told), told
-
-
-def test_the_plan_is_told():
-    first, second = run_ranks(2, progress_while_building, "tensor_parallel")
-    assert first[0] == "tensor_parallel: layers.0.query, layers.0.value, layers.0.key by columns, layers.0.mix by rows"
-    assert first[1] == "tensor_parallel: layers.0.gate, layers.0.up by columns, layers.0.down by rows"
-    assert first[-1].endswith("% of the weights are sharded") and len(first) == 7 and not second
-    first, second = run_ranks(2, progress_while_building, "pipeline")
-    assert first[0].startswith("pipeline: stage 1 of 2 is ") and len(first) == 2 and not second
-
-
-def weights_held(rank: int) -> set[str]:
-    with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.tower(), [make_method("pipeline")], ranks=ranks)
-        return {name for name, weight in program.run.unwrapped_model.named_parameters() if not weight.is_meta}
-
-
-def sizes_held(rank: int, recipe: str) -> dict[str, int]:
-    with init_process_group("cpu") as ranks:
-        program = build(rank_tasks.tower(), make_methods(Recipe.parse(recipe)), ranks=ranks)
-        return {
-            name: to_local(weight).numel()
-            for name, weight in program.run.unwrapped_model.named_parameters()
-            if not weight.is_meta
-        }
-
-
-def members_of_cut_layers(rank: int, make) -> list[list[str]]:
-    with init_process_group("cpu") as ranks:
-        program = build(make(), [make_method("tensor_parallel")], ranks=ranks)
-        _, members = find_split_points(program.run.unwrapped_model, 3, lambda: next(program.train.epoch(0, 0)))
-        return [[node.name for node in member] for member in members]
-
-
-def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
-    train(rank_tasks.dropping_tower(), device="cpu", out=tmp_path / "alone")
-    interrupted_early(0, rank_tasks.dropping_tower, tmp_path / "shared", "baseline")
-    answers = run_ranks(2, resumed_run, rank_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
+def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_path):
+    train(tower_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
+    interrupted_early(0, tower_tasks.dropping_tower, tmp_path / "shared", "baseline")
+    answers = run_ranks(2, resumed_run, tower_tasks.dropping_tower, tmp_path / "shared", "tensor_parallel")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -393,7 +260,7 @@ def test_ranks_of_one_copy_draw_alike_after_one_process_has_begun(tmp_path):
         pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
     ],
 )
-def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, world):
+def test_stages_of_one_replica_read_the_same_batches(make, strategy, world):
     seen = run_ranks(world, read_while_training, make, strategy)
     assert all(one == other for one, other in zip(seen[::2], seen[1::2], strict=True)), seen
     assert len({tuple(each) for each in seen}) == world // 2 and len(set(seen[0])) == len(seen[0])
@@ -401,7 +268,7 @@ def test_stages_of_one_copy_read_the_same_whatever_they_draw(make, strategy, wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [drawing_tasks.in_a_loader, drawing_tasks.with_a_sampler])
-def test_stages_go_on_with_what_they_drew(tmp_path, make):
+def test_stages_resume_their_random_state(tmp_path, make):
     run_ranks(2, training_of, make, "pipeline:split_sizes=1-1", tmp_path / "whole")
     run_ranks(2, interrupted_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", "pipeline:split_sizes=1-1")
@@ -412,16 +279,16 @@ def test_stages_go_on_with_what_they_drew(tmp_path, make):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [rank_tasks.loader, rank_tasks.own_sampler])
 def test_stages_read_a_loader_in_the_order_of_one_process(tmp_path, make):
-    train(make(), device="cpu", out=tmp_path / "alone")
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, make, "pipeline", tmp_path / "shared")
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 def read_while_training(rank: int, make, recipe: str) -> list[float]:
-    """What tells the first batches that a rank reads, which its model computes one after the other."""
+    """Returns an id of each of the first batches that a rank reads while its model trains."""
     with init_process_group("cpu") as ranks:
         program, seen = build(make(), make_methods(Recipe.parse(recipe)), ranks=ranks), []
-        sync_rng(ranks, program.source)  # as every pass begins
+        sync_rng(ranks, program.source)  # as every epoch begins
         for batch in islice(program.train.epoch(0, 0), 3):
             seen.append(batch[0].sum().item())
             program.forward_backward(batch)
@@ -429,10 +296,10 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
 
 
 @pytest.mark.parametrize("then", ["pipeline", "ddp"])
-def test_stages_keep_what_no_stage_uses_and_what_an_optimizer_makes_at_once(tmp_path, then):
-    make = rank_tasks.tower_with_a_mask
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
+    make = tower_tasks.tower_with_a_mask
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE

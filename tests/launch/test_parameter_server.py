@@ -30,8 +30,8 @@ def message(gradient: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_any_order_of_arrival_is_what_the_definition_says(world, staleness):
-    """Gradients depend on the weights that their rank had; momentum and falling rates show which update is which."""
+def test_any_order_of_arrival_equals_the_definition(world, staleness):
+    """Gradients depend on the weights that their rank had; momentum and falling rates identify each update."""
     chance, steps = random.Random(world), 200
     wanted = torch.randn(world, steps, 4, generator=torch.Generator().manual_seed(staleness), dtype=torch.float64)
     server = server_of(4, world, staleness, momentum=0.9)
@@ -59,14 +59,14 @@ def test_any_order_of_arrival_is_what_the_definition_says(world, staleness):
 
 
 def ahead(pushed: list[int], worker: int) -> int:
-    """How far ahead of the slowest a worker would be with one more step."""
-    there = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
-    return there[worker] - min(there)
+    """Returns how many steps ahead of the slowest worker one more step would be."""
+    counts = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
+    return counts[worker] - min(counts)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_every_gradient_counts_once_and_nobody_is_too_far_ahead(staleness):
-    """Each gradient moves a weight of its own."""
+def test_every_gradient_counts_once_and_staleness_is_bounded(staleness):
+    """Each gradient changes a weight of its own."""
     world, steps = 4, 30
     server = server_of(world * steps, world, staleness)
 
@@ -86,7 +86,7 @@ def test_every_gradient_counts_once_and_nobody_is_too_far_ahead(staleness):
     assert torch.equal(server.newest, torch.full((world * steps,), -1 / world, dtype=torch.float64))
 
 
-def test_a_worker_that_went_is_missed_only_where_it_is_waited_for():
+def test_worker_that_left_is_missed_only_if_waited_for():
     server = server_of(1, 3, 1)
     for worker in (0, 1):
         server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] if worker == 0 else None)
@@ -100,8 +100,8 @@ def test_a_worker_that_went_is_missed_only_where_it_is_waited_for():
 
 
 @pytest.mark.parametrize(("groups", "trouble"), [(1, ZeroDivisionError), (2, ValueError)])
-def test_an_update_that_raises_is_told_to_all(groups, trouble):
-    """In the optimizer, or before: of more groups than it has."""
+def test_update_that_raises_is_reported_to_all(groups, trouble):
+    """In the optimizer, or before it: the message has more parameter groups than the optimizer."""
     server = server_of(1, 2, 1)
     server.optimizer.step = lambda: 1 / 0
     server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
@@ -114,15 +114,15 @@ def test_an_update_that_raises_is_told_to_all(groups, trouble):
 @pytest.mark.parametrize(
     "make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare]
 )
-def test_without_staleness_it_trains_what_one_process_trains(tmp_path, make, world):
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_training_without_staleness_equals_one_process(tmp_path, make, world):
+    train(make(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, make, "parameter_server:staleness=0", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 class Remembering(torch.nn.Module):
-    """Keeps a tensor that its gradients hang on, as a mixture of experts keeps its loss."""
+    """Keeps a tensor with its graph, as a mixture of experts keeps its auxiliary loss."""
 
     def __init__(self):
         super().__init__()
@@ -133,40 +133,40 @@ class Remembering(torch.nn.Module):
         return self.seen
 
 
-def test_a_model_may_keep_what_it_has_computed(tmp_path):
-    train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "alone")
+def test_model_may_keep_its_activations(tmp_path):
+    train(rank_tasks.task(model=Remembering), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2, training_of, lambda: rank_tasks.task(model=Remembering), "parameter_server:staleness=0", tmp_path / "shared"
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-def test_the_optimizer_is_that_which_other_methods_made(tmp_path):
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+def test_optimizer_of_another_method_is_used(tmp_path):
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2, training_of, rank_tasks.samples, "parameter_server:staleness=0 + fused_optimizer", tmp_path / "shared"
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_with_staleness_it_trains_too(tmp_path, world):
-    """One rank is late in every step; all leave the same run, without a thread of theirs."""
+def test_training_with_staleness_converges(tmp_path, world):
+    """One rank is late in every step; all return the same run and leave no thread."""
     recipe = f"parameter_server:staleness=3 + {HELPERS / 'rank_methods.py'}:Dozing"
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, threads_left, rank_tasks.samples, recipe, tmp_path / "shared")
     assert not any(threads for _, threads in answers), answers
     assert {(answer["steps"], answer["metric"]) for answer, _ in answers} == {(46, answers[0][0]["metric"])}
     assert answers[0][0]["metric"] > 0.8
-    assert farthest(tmp_path / "shared", tmp_path / "alone") > CLOSE, "no gradient was ever taken at older weights"
+    assert farthest(tmp_path / "shared", tmp_path / "single") > CLOSE, "no gradient was ever taken at older weights"
 
 
-def test_the_server_updates_as_methods_want_it(tmp_path):
-    """With the optimizer that one of them makes in place of the task's, whatever it keeps to itself."""
+def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
+    """With the optimizer that a method creates in place of the task's, whatever its internal state."""
     recipe = f"{HELPERS / 'rank_methods.py'}:Descending"
-    train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "alone")
+    train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "single")
     answers = run_ranks(
         2,
         training_of,
@@ -175,11 +175,11 @@ def test_the_server_updates_as_methods_want_it(tmp_path):
         tmp_path / "shared",
     )
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
+def test_run_resumes_with_the_state_of_the_server(tmp_path, world):
     make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
     broken = run_ranks(2, interrupted_run, make, tmp_path / "run", recipe)
     assert all(isinstance(answer, RunError) for answer in broken), broken
@@ -199,18 +199,18 @@ def test_a_run_goes_on_with_what_the_server_had(tmp_path, world):
         (1, "Raising", 2),
     ],
 )
-def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
-    """As a user starts it; nobody waits for an answer that will not come."""
+def test_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
+    """As a user starts it; no rank waits for a response that will not come."""
     recipe = f"--with parameter_server:staleness={staleness} --with {HELPERS / 'rank_methods.py'}:{method}"
-    words = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
+    argv = f"train {HELPERS / 'rank_tasks.py'}:samples --processes 3 {recipe}"
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *argv.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and f"rank {rank}: " in done.stderr and "planted" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("recipe", "says"),
+    ("recipe", "message"),
     [
         ("parameter_server + ddp", "both replace parallelize"),
         ("parameter_server + ema", "ema requires replicated_weights, which parameter_server invalidates"),
@@ -222,20 +222,20 @@ def test_a_rank_that_raises_ends_the_job(tmp_path, rank, method, staleness):
         ("parameter_server:staleness=-1", "staleness must be at least 0"),
     ],
 )
-def test_what_cannot_be_is_told(recipe, says):
-    told = run_ranks(2, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_invalid_request_is_refused(recipe, message):
+    answers = run_ranks(2, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 def test_sparse_gradients_are_refused():
-    told = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
-    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
-        told
-    )
+    answers = run_ranks(2, training, rank_tasks.sparse(), "parameter_server")
+    assert all(
+        isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in answers
+    ), answers
 
 
 def threads_left(rank: int, make, recipe, out) -> tuple[dict, list[str]]:
-    """The result of a run, and the names of the threads that it has left behind."""
+    """Returns the result of a run, and the names of the threads that it left."""
     before = threading.enumerate()
     result = training_of(rank, make, recipe, out)
     started = [thread for thread in threading.enumerate() if thread not in before]

@@ -13,7 +13,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from helpers import rank_tasks
+from helpers import rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import free_port, interrupted_early, resumed_run, run_ranks, training_of
 
@@ -21,14 +21,14 @@ MEGABYTE = 2**20
 
 
 def initialised_tower():
-    """Weights that are drawn twice, and numbers that the data's order is drawn after."""
+    """Weights that are initialized twice, and random numbers that are drawn before the data order."""
 
     def model():
-        made = rank_tasks.Tower(dropout=0.0)
+        made = tower_tasks.Tower(dropout=0.0)
         made.apply(lambda part: nn.init.trunc_normal_(part.weight, std=0.3) if isinstance(part, nn.Linear) else None)
         return made.double()
 
-    return rank_tasks.tower(model=model)
+    return tower_tasks.tower(model=model)
 
 
 SLOWER = [
@@ -47,75 +47,75 @@ SLOWER = [
         *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
     ],
 )
-def test_it_trains_what_one_process_trains(tmp_path, strategy, world):
-    train(initialised_tower(), device="cpu", out=tmp_path / "alone")
+def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
+    train(initialised_tower(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=CLOSE)
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
 @pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_what_no_process_had_whole(tmp_path, then):
-    make = rank_tasks.tower_with_a_mask
-    train(make(), device="cpu", out=tmp_path / "alone")
+def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
+    make = tower_tasks.tower_with_a_mask
+    train(make(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_early, make, tmp_path / "shared", "pipeline:balance=memory")
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", then)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
 @pytest.mark.slow
-def test_methods_change_a_model_that_is_nowhere(tmp_path):
+def test_methods_change_a_model_on_the_meta_device(tmp_path):
     recipe = "activation_checkpointing + gradient_clipping:max_norm=0.1"
-    train(rank_tasks.tower(), recipe, device="cpu", out=tmp_path / "alone")
-    answers = run_ranks(2, training_of, rank_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
+    train(tower_tasks.tower(), recipe, device="cpu", out=tmp_path / "single")
+    answers = run_ranks(2, training_of, tower_tasks.tower, f"pipeline:balance=memory + {recipe}", tmp_path / "shared")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "shared", tmp_path / "alone") < CLOSE
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-def test_the_bytes_of_each_stage_are_told():
-    told, others = run_ranks(2, told_while_building)
-    assert len(told) == 2 and not others
+def test_memory_of_each_stage_is_reported():
+    lines, others = run_ranks(2, messages_while_building)
+    assert len(lines) == 2 and not others
     assert all(
-        "% of the weights, " in line and " MB with gradients, Adam state and activations" in line for line in told
+        "% of the weights, " in line and " MB with gradients, Adam state and activations" in line for line in lines
     )
 
 
-def told_while_building(rank: int) -> list[str]:
-    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as told:
+def messages_while_building(rank: int) -> list[str]:
+    with init_process_group("cpu") as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        build(rank_tasks.tower(), [make_method("pipeline", {"balance": "memory"})], ranks=ranks)
-    return [str(each.message) for each in told if isinstance(each.message, ProgressWarning)]
+        build(tower_tasks.tower(), [make_method("pipeline", {"balance": "memory"})], ranks=ranks)
+    return [str(each.message) for each in caught if isinstance(each.message, ProgressWarning)]
 
 
 def looking_tower():
     def model():
-        made = rank_tasks.Tower().double()
+        made = tower_tasks.Tower().double()
         assert made.first.weight.norm() > 0
         return made
 
-    return rank_tasks.tower(model=model)
+    return tower_tasks.tower(model=model)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "make", "says"),
+    ("strategy", "make", "message"),
     [
         ("pipeline:balance=memory", looking_tower, "the model reads values while it is built"),
         ("pipeline:balance=memory", rank_tasks.tied, "stages 1 and 2 both use 0.weight; untie it"),
         (
             "pipeline:balance=memory,split_sizes=3-3",
-            rank_tasks.tower,
+            tower_tasks.tower,
             "split_sizes=3-3 must be 2 lengths that make up the chain of 5",
         ),
-        ("pipeline:balance=banana", rank_tasks.tower, "balance must be one of time, memory"),
+        ("pipeline:balance=banana", tower_tasks.tower, "balance must be one of time, memory"),
         ("zero:stage=3,init=meta", looking_tower, "the model reads values while it is built"),
-        ("zero:stage=1,init=meta", rank_tasks.tower, "zero:init=meta is for stages 2 and 3"),
+        ("zero:stage=1,init=meta", tower_tasks.tower, "zero:init=meta is for stages 2 and 3"),
     ],
 )
-def test_what_cannot_be_placed_is_told(strategy, make, says):
-    told = run_ranks(2, training_of, make, strategy, None)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, message):
+    answers = run_ranks(2, training_of, make, strategy, None)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 LAYERS, WIDTH = 8, 3584  # of 49 MB each
@@ -145,7 +145,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20
 
 
 def most_while_building(strategy: str, world: int) -> list[int]:
-    """Megabytes that each of so many fresh processes takes at most while a run is built."""
+    """Returns the largest additional memory in MB of each of that many fresh processes while a run is built."""
     usual = {
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
@@ -164,17 +164,17 @@ def most_while_building(strategy: str, world: int) -> list[int]:
         )
         for rank in range(world)
     ]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    return [int(each) for each in said]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    return [int(each) for each in outputs]
 
 
 @pytest.mark.slow
-def test_no_process_ever_has_the_whole_model():
+def test_no_process_holds_the_full_model():
     layer = WIDTH**2 * 4 / MEGABYTE
-    whole, slack = LAYERS * layer, 40
+    model_megabytes, slack = LAYERS * layer, 40
     own = most_while_building("pipeline:balance=memory", 4)
-    assert max(own) < whole / 4 + layer + slack, own
+    assert max(own) < model_megabytes / 4 + layer + slack, own
     everything = most_while_building("pipeline:split_sizes=2-2-2-2", 4)
-    assert min(everything) > whole, everything
+    assert min(everything) > model_megabytes, everything
     shares = most_while_building("zero:stage=3,init=meta", 4)
-    assert max(shares) < whole / 4 + layer + slack, shares
+    assert max(shares) < model_megabytes / 4 + layer + slack, shares

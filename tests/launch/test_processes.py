@@ -1,4 +1,4 @@
-"""``hasten train --processes N`` as a user runs it: real processes, started by torchrun's agent."""
+"""``hasten train --processes N`` as a user runs it: processes started by torchrun's agent."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def ran(folder: Path, task: str, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run(train_command(task, *more), cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_a_job_answers_once(folder):
+def test_train_with_processes_prints_one_result(folder):
     done = ran(folder, "samples", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -36,7 +36,7 @@ def test_a_job_answers_once(folder):
 
 
 @pytest.mark.slow
-def test_launch_hands_on_what_is_said_before_the_command(folder):
+def test_launch_passes_its_options_before_the_command(folder):
     launch = [
         sys.executable,
         "-m",
@@ -57,7 +57,7 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "message"),
     [
         ("launch --nproc-per-node 2 -- train x --processes 4", "put --processes before the command"),
         ("launch --nproc-per-node 2 -- compare digits", "launch runs train, "),
@@ -96,36 +96,36 @@ def test_launch_hands_on_what_is_said_before_the_command(folder):
         ("train digits --processes none", "from 1 to"),
     ],
 )
-def test_wrong_words(words, says, capfd):
-    assert main(words.split()) == 2
-    assert says in capfd.readouterr().err
+def test_launch_invalid_request_is_refused(argv, message, capfd):
+    assert main(argv.split()) == 2
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "words", ["train TASK --processes N", "diagnose TASK --processes N", "launch --nproc-per-node N -- train TASK"]
+    "argv", ["train TASK --processes N", "diagnose TASK --processes N", "launch --nproc-per-node N -- train TASK"]
 )
-def test_more_processes_than_cores_are_held_against_the_batch_before_any_is_started(words, monkeypatch, capfd):
+def test_train_more_processes_than_cores_are_checked_before_start(argv, monkeypatch, capfd):
     def started(*arguments, **settings):
         raise AssertionError("nothing was to be started")
 
     monkeypatch.setattr("hasten.launch.launcher.launch", started)
     monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 1)
     task = str(HELPERS / "waiting_tasks.py:few")
-    assert main([{"N": "2", "TASK": task}.get(word, word) for word in words.split()]) == 2
+    assert main([{"N": "2", "TASK": task}.get(word, word) for word in argv.split()]) == 2
     assert (
         capfd.readouterr().err
         == "hasten: 2 processes cannot share a batch of 1 samples; take fewer, or larger batches\n"
     )
 
 
-def test_a_copy_of_the_model_among_all_processes_needs_one_sample_only():
+def test_train_model_parallel_job_needs_one_sample_only():
     task = TaskRef.of(str(HELPERS / "waiting_tasks.py:few")).load()
     check_process_count(task, 2, make_methods(Recipe.coerce("tensor_parallel")))
     with pytest.raises(ConfigurationError, match="2 processes cannot share a batch of 1 samples"):
         check_process_count(task, 2, make_methods(Recipe.coerce("ddp")))
 
 
-def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, monkeypatch):
+def test_train_task_that_reads_its_rank_is_checked_by_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import os\n\ndef task():\n    return os.environ['LOCAL_RANK']\n")
     monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 1)
     preflight_check(f"{tmp_path}/mine.py:task", 2, [])
@@ -133,19 +133,19 @@ def test_a_task_that_asks_which_rank_it_is_in_is_left_to_the_ranks(tmp_path, mon
         preflight_check(f"{tmp_path}/nobody.py:task", 2, [])
 
 
-def test_a_dataset_may_know_a_batch_size_of_its_own():
+def test_train_dataset_with_its_own_batch_size_is_checked_by_it():
     rows = rank_tasks.Rows()
     rows.batch_size = 1
     check_process_count(rank_tasks.task(rows), 2)
 
 
-def test_words_that_the_command_does_not_know_are_refused_before_it_is_launched(monkeypatch, capfd):
+def test_train_unknown_options_are_refused_before_launch(monkeypatch, capfd):
     monkeypatch.setattr("hasten.launch.launcher.launch", None)
     assert main(["launch", "--nproc-per-node", "2", "--", "train", "digits", "--nonsense"]) == 2
     assert "there is no option --nonsense" in capfd.readouterr().err
 
 
-def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, capfd):
+def test_train_recipe_of_the_resumed_run_is_checked(tmp_path, capfd):
     (tmp_path / "recipe.toml").write_text(Recipe.coerce("zero:stage=2,hybrid_shard_size=2").to_toml())
     elastic = f"launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --out {tmp_path} --resume"
     assert main(elastic.split()) == 2
@@ -155,17 +155,17 @@ def test_the_recipe_of_the_run_that_is_gone_on_with_has_to_fit_too(tmp_path, cap
     )
 
 
-def test_the_rank_that_raises_is_told_and_all_are_gone_at_once(folder):
+def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
     began = time.monotonic()
     done = ran(folder, "raising")
-    told = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 1 and len(told) == 1, done.stderr
-    assert told[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in told[0]
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in lines[0]
     assert time.monotonic() - began < 60 and not jobs_left()
 
 
 @pytest.mark.slow
-def test_a_wrong_request_is_refused_by_the_job(folder):
+def test_train_invalid_request_is_refused_by_the_job(folder):
     done = ran(folder, "samples", "--with", "batch_sise")
     assert done.returncode == 2 and done.stderr.startswith(
         "hasten: no method is called 'batch_sise' (did you mean batch_size"
@@ -173,12 +173,13 @@ def test_a_wrong_request_is_refused_by_the_job(folder):
 
 
 @pytest.mark.slow
-def test_a_rank_without_the_data_is_named(folder):
+def test_train_rank_without_data_is_named(folder):
     done = ran(folder, "no_data_on_the_second")
     assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
 
 
-def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
+@pytest.mark.slow
+def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
     job = subprocess.Popen(
         train_command("slow", "--out", "run", "--max-restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True
     )
@@ -186,20 +187,20 @@ def test_a_rank_that_is_killed_is_named_where_no_restart_is_left(folder):
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
-    told = job.communicate(timeout=60)[1]
+    error = job.communicate(timeout=60)[1]
     assert (
         job.returncode == 1
-        and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in told
-    ), told
+        and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in error
+    ), error
     assert time.monotonic() - killed < 20 and not jobs_left()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_job_that_is_asked_to_stop_saves_first(folder, how):
+def test_train_interrupted_job_saves_first(folder, how):
     job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(how)
-    told = job.communicate(timeout=60)[1]
-    assert job.returncode == 1 and "resume with --out" in told, told
+    error = job.communicate(timeout=60)[1]
+    assert job.returncode == 1 and "resume with --out" in error, error
     assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()

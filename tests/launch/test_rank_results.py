@@ -18,7 +18,7 @@ from hasten.launch.rank_results import RankResult, job_directory, peer_error, re
 from helpers.ranks import write_rank_result
 
 
-def test_folders_of_jobs_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
+def test_folders_of_killed_jobs_are_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("hasten-job-killed", "hasten-job-new", "another"):
         (tmp_path / name).mkdir()
@@ -43,7 +43,7 @@ def job(tmp_path, monkeypatch):
     return str(tmp_path)
 
 
-def test_a_rank_answers_when_all_others_have_ended_well(job):
+def test_rank_reports_when_all_others_have_succeeded(job):
     write_rank_result(1, RankResult(0), job)
     later = threading.Timer(0.2, write_rank_result, (2, RankResult(1), job))
     began = time.monotonic()
@@ -51,12 +51,12 @@ def test_a_rank_answers_when_all_others_have_ended_well(job):
     assert peer_error() is None and time.monotonic() - began >= 0.2
 
 
-def test_a_rank_does_not_answer_where_another_could_not_go_on(job):
+def test_rank_does_not_report_if_another_failed(job):
     write_rank_result(2, RankResult(1, "the disk is gone"), job)
     assert peer_error() == "the disk is gone"
 
 
-def test_a_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
+def test_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
     monkeypatch.setattr(rank_results, "PEER_RESULT_TIMEOUT_S", 0.1)
     assert peer_error() is None
 
@@ -80,11 +80,11 @@ def test_error_files_are_read_by_rank(tmp_path):
     )
 
 
-def test_who_stops_it_while_it_is_loaded_gets_an_answer(capsys, monkeypatch):
+def test_interrupt_during_start_up_gives_a_result(capsys, monkeypatch):
     stopped = ModuleType("hasten.cli.main")
     stopped.__getattr__ = lambda name: (_ for _ in ()).throw(KeyboardInterrupt)
     monkeypatch.setitem(sys.modules, "hasten.cli.main", stopped)
     monkeypatch.setattr(sys, "argv", ["hasten", "train", "digits", "--json"])
     assert __main__.main() == 1
-    said = capsys.readouterr()
-    assert said.err == "hasten: interrupted\n" and json.loads(said.out) == {"error": "interrupted"}
+    captured = capsys.readouterr()
+    assert captured.err == "hasten: interrupted\n" and json.loads(captured.out) == {"error": "interrupted"}

@@ -1,4 +1,4 @@
-"""Strategies that say less to each other, against their own definitions, replayed in one process in float64."""
+"""Strategies with reduced communication, against their definitions computed in one process in float64."""
 
 import copy
 import json
@@ -34,8 +34,7 @@ LESS = [
 
 
 class ByHand:
-    """So many copies of a task's model, each with an optimizer, and the parts of the batches that they would read as
-    ranks."""
+    """Copies of a task's model, each with an optimizer, and the shards of the batches that they would read as ranks."""
 
     def __init__(self, task, world: int):
         program = build(task)
@@ -46,8 +45,7 @@ class ByHand:
         self.world = world
 
     def with_gradients(self):
-        """Before every step, its number, counted from 1; each copy has the gradients of its part, which counts by its
-        samples."""
+        """Yields the index of every step, from 1; each copy has the gradients of its shard, weighted by its samples."""
         for number, (inputs, labels) in enumerate(self.batches, 1):
             for rank, model in enumerate(self.models):
                 first, end = ProcessGroupInfo(rank, self.world).shard_bounds(len(labels))
@@ -74,10 +72,11 @@ class ByHand:
                 weight.copy_(mean)
 
     def against(self, out) -> float:
-        """How far the weights of a run are from the mean of the copies, relative to the greatest."""
-        there, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
+        """Returns the largest difference between the weights of a run and the mean of the copies, relative to the
+        largest weight."""
+        weights, names = load_file(out / "model.safetensors"), [name for name, _ in self.models[0].named_parameters()]
         self.average()
-        pairs = [(there[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
+        pairs = [(weights[name], weight.detach()) for name, weight in zip(names, self.weights[0], strict=True)]
         return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
@@ -89,7 +88,7 @@ def trained(tmp_path, world: int, recipe: str, make=rank_tasks.samples):
 
 
 def momentum() -> object:
-    """Plain arithmetic of stochastic gradient descent, whose momentum shows whose it is."""
+    """Stochastic gradient descent written out, with momentum per copy."""
     return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8))
 
 
@@ -104,7 +103,7 @@ def momentum() -> object:
         (4, {"period": 8, "warmup_steps": 3, "group_size": 2, "group_period": 3}),
     ],
 )
-def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make):
+def test_local_sgd_equals_the_definition_of_stich_and_lin(tmp_path, world, settings, make):
     hand = ByHand(make(), world)
     period, start = settings["period"], settings.get("warmup_steps", 0)
     group_size, group_period = settings.get("group_size", 1), settings.get("group_period", 1)
@@ -122,14 +121,14 @@ def test_local_sgd_is_what_stich_and_lin_define(tmp_path, world, settings, make)
     assert hand.against(trained(tmp_path, world, recipe, make)) < CLOSE
 
 
-def test_averaging_after_every_plain_step_is_ddp(tmp_path):
-    """However unequal the parts are: every sample counts the same."""
-    train(plain(), device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "alone") < CLOSE
+def test_local_sgd_averaging_after_every_sgd_step_is_ddp(tmp_path):
+    """For shards of any sizes: every sample has the same weight."""
+    train(plain(), device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 4, "local_sgd:period=1", plain), tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize(("world", "period"), [(2, 5), (4, 1), (3, 9)])
-def test_diloco_is_what_douillard_defines(tmp_path, world, period):
+def test_diloco_equals_the_definition_of_douillard(tmp_path, world, period):
     """With torch's own SGD as the outer optimizer."""
     hand = ByHand(rank_tasks.samples(), world)
     outer = [nn.Parameter(weight.detach().clone()) for weight in hand.weights[0]]
@@ -149,7 +148,7 @@ def test_diloco_is_what_douillard_defines(tmp_path, world, period):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_compressed_gradients_are_rounded_once_and_added(tmp_path, name):
+def test_half_precision_gradients_are_rounded_once_and_summed(tmp_path, name):
     short, hand = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], ByHand(rank_tasks.samples(), 2)
     for _ in hand.with_gradients():
         for alike in zip(*hand.weights, strict=True):
@@ -159,15 +158,15 @@ def test_compressed_gradients_are_rounded_once_and_added(tmp_path, name):
         hand.step()
     out = trained(tmp_path, 2, f"ddp:bucket_cap_mb=0.0001 + half_precision_allreduce:reduce_dtype={name}")
     assert hand.against(out) < CLOSE
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    assert 1e-9 < farthest(out, tmp_path / "alone") < 0.1, "it rounds, and not much"
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
+    assert 1e-9 < farthest(out, tmp_path / "single") < 0.1, "it rounds, and not much"
 
 
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 1), (3, 2)])
-def test_powersgd_is_what_vogels_defines(tmp_path, world, rank, start):
-    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, travels whole: shortened,
-    its rounding errors are fed back and grow from step to step, in the direction that changes no output."""
+def test_powersgd_equals_the_definition_of_vogels(tmp_path, world, rank, start):
+    """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, is sent uncompressed:
+    compressed, its rounding errors are fed back and grow from step to step, in a direction that changes no output."""
     hand = ByHand(rank_tasks.samples(), world)
     short = [0]
     bases = [hand.weights[0][number].new_empty(0) for number in range(len(hand.weights[0]))]
@@ -207,8 +206,8 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     return torch.stack(done, dim=1)
 
 
-def test_machines_that_factor_otherwise_have_one_span(tmp_path):
-    """Of what has two orthonormal bases, another library may find the other."""
+def test_powersgd_with_another_factorization_has_the_same_span(tmp_path):
+    """Of two orthonormal bases of one span, another library may find the other."""
 
     def on_its_machine(rank: int) -> dict:
         factor = torch.linalg.qr
@@ -244,27 +243,27 @@ def test_machines_that_factor_otherwise_have_one_span(tmp_path):
     ],
 )
 def test_powersgd_of_full_rank_is_ddp(tmp_path, recipe):
-    """As is one that finds nothing to shorten, and one that has not started yet."""
-    train(rank_tasks.samples(), device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "alone") < CLOSE
+    """Also if no gradient can be compressed, and before compression has started."""
+    train(rank_tasks.samples(), device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 3, recipe), tmp_path / "single") < CLOSE
 
 
 @pytest.mark.parametrize("recipe", LESS)
-def test_a_run_that_was_broken_off_goes_on_bit_by_bit(tmp_path, recipe):
+def test_interrupted_run_resumes_bit_for_bit(tmp_path, recipe):
     make = rank_tasks.dropping
-    whole = trained(tmp_path, 2, recipe, make)
+    uninterrupted = trained(tmp_path, 2, recipe, make)
     broken = run_ranks(2, interrupted_run, make, tmp_path / "broken", recipe)
     assert all(isinstance(answer, Exception) for answer in broken), broken
     answers = run_ranks(2, resumed_run, make, tmp_path / "broken", recipe)
     assert [type(answer) for answer in answers] == [dict] * 2, answers
-    assert farthest(tmp_path / "broken", whole) == 0
-    assert (tmp_path / "broken/log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert farthest(tmp_path / "broken", uninterrupted) == 0
+    assert (tmp_path / "broken/log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("recipe", LESS)
-def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
+def test_run_resumes_with_another_number_of_ranks(tmp_path, recipe, world):
     make = rank_tasks.samples
     run_ranks(2, interrupted_run, make, tmp_path / "run", recipe)
     answers = (
@@ -275,7 +274,7 @@ def test_a_run_goes_on_at_another_size(tmp_path, recipe, world):
 
 
 @pytest.mark.parametrize("recipe", LESS)
-def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
+def test_run_of_one_process_resumes_on_two(tmp_path, recipe):
     with pytest.raises(RunError):
         interrupted_run(0, rank_tasks.samples, tmp_path / "run", recipe)
     answers = run_ranks(2, resumed_run, rank_tasks.samples, tmp_path / "run")
@@ -283,7 +282,7 @@ def test_what_one_process_began_goes_on_at_two(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", APART)
-def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
+def test_checkpoint_contains_the_mean_and_each_rank_s_state(tmp_path, recipe):
     run_ranks(2, interrupted_run, rank_tasks.samples, tmp_path / "run", recipe)
     state = load_checkpoint(max((tmp_path / "run/checkpoints").iterdir()))
     (name,) = state["rank_state"][0]
@@ -295,7 +294,7 @@ def test_a_checkpoint_holds_the_mean_and_everybodys_own(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", APART)
-def test_the_mean_is_what_is_judged(tmp_path, recipe):
+def test_evaluation_uses_the_mean(tmp_path, recipe):
     out = trained(tmp_path, 2, recipe, with_norm)
     model = with_norm().model()
     model.load_state_dict(load_file(out / "model.safetensors"))
@@ -305,9 +304,9 @@ def test_the_mean_is_what_is_judged(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("recipe", LESS)
-def test_pieces_of_a_batch_change_nothing(tmp_path, recipe):
-    whole = trained(tmp_path / "whole", 2, recipe)
-    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), whole) < (
+def test_microbatches_change_nothing(tmp_path, recipe):
+    undivided = trained(tmp_path / "undivided", 2, recipe)
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), undivided) < (
         1e-2 if "compressed" in recipe else CLOSE
     )
 
@@ -315,12 +314,12 @@ def test_pieces_of_a_batch_change_nothing(tmp_path, recipe):
 @pytest.mark.parametrize(
     "recipe", ["powersgd:matrix_approximation_rank=8,min_compression_rate=0.1", "local_sgd:period=3,warmup_steps=100"]
 )
-def test_gradients_are_shortened_after_they_were_averaged(tmp_path, recipe):
-    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "alone")
-    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "alone") < CLOSE
+def test_gradients_are_clipped_after_averaging(tmp_path, recipe):
+    train(rank_tasks.samples(), "gradient_clipping:max_norm=0.1", device="cpu", out=tmp_path / "single")
+    assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_clipping:max_norm=0.1"), tmp_path / "single") < CLOSE
 
 
-def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_path):
+def test_gradients_are_clipped_per_rank_if_not_averaged(tmp_path):
     hand = ByHand(rank_tasks.samples(), 2)
     for number in hand.with_gradients():
         for weights in hand.weights:
@@ -334,23 +333,23 @@ def test_gradients_are_shortened_by_each_rank_where_nobody_averages_them(tmp_pat
 @pytest.mark.parametrize(
     "recipe", ["powersgd:matrix_approximation_rank=1,min_compression_rate=1", "local_sgd:period=3,warmup_steps=100"]
 )
-def test_a_weight_that_nobody_used_is_left_alone(tmp_path, recipe):
-    """And one that some rank used is not: its gradient is the mean."""
-    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "alone")
+def test_unused_weight_is_unchanged(tmp_path, recipe):
+    """A weight that only some rank used is not skipped: its gradient is the mean."""
+    train(rank_tasks.with_a_spare(), device="cpu", out=tmp_path / "single")
     out = trained(tmp_path, 2, recipe, rank_tasks.with_a_spare)
     spare = "spare.weight"
     assert torch.equal(
-        load_file(out / "model.safetensors")[spare], load_file(tmp_path / "alone/model.safetensors")[spare]
+        load_file(out / "model.safetensors")[spare], load_file(tmp_path / "single/model.safetensors")[spare]
     )
 
 
-def test_an_overflow_is_not_remembered():
-    """float16 skips a step whose gradients are not finite; the rest that later steps add must not be."""
+def test_overflow_leaves_no_error_feedback():
+    """float16 skips a step whose gradients are not finite; the error feedback of that step must be dropped."""
     assert run_ranks(2, error_feedback_is_zero_after_an_overflow) == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "says"),
+    ("recipe", "message"),
     [
         ("local_sgd:group_size=2", "local_sgd:group_size=2 must divide the 3 processes"),
         ("local_sgd:group_period=2", "group_period=2 has no effect without groups; set group_size as well"),
@@ -370,22 +369,24 @@ def test_an_overflow_is_not_remembered():
         ("half_precision_allreduce:reduce_dtype=int8", "reduce_dtype must be one of bf16, fp16"),
     ],
 )
-def test_what_cannot_be_is_told(recipe, says):
-    told = run_ranks(3, training, rank_tasks.samples(), recipe)
-    assert all(isinstance(answer, ConfigurationError) and says in str(answer) for answer in told), told
+def test_invalid_request_is_refused(recipe, message):
+    answers = run_ranks(3, training, rank_tasks.samples(), recipe)
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers
 
 
 @pytest.mark.parametrize(
     "recipe",
     ["local_sgd:warmup_steps=46", "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=46"],
 )
-def test_what_begins_after_the_end_is_told(recipe):
-    told = run_ranks(2, training, rank_tasks.samples(), recipe)
-    assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in told), told
+def test_start_after_the_last_step_is_reported(recipe):
+    answers = run_ranks(2, training, rank_tasks.samples(), recipe)
+    assert all(("it begins after 46 steps, and the run has 46" in str(answer["no_effect"])) for answer in answers), (
+        answers
+    )
 
 
 @pytest.mark.parametrize(
-    ("make", "recipe", "told"),
+    ("make", "recipe", "reported"),
     [
         (rank_tasks.samples, "local_sgd", 0),
         (rank_tasks.stream, "local_sgd", 1),
@@ -393,18 +394,18 @@ def test_what_begins_after_the_end_is_told(recipe):
         (rank_tasks.stream, "ddp", 0),
     ],
 )
-def test_that_what_is_read_in_order_is_compared_in_every_step_is_told(make, recipe, told):
+def test_sequential_data_compared_in_every_step_is_reported(make, recipe, reported):
     def notices(rank: int) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             training(rank, make(), recipe)
         return sum("before every step" in str(each.message) for each in caught)
 
-    assert run_ranks(2, notices) == [told, 0]
+    assert run_ranks(2, notices) == [reported, 0]
 
 
 class WithCounts(nn.Module):
-    """Buffers of types that gloo does not know."""
+    """Buffers of dtypes that gloo does not support."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -420,16 +421,16 @@ def copied(rank: int) -> dict:
         return {name: tensor.float().tolist() for name, tensor in model.state_dict().items()}
 
 
-def test_tensors_of_any_type_are_made_alike():
+def test_tensors_of_any_dtype_are_broadcast():
     right = {"short": [[5.0] * 3] * 2, "one": 0.0, "coarse": [0.5] * 3}
     assert run_ranks(2, copied) == [right, right]
 
 
 def test_sparse_gradients_are_refused():
-    told = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
-    assert all(isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in told), (
-        told
-    )
+    answers = run_ranks(2, training, rank_tasks.sparse(), "powersgd")
+    assert all(
+        isinstance(answer, ConfigurationError) and "those of 0 are sparse" in str(answer) for answer in answers
+    ), answers
 
 
 def plain():
@@ -458,8 +459,8 @@ def error_feedback_is_zero_after_an_overflow(rank: int) -> bool:
         )
 
 
-def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_in_common():
-    """As where a weight had no gradient on one rank yet: its optimizer knows nothing of it."""
+def test_mean_of_different_states_covers_their_common_entries():
+    """For example, a weight without a gradient on one rank so far has no optimizer state there."""
 
     def mean(rank: int) -> dict:
         state = {
@@ -478,8 +479,7 @@ def test_the_mean_of_states_that_are_not_built_alike_is_that_of_what_they_have_i
 
 
 class Beside(nn.Module):
-    """A network with a mask, a large weight that stays as it is, and one that follows what is trained, as a momentum
-    encoder does."""
+    """A network with a mask, a large constant weight, and one that follows a trained one, as in a momentum encoder."""
 
     def __init__(self):
         super().__init__()
@@ -500,7 +500,7 @@ def beside():
 
 
 def longest_message(rank: int, recipe: str, out) -> int:
-    """Of those of a run that are reduced or gathered, in numbers."""
+    """Returns the largest number of elements that a run reduces or gathers at once."""
     lengths = []
 
     def noted(collective, place):
@@ -515,14 +515,14 @@ def longest_message(rank: int, recipe: str, out) -> int:
 
 
 @pytest.mark.parametrize("recipe", [*APART, "zero:stage=1"])
-def test_what_nobody_trains_stays_as_it_is_and_does_not_travel(tmp_path, recipe):
+def test_untrained_weights_are_unchanged_and_not_communicated(tmp_path, recipe):
     answers = run_ranks(3, longest_message, recipe, tmp_path / "run")
     assert max(answers) < 1000, answers
-    there, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
-    assert all(torch.equal(there[name], before[name]) for name in ("large", "mask"))
+    after, before = load_file(tmp_path / "run/model.safetensors"), build(beside()).run.unwrapped_model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in ("large", "mask"))
 
 
-def test_a_frozen_weight_that_follows_a_trained_one_is_its_ranks_mean(tmp_path):
+def test_frozen_weight_that_follows_a_trained_one_is_averaged(tmp_path):
     hand = ByHand(beside(), 3)
     for number in hand.with_gradients():
         hand.step()
@@ -531,7 +531,7 @@ def test_a_frozen_weight_that_follows_a_trained_one_is_its_ranks_mean(tmp_path):
     assert hand.against(trained(tmp_path, 3, "local_sgd:period=4", beside)) < CLOSE
 
 
-def test_the_mean_of_the_least_number_is_itself():
+def test_mean_of_the_smallest_number_is_itself():
     def means(rank: int) -> list[float]:
         with init_process_group("cpu"):
             tensors = [

@@ -1,4 +1,4 @@
-"""Ranks that read different data are found before a step, and a batch that cannot be divided is refused."""
+"""Ranks that read different data are detected before a step, and a batch that cannot be divided is refused."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import arrays
 from hasten.distributed.fx.tracing import try_trace
-from helpers import rank_tasks
+from helpers import rank_tasks, tower_tasks
 from helpers.ranks import run_ranks, training, training_as_rank
 
 
 class Made(IterableDataset):
-    """Every ``step``-th of some samples, each made by ``make(number)``."""
+    """Every ``step``-th sample, made by ``make(index)``."""
 
     def __init__(self, make, first: int = 0, step: int = 1):
         self.make, self.numbers = make, range(first, rank_tasks.SAMPLES, step)
@@ -39,16 +39,16 @@ def texts(number: int):
 
 
 @pytest.mark.parametrize("make", [ids, numbers])
-def test_a_stream_that_divides_itself_is_found_by_its_ids_or_targets(make):
-    told = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
+def test_stream_sharded_by_the_user_is_detected_by_ids_or_targets(make):
+    answers = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(Made(make, first=rank, step=2)))
     assert all(
         isinstance(answer, RunError) and str(answer).startswith("the ranks read different data as batch 1")
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 @pytest.mark.parametrize("field", ["train_data", "validation_data"])
-def test_a_sampler_that_shares_data_out_is_refused(field):
+def test_sampler_that_shards_is_refused(field):
     def task(rank: int):
         rows = rank_tasks.Rows()
         loader = DataLoader(
@@ -56,15 +56,15 @@ def test_a_sampler_that_shares_data_out_is_refused(field):
         )
         return rank_tasks.task(**{"data": loader} if field == "train_data" else {field: loader})
 
-    told = run_ranks(2, training_as_rank, task)
+    answers = run_ranks(2, training_as_rank, task)
     assert all(
         isinstance(answer, ConfigurationError) and f"DistributedSampler of Task({field}=)" in str(answer)
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
 class DrawingForItself(rank_tasks.Rows):
-    """From a generator of its own, which each process seeds otherwise."""
+    """Draws from a generator of its own, which each process seeds differently."""
 
     def __init__(self):
         super().__init__()
@@ -76,15 +76,16 @@ class DrawingForItself(rank_tasks.Rows):
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor_parallel"])
-def test_ranks_of_one_copy_that_are_given_other_samples_are_found(strategy):
+def test_ranks_of_one_replica_with_different_samples_are_detected(strategy):
     def task(rank: int):
         rows = DrawingForItself()
-        return rank_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
+        return tower_tasks.tower(DataLoader(rows, batch_size=rank_tasks.BATCH, sampler=RandomSampler(rows)))
 
-    told = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
+    answers = run_ranks(2, lambda rank: training(rank, task(rank), strategy))
     assert all(
-        isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer) for answer in told
-    ), told
+        isinstance(answer, RunError) and "rank 1 was given other samples than rank 0" in str(answer)
+        for answer in answers
+    ), answers
 
 
 def ragged(batch: list) -> tuple:
@@ -111,22 +112,22 @@ def worded(batch: list) -> Worded:
 
 
 def loader(collate) -> DataLoader:
-    """Of a stream, which every rank reads whole."""
+    """A loader over a stream that every rank reads whole."""
     return DataLoader(rank_tasks.Stream(), batch_size=rank_tasks.BATCH, collate_fn=collate)
 
 
 @pytest.mark.parametrize(
     "data", [lambda: Made(texts), *(partial(loader, each) for each in (ragged, named, single_numbers, worded))]
 )
-def test_a_batch_that_holds_more_than_tensors_cannot_be_cut(data):
-    told = run_ranks(2, training, rank_tasks.task(data()))
+def test_batch_of_non_tensors_cannot_be_divided(data):
+    answers = run_ranks(2, training, rank_tasks.task(data()))
     assert all(
-        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer) for answer in told
-    ), told
+        isinstance(answer, RunError) and "tensors with the same number of samples" in str(answer) for answer in answers
+    ), answers
 
 
 class Scaling(nn.Module):
-    """Is told things about each batch, which are not of its samples."""
+    """Its forward pass gets facts about each batch that are not per-sample."""
 
     def __init__(self):
         super().__init__()
@@ -141,25 +142,25 @@ def with_scales(batch: list) -> dict:
     return {"inputs": inputs, "labels": labels, "scales": [0.25] * (rank_tasks.SAMPLES % rank_tasks.BATCH)}
 
 
-def test_what_belongs_to_a_batch_may_be_as_long_as_the_last_one():
-    told = run_ranks(
+def test_field_of_the_batch_may_be_as_long_as_the_last_batch():
+    answers = run_ranks(
         2, training, rank_tasks.task(loader(with_scales), validation_data=loader(with_scales), model=Scaling)
     )
-    assert [answer["steps"] for answer in told] == [46, 46], told
+    assert [answer["steps"] for answer in answers] == [46, 46], answers
 
 
-def test_a_pipeline_that_leaves_bad_rows_out_is_for_one_process():
+def test_pipeline_that_skips_bad_rows_is_refused():
     rows = rank_tasks.Rows()
     data = arrays(rows.inputs.numpy(), rows.labels.numpy()).skip_bad_rows(3)
-    told = run_ranks(2, training, rank_tasks.task(data))
+    answers = run_ranks(2, training, rank_tasks.task(data))
     assert all(
         isinstance(answer, ConfigurationError) and str(answer).startswith("--max-bad-rows is for a single process")
-        for answer in told
-    ), told
+        for answer in answers
+    ), answers
 
 
-class Skipping(rank_tasks.Tower):
-    """Leaves layers out at random while it trains (LayerDrop), by whichever generator; or counts its calls."""
+class Skipping(tower_tasks.Tower):
+    """Skips layers at random during training (LayerDrop), with either generator; or counts its calls."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -177,7 +178,7 @@ class Skipping(rank_tasks.Tower):
 
 
 class Remembering(nn.Module):
-    """Keeps what it has seen, and decides nothing by it."""
+    """Stores its inputs without using them."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +192,7 @@ class Remembering(nn.Module):
 
 
 class Growing(nn.Module):
-    """Makes a part of itself when it is first called."""
+    """Creates a submodule at its first call."""
 
     def forward(self, inputs):
         if not hasattr(self, "layer"):
@@ -199,21 +200,21 @@ class Growing(nn.Module):
         return self.layer(inputs)
 
 
-def test_what_a_model_keeps_and_does_not_decide_by_is_no_obstacle_and_as_it_was():
+def test_stored_inputs_that_do_not_matter_are_accepted_and_restored():
     model = Remembering()
     before = dict(vars(model))
     assert try_trace(model) is not None
     assert vars(model) == before
 
 
-def test_a_model_that_makes_its_parts_while_it_computes_is_as_it_was():
+def test_submodule_created_in_the_forward_pass_is_restored():
     model = Growing()
     try_trace(model)
     assert not list(model.children())
 
 
 @pytest.mark.parametrize("how", ["torch", "numpy", "counted"])
-def test_a_model_that_decides_while_it_computes_is_not_traced(how):
+def test_model_with_data_dependent_control_flow_is_not_traced(how):
     model = Skipping(how)
     state, calls = torch.get_rng_state(), model.calls
     assert try_trace(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None

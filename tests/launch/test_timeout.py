@@ -23,7 +23,7 @@ PATIENCE = 5.0
 
 
 def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str, float]:
-    """A job at its end of which a rank was stopped while it trained; what it said, and after how many seconds."""
+    """Returns the output and the seconds of a job of which one rank was stopped while it trained."""
     options = ("--out", "run", "--timeout", f"{PATIENCE:g}s", "--checkpoint-every", "0.1s", *more)
     job = subprocess.Popen(train_command("slow", *options), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
@@ -34,24 +34,24 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_named_and_not_the_one_that_waited(folder, rank):
-    job, told, seconds = stopped(folder, rank, "--max-restarts", "0")
-    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in told, told
+def test_hanging_rank_is_named_and_not_the_waiting_one(folder, rank):
+    job, error, seconds = stopped(folder, rank, "--max-restarts", "0")
+    assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in error, error
     assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
 
 
 @pytest.mark.slow
-def test_all_ranks_restart_where_a_restart_is_left(folder):
-    job, told, _ = stopped(folder, 1, "--max-restarts", "1")
+def test_all_ranks_restart_if_a_restart_is_left(folder):
+    job, error, _ = stopped(folder, 1, "--max-restarts", "1")
     assert (
-        job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in told
-    ), told
-    train(rank_tasks.slow(), out=folder / "alone", device="cpu")
-    ours, alone = (load_file(folder / name / "model.safetensors") for name in ("run", "alone"))
-    assert all(ours[name].sub(alone[name]).abs().max() < 1e-9 for name in alone) and not jobs_left()
+        job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in error
+    ), error
+    train(rank_tasks.slow(), out=folder / "single", device="cpu")
+    ours, single = (load_file(folder / name / "model.safetensors") for name in ("run", "single"))
+    assert all(ours[name].sub(single[name]).abs().max() < 1e-9 for name in single) and not jobs_left()
 
 
-def test_groups_that_torch_makes_are_as_patient():
+def test_process_groups_of_torch_have_the_same_timeout():
     def waits(rank: int) -> float:
         with init_process_group("cpu", timeout=2.0) as ranks:
             mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
@@ -67,13 +67,13 @@ def test_groups_that_torch_makes_are_as_patient():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("argv", "message"),
     [
         ("train digits --processes 2 --timeout long", "must be a time such as 90s, 10m or 1h"),
         ("tune digits --processes 2 --timeout 0.5s", "--timeout must be at least 1s"),
         ("launch --nproc-per-node 2 -- train digits --timeout 5m", "put --timeout before the command"),
     ],
 )
-def test_wrong_words(words, says, capfd):
-    assert main(words.split()) == 2
-    assert says in capfd.readouterr().err
+def test_invalid_timeout_is_refused(argv, message, capfd):
+    assert main(argv.split()) == 2
+    assert message in capfd.readouterr().err

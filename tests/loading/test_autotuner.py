@@ -1,4 +1,4 @@
-"""The loader autotuner: what it converges to, what it never tries, and that only the time of batches changes."""
+"""The loader autotuner: its result, what it never tries, and that it changes only the timing of batches."""
 
 import math
 import pickle
@@ -33,7 +33,7 @@ def run_search(autotuner: LoaderAutotuner, model, kinds=BOTH, memory_budget=lamb
 
 
 def machine(work: float, step: float, size: int = 0, kinds=BOTH):
-    """Stats if a batch takes ``work`` seconds of one worker, and workers of these kinds run in parallel."""
+    """Returns stats for batches that take one worker ``work`` seconds; workers of the given kinds run in parallel."""
 
     def seen(workers: WorkerConfig) -> LoaderStats:
         if not workers.num_workers:
@@ -44,7 +44,7 @@ def machine(work: float, step: float, size: int = 0, kinds=BOTH):
     return seen
 
 
-def test_steps_that_do_not_wait_change_nothing():
+def test_search_without_waiting_steps_keeps_the_loader():
     autotuner = make_autotuner()
     assert run_search(autotuner, machine(work=0.0001, step=0.05)) == [WorkerConfig()]
     started = make_autotuner(workers=WorkerConfig(processes=3, prefetch=2))
@@ -52,7 +52,7 @@ def test_steps_that_do_not_wait_change_nothing():
 
 
 @pytest.mark.parametrize(("work", "least"), [(0.04, 1), (0.09, 2), (0.14, 3), (0.19, 4)])
-def test_no_more_workers_than_the_step_needs(work, least):
+def test_search_uses_no_more_workers_than_the_step_needs(work, least):
     autotuner = make_autotuner(cores=16)
     measured = run_search(autotuner, machine(work, step=0.05))
     assert (
@@ -62,19 +62,19 @@ def test_no_more_workers_than_the_step_needs(work, least):
     assert max(workers.num_workers for workers in measured) == least, "more workers than needed were tried"
 
 
-def test_at_most_as_many_workers_as_cores():
+def test_search_uses_at_most_as_many_workers_as_cores():
     autotuner = make_autotuner(cores=4)
     measured = run_search(autotuner, machine(work=1.0, step=0.01))
     assert autotuner.workers.num_workers == 4 == max(workers.num_workers for workers in measured)
 
 
-def test_one_worker_on_one_core():
+def test_search_on_one_core_uses_one_worker():
     autotuner = make_autotuner(cores=1)
     measured = run_search(autotuner, machine(work=0.1, step=0.1))
     assert autotuner.workers.num_workers == 1 == max(workers.num_workers for workers in measured)
 
 
-def test_processes_if_threads_do_not_run_in_parallel():
+def test_search_uses_processes_if_threads_are_serialized():
     autotuner = make_autotuner()
     run_search(autotuner, machine(work=0.1, step=0.03, kinds=("processes",)))
     assert autotuner.workers.processes == 4
@@ -85,7 +85,7 @@ def test_processes_if_threads_do_not_run_in_parallel():
     )
 
 
-def test_fewer_workers_if_they_slow_each_other_down():
+def test_search_uses_fewer_workers_if_they_slow_each_other_down():
     autotuner, waits = (
         make_autotuner(workers=WorkerConfig(processes=4, prefetch=2)),
         {4: 0.2, 3: 0.15, 2: 0.08, 1: 0.1, 0: 0.3},
@@ -94,7 +94,7 @@ def test_fewer_workers_if_they_slow_each_other_down():
     assert autotuner.workers.num_workers == 2
 
 
-def test_workers_that_do_not_help_are_rejected_and_tried_once():
+def test_search_rejects_useless_workers_after_one_trial():
     autotuner = make_autotuner(cores=8)
     measured = run_search(autotuner, lambda workers: LoaderStats(0.01, 0.01))
     assert autotuner.workers == WorkerConfig() and len(measured) > 1
@@ -103,7 +103,7 @@ def test_workers_that_do_not_help_are_rejected_and_tried_once():
     ), "each was tried once"
 
 
-def test_the_memory_budget_is_not_exceeded():
+def test_search_stays_within_the_memory_budget():
     autotuner = make_autotuner(cores=8)
     memory_budget, size = 40e6, 4_000_000
 
@@ -117,7 +117,7 @@ def test_the_memory_budget_is_not_exceeded():
     assert default_memory_budget(2.5, lambda: 0)() == 2.5e9 and default_memory_budget(None, lambda: 1000)() == 250
 
 
-def test_workers_that_fail_are_rejected():
+def test_search_rejects_failing_workers():
     autotuner = make_autotuner()
     measured = run_search(
         autotuner, lambda workers: None if workers.processes else machine(work=0.1, step=0.06, kinds=())(workers)
@@ -166,7 +166,7 @@ def numbers(workers, done, to=40, seen=None):
         yield number
 
 
-def test_every_batch_comes_once_and_in_order_from_any_workers(at_once):
+def test_iterate_yields_every_batch_once_in_order(at_once):
     autotuner, configurations = NeverConverges(cores=4, memory_budget=lambda: math.inf), []
     space = SearchSpace(BOTH, 4, autotuner.memory_budget)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_every_batch_comes_once_and_in_order_from_any_workers(at_once):
     assert len(set(configurations)) == 5
 
 
-def test_errors_of_tried_workers_are_survived_and_those_of_the_current_ones_raised(at_once, clock):
+def test_iterate_survives_errors_of_tried_workers_and_raises_those_of_current_ones(at_once, clock):
     def enter(workers, done):
         if workers.num_workers:
             raise OSError("no more processes")
@@ -201,7 +201,7 @@ def test_errors_of_tried_workers_are_survived_and_those_of_the_current_ones_rais
     assert seen == list(range(7))
 
 
-def test_leaving_an_epoch_closes_its_iterator():
+def test_iterate_left_early_closes_its_iterator():
     closed = []
 
     def enter(workers, done):
@@ -219,7 +219,7 @@ def test_leaving_an_epoch_closes_its_iterator():
     )
 
 
-def test_two_epochs_at_a_time_are_independent(at_once):
+def test_iterate_two_epochs_at_a_time_are_independent(at_once):
     autotuner = NeverConverges(cores=4, memory_budget=lambda: math.inf)
     space = SearchSpace(BOTH, 4, autotuner.memory_budget)
     both = zip(autotuner.iterate(numbers, space), autotuner.iterate(numbers, space), strict=True)
@@ -242,7 +242,7 @@ def one_epoch(autotuner, enter, clock, step=0.002):
         clock[0] += step
 
 
-def test_convergence_is_reported_and_the_search_repeated_when_steps_wait_again(at_once, clock):
+def test_search_reports_convergence_and_restarts_if_steps_wait_again(at_once, clock):
     reported = []
     autotuner = make_autotuner(on_converged=lambda autotuner: reported.append(dict(autotuner.tuned_settings)))
     one_epoch(autotuner, slow(clock, 0.00004), clock, step=0.005)
@@ -255,7 +255,7 @@ def test_convergence_is_reported_and_the_search_repeated_when_steps_wait_again(a
     assert autotuner.workers.processes and reported[-1]["processes"], "the source has become slow"
 
 
-def test_after_convergence_the_bare_iterator_is_handed_over(at_once, clock):
+def test_iterate_after_convergence_yields_from_the_bare_iterator(at_once, clock):
     autotuner = make_autotuner()
     autotuner.wait_fraction = 0.05
     batches = autotuner.iterate(numbers, SearchSpace(BOTH, 4, autotuner.memory_budget))
@@ -268,7 +268,7 @@ def test_after_convergence_the_bare_iterator_is_handed_over(at_once, clock):
     assert list(batches) == list(range(4, 40))
 
 
-def test_a_search_without_success_is_repeated_once(clock):
+def test_search_without_success_is_repeated_once(clock):
     autotuner, configurations = make_autotuner(cores=2), []
 
     def enter(workers, done):
@@ -301,7 +301,7 @@ def photos(clock, batches: int):
 
 
 @pytest.mark.parametrize(("batches", "most"), [(13, 6.0), (3, 15.0), (1, 30.0)])
-def test_it_converges_within_seconds_however_short_the_epochs_are(clock, batches, most):
+def test_search_converges_within_seconds_for_short_epochs(clock, batches, most):
     autotuner, enter = make_autotuner(cores=2), photos(clock, batches)
     while not autotuner.converged and clock[0] < 60:
         for _ in autotuner.iterate(enter, SearchSpace(("processes",), 2, autotuner.memory_budget)):
@@ -310,7 +310,7 @@ def test_it_converges_within_seconds_however_short_the_epochs_are(clock, batches
     assert batches < 13 or autotuner.workers == WorkerConfig(processes=2, prefetch=2)
 
 
-def test_the_result_survives_as_a_state_dict():
+def test_state_dict_restores_the_result():
     autotuner = make_autotuner(workers=WorkerConfig(processes=2, prefetch=4), cache="memory")
     autotuner.wait_fraction, autotuner.seconds_per_batch = 0.25, 0.01
     again = make_autotuner()
@@ -333,7 +333,7 @@ def test_the_result_survives_as_a_state_dict():
     assert smaller.workers == WorkerConfig(processes=1, prefetch=4), "resumed on a machine with fewer cores"
 
 
-def test_it_can_be_pickled_during_a_search():
+def test_autotuner_can_be_pickled_during_a_search():
     autotuner = LoaderAutotuner(cores=2, memory_budget=default_memory_budget(1.0, int))
     batches = autotuner.iterate(numbers, SearchSpace(BOTH, 2, autotuner.memory_budget))
     next(batches)
@@ -342,7 +342,7 @@ def test_it_can_be_pickled_during_a_search():
     batches.close()
 
 
-def test_a_cache_that_is_no_faster_is_undone(at_once, clock):
+def test_cache_that_is_not_faster_is_removed(at_once, clock):
     autotuner = make_autotuner(workers=WorkerConfig(processes=2, prefetch=2))
     autotuner.wait_fraction, autotuner.seconds_per_batch = 0.5, 0.0001
     autotuner.try_cache("memory")

@@ -19,7 +19,7 @@ from hasten.testing import tasks
 
 @dataclass
 class Trained:
-    """A short run: its losses, its exported weights, and everything that was built for it."""
+    """A short run: its losses, its exported weights, and all objects built for it."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -49,8 +49,10 @@ def transformer():
 
 @pytest.fixture
 def trained():
-    """``(task, recipe="baseline", number=None, seed=0) -> Trained``; a recipe is anything that Recipe.read takes, or
-    methods."""
+    """Function ``(task, recipe="baseline", number=None, seed=0) -> Trained``.
+
+    A recipe is anything that Recipe.coerce accepts, or a list of methods.
+    """
 
     def train(task, recipe="baseline", number: int | None = None, seed: int = 0) -> Trained:
         methods = recipe if isinstance(recipe, list) else make_methods(Recipe.coerce(recipe))
@@ -69,7 +71,7 @@ def trained():
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """A method must undo what it did to the process, in its own tests too."""
+    """Asserts that a method has undone its changes to the process."""
     before = (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

@@ -1,4 +1,4 @@
-"""activation_checkpointing: less is kept, the same is computed, to the bit."""
+"""activation_checkpointing: fewer activations are saved, and the results are bit-identical."""
 
 import copy
 
@@ -10,37 +10,37 @@ from hasten.engine.registry import make_methods
 from hasten.utils.blocks import repeated_blocks
 
 
-def test_dropout_repeats_itself(transformer, trained):
+def test_dropout_is_recomputed_identically(transformer, trained):
     usual, less = (trained(transformer(dropout=0.3), recipe) for recipe in ("baseline", "activation_checkpointing"))
     assert usual.same_bits(less)
 
 
-def test_batch_normalisation_counts_each_batch_once(convolutional, trained):
+def test_batch_norm_counts_each_batch_once(convolutional, trained):
     usual, less = (trained(convolutional(), recipe) for recipe in ("baseline", "activation_checkpointing"))
     assert less.run.no_effect == [] and usual.same_bits(less)
     assert less.weights["0.1.num_batches_tracked"] == 12
 
 
-def _bytes_kept(task, recipe: str) -> int:
-    """What autograd holds on to between forward and backward, the weights aside."""
+def saved_bytes(task, recipe: str) -> int:
+    """Returns the bytes that autograd saves between forward and backward, without the weights."""
     program = build(task, make_methods(Recipe.coerce(recipe)))
-    weights, kept = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
+    weights, saved = {parameter.data_ptr() for parameter in program.run.model.parameters()}, {}
 
     def pack(tensor):
         if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor
+            saved[tensor.data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         program.forward(next(iter(program.train)))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def test_less_is_kept(transformer):
-    assert _bytes_kept(transformer(), "activation_checkpointing") < 0.5 * _bytes_kept(transformer(), "baseline")
+def test_saved_activations_are_fewer(transformer):
+    assert saved_bytes(transformer(), "activation_checkpointing") < 0.5 * saved_bytes(transformer(), "baseline")
 
 
-def test_blocks_are_the_outermost_ones_that_repeat(transformer, convolutional, perceptron):
+def test_blocks_are_the_outermost_repeated_ones(transformer, convolutional, perceptron):
     model = transformer().model()
     assert repeated_blocks(model) == list(model.blocks)
     images = convolutional().model()
@@ -48,7 +48,7 @@ def test_blocks_are_the_outermost_ones_that_repeat(transformer, convolutional, p
     assert repeated_blocks(perceptron().model()) == []
 
 
-def test_a_copy_computes_with_its_own_weights(transformer, trained):
+def test_copied_model_uses_its_own_weights(transformer, trained):
     model = trained(transformer(), "activation_checkpointing", 1).run.model
     copied, letters = copy.deepcopy(model), torch.zeros(1, 8, dtype=torch.long)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_copy_computes_with_its_own_weights(transformer, trained):
     assert model(letters).abs().max() == 0 and copied(letters).abs().max() > 0
 
 
-def test_without_blocks_it_says_so(perceptron, trained):
+def test_model_without_blocks_has_no_effect(perceptron, trained):
     assert trained(perceptron(), "activation_checkpointing", 1).run.no_effect == [
         ("activation_checkpointing", "the model has no sequence of blocks of one type")
     ]

@@ -1,4 +1,4 @@
-"""autotune_loader: the same bits while it searches, workers where steps wait, and its result in the recipe."""
+"""autotune_loader: the same bits during the search, workers if steps wait, and its result in the recipe."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from helpers import loader_tasks
 from helpers.process import join_process, start_process, wait_until_it_trains
 
 TUNED = "autotune_loader:cores=2"
-PATIENCE = 60.0  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 60.0  # seconds, for a busy machine; mostly unused
 
 
 @pytest.fixture
@@ -39,34 +39,34 @@ def files(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
 
 
-def at_work() -> tuple[set, int]:
-    """The processes and the number of threads of this one."""
+def process_and_thread_count() -> tuple[set, int]:
+    """Returns the child processes and the number of threads of this process."""
     return set(psutil.Process().children()), threading.active_count()
 
 
 def no_processes_left(before: tuple[set, int]) -> bool:
     """torch does not wait for the threads that feed its workers: they end a moment later."""
-    end = time.perf_counter() + PATIENCE
-    while at_work()[0] - before[0] or at_work()[1] > before[1]:
+    end = time.perf_counter() + TIMEOUT_S
+    while process_and_thread_count()[0] - before[0] or process_and_thread_count()[1] > before[1]:
         if time.perf_counter() > end:
             return False
         time.sleep(0.01)
     return True
 
 
-def test_more_workers_than_cores_are_refused():
+def test_workers_above_cores_are_refused():
     with pytest.raises(ConfigurationError, match="4 workers are more than cores=1"):
         make_methods(Recipe.parse("autotune_loader:cores=1,processes=4"))
 
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
-def test_same_bits_and_no_processes_left(name, tmp_path, quick):
-    before = at_work()
+def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
+    before = process_and_thread_count()
     task = getattr(loader_tasks, name)
     hasten.train(task(), out=tmp_path / "plain", device="cpu")
     with warnings.catch_warnings(
         action="ignore", category=HastenWarning
-    ):  # whether it settles in so short a run is up to the machine
+    ):  # whether it converges in so short a run depends on the machine
         result = hasten.train(task(), TUNED, out=tmp_path / "tuned", device="cpu")
     assert files(tmp_path / "plain") == files(tmp_path / "tuned")
     assert result["no_effect"] == [] and no_processes_left(before)
@@ -91,15 +91,16 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
         "the next run begins there"
     )
 
-    for words in ([TUNED], recipe, None):  # a run is known by what was asked for, by what it came to, and where it is
-        again = hasten.train(task, words, out=tmp_path / "run", resume=True, device="cpu")
+    # a run is identified by the requested recipe, the tuned recipe and its folder
+    for resumed_with in ([TUNED], recipe, None):
+        again = hasten.train(task, resumed_with, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
     with pytest.raises(ConfigurationError, match="another recipe: autotune_loader:cores=2 there, baseline here"):
         hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
 
 
 def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they come soon, however slow the disk
+    monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they appear soon, however slow the disk is
 
     def stop(records):
         if "processes" in (tmp_path / "run" / "recipe.toml").read_text():
@@ -111,12 +112,12 @@ def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
     found = Recipe.load(tmp_path / "run" / "recipe.toml").methods["autotune_loader"]
     assert found["cores"] == 2 and 0 <= found["processes"] <= 2 and not (tmp_path / "run" / "result.json").exists()
 
-    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may come to settle at something else
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # it may converge to another configuration
         again = hasten.train(task, out=tmp_path / "run", resume=True, device="cpu")
     assert again["recipe"] == TUNED and "processes" in again["tuned_settings"]["autotune_loader"]
 
 
-def test_fast_source_keeps_no_workers(perceptron, monkeypatch):
+def test_fast_source_uses_no_workers(perceptron, monkeypatch):
     napped = 0.0
     monkeypatch.setattr(
         autotuner_module, "perf_counter", lambda: time.thread_time() + napped
@@ -134,15 +135,21 @@ def test_fast_source_keeps_no_workers(perceptron, monkeypatch):
 
 
 def run(name, out, end):
-    def wait(records):  # near the end, for whoever kills it
+    def wait(records):  # near the end, for a test that kills the run
         if records[-1]["step"] >= 150 and end == "to be killed":
             time.sleep(60)
 
     warnings.simplefilter("ignore")
     loader_stats.MIN_BATCHES, loader_stats.MIN_SECONDS, loader_stats.BATCHES_PER_WORKER = 4, 0.02, 1
-    words = "baseline" if end == "undisturbed" else TUNED
+    recipe = "baseline" if end == "undisturbed" else TUNED
     hasten.train(
-        getattr(loader_tasks, name)(), words, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait]
+        getattr(loader_tasks, name)(),
+        recipe,
+        out=out,
+        resume=True,
+        device="cpu",
+        checkpoint_seconds=0,
+        observers=[wait],
     )
 
 
@@ -157,23 +164,23 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
         assert process.is_alive(), "the run was over before it could be killed"
         process.kill()
         process.join()
-        _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+        _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
         assert not alive, "workers outlive their run"
-    for folder, end in (("killed", "left alone"), ("plain", "undisturbed")):
+    for folder, end in (("killed", "not killed"), ("plain", "undisturbed")):
         assert join_process(start_process(run, name, tmp_path / folder, end)) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
 
 
 def readers(program) -> set[int]:
-    """The processes that read the validation data."""
+    """Returns the IDs of the processes that read the validation data."""
     return {number for _, target in program.validation.epoch(0, 0) for number in target.tolist()}
 
 
 @pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
 def test_validation_data_get_the_workers_found(name):
-    before, ours = at_work(), {os.getpid()}
-    program = build(loader_tasks.who(name), make_methods(Recipe.coerce(TUNED)))
-    assert readers(program) == ours, "nobody was found yet"
+    before, ours = process_and_thread_count(), {os.getpid()}
+    program = build(loader_tasks.recording_readers(name), make_methods(Recipe.coerce(TUNED)))
+    assert readers(program) == ours, "no workers have been found yet"
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     found = readers(program)
     assert len(found) == 2 and not found & ours
@@ -187,13 +194,13 @@ def test_validation_data_get_the_workers_found(name):
     ("train", "validation"), [("dataset", "pipeline"), ("pipeline", "dataset"), ("dataset", "other")]
 )
 def test_validation_data_of_another_type_keep_their_workers(train, validation):
-    program = build(loader_tasks.who(train, validation), make_methods(Recipe.coerce(TUNED)))
+    program = build(loader_tasks.recording_readers(train, validation), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert readers(program) == {os.getpid()}
 
 
-def test_workers_of_the_task_for_validation_data_are_kept():
-    program = build(loader_tasks.who("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
+def test_validation_workers_of_the_task_are_unchanged():
+    program = build(loader_tasks.recording_readers("loader", workers=1), make_methods(Recipe.coerce(TUNED)))
     program.run.checkpoint_state["autotune_loader"].workers = WorkerConfig(processes=2, prefetch=2)
     assert len(readers(program) - {os.getpid()}) == 1
 
@@ -207,11 +214,11 @@ def test_resumed_run_starts_with_workers_found(perceptron):
     assert program.run.checkpoint_state["autotune_loader"].converged
 
 
-def autotuner_of(task, words):
-    return build(task, make_methods(Recipe.coerce(words))).run.checkpoint_state["autotune_loader"]
+def autotuner_of(task, recipe):
+    return build(task, make_methods(Recipe.coerce(recipe))).run.checkpoint_state["autotune_loader"]
 
 
-def test_initial_workers(perceptron):
+def test_initial_workers_are_used_first(perceptron):
     assert autotuner_of(perceptron(), "autotune_loader").workers == WorkerConfig()
     assert autotuner_of(perceptron(), "autotune_loader:processes=2").workers == WorkerConfig(processes=2, prefetch=2)
     assert autotuner_of(perceptron(), "autotune_loader:processes=3,cores=3,prefetch=5").workers == WorkerConfig(
@@ -227,7 +234,7 @@ def test_initial_workers(perceptron):
     assert autotuner_of(loader_tasks.pipeline(), "autotune_loader:cache=no").cache == "no"
 
 
-def test_no_effect_reasons(trained):
+def test_no_effect_states_its_reason(trained):
     assert "no other thread or process" in trained(loader_tasks.stream(), "autotune_loader").run.no_effect[0][1]
     noisy = trained(loader_tasks.loader(noisy=True, epochs=1), "autotune_loader")
     assert "random" in noisy.run.no_effect[0][1]
@@ -236,9 +243,9 @@ def test_no_effect_reasons(trained):
 def test_contradicting_options_are_refused(perceptron):
     with pytest.raises(ConfigurationError, match="threads=1 and processes=1 exclude each other"):
         make_methods(Recipe.coerce("autotune_loader:threads=1,processes=1"))
-    for words in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
+    for recipe in ("autotune_loader:threads=2", "autotune_loader:cache=memory"):
         with pytest.raises(ConfigurationError, match=r"require a hasten\.data pipeline"):
-            build(perceptron(), make_methods(Recipe.coerce(words)))
-    for words in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "prefetch=2000"):
-        with pytest.raises(ConfigurationError, match=words.partition("=")[0]):
-            make_methods(Recipe.coerce(f"autotune_loader:{words}"))
+            build(perceptron(), make_methods(Recipe.coerce(recipe)))
+    for recipe in ("cores=0", "gigabytes=0", "cache=ram", "processes=-1", "prefetch=2000"):
+        with pytest.raises(ConfigurationError, match=recipe.partition("=")[0]):
+            make_methods(Recipe.coerce(f"autotune_loader:{recipe}"))

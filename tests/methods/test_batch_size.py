@@ -1,4 +1,4 @@
-"""batch_size: larger batches, rates and warm-up as computed by hand, step by step, under any schedule."""
+"""batch_size: larger batches; learning rates and warm-up as computed by hand for every step, under any schedule."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def with_schedule(make):
 
 
 def rates_of(task, recipe):
-    """The rates of every group as the optimizer saw them, step by step."""
+    """Returns the learning rate of every group at each optimizer step."""
     seen = []
     recipe = make_methods(Recipe.coerce(recipe))
     original = torch.optim.SGD.step
@@ -64,20 +64,20 @@ def rates_of(task, recipe):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("rule", "scale"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
-def test_rates_step_by_step(perceptron, name, rule, scale):
+def test_learning_rates_equal_the_formula_at_every_step(perceptron, name, rule, scale):
     optimizer = with_schedule(SCHEDULES[name])
     plain = rates_of(perceptron(optimizer=optimizer, batch_size=8, epochs=1), "baseline")
     large = rates_of(
         perceptron(optimizer=optimizer, batch_size=2, epochs=1), f"batch_size:factor=4,rule={rule},warmup=0.34"
     )
     assert len(plain) == len(large) == 12
-    climb = [
+    warm_up = [
         (1 + (scale - 1) * min(step / 4, 1)) for step in range(12)
-    ]  # 4 = 0.34 of 12 steps; from 1 to the whole scale
-    torch.testing.assert_close(large, plain * torch.tensor(climb, dtype=torch.float64)[:, None])
+    ]  # 4 = 0.34 of 12 steps; from 1 to the full scale
+    torch.testing.assert_close(large, plain * torch.tensor(warm_up, dtype=torch.float64)[:, None])
 
 
-def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
+def test_learning_rate_is_restored_after_the_step(perceptron):
     program = build(
         perceptron(optimizer=sgd), make_methods(Recipe.coerce("batch_size:factor=2,rule=linear,warmup=0.9"))
     )
@@ -85,23 +85,23 @@ def test_the_rate_is_the_planned_one_again_after_the_step(perceptron):
         assert [group["lr"] for group in program.run.optimizer.param_groups] == [0.2, 0.02]
 
 
-def test_batches_and_steps(perceptron, trained):
+def test_batches_are_larger_and_steps_fewer(perceptron, trained):
     run = trained(perceptron(batch_size=8, epochs=2), "batch_size:factor=3")
     assert (run.run.plan.batch_size, run.run.plan.steps, len(run.losses)) == (24, 8, 8)
 
 
-def test_a_ready_loader_gets_larger_batches_too(perceptron):
+def test_ready_loader_gets_larger_batches(perceptron):
     task = perceptron(train_data=DataLoader(perceptron().train_data, batch_size=16, shuffle=True), batch_size=None)
     program = build(task, make_methods(Recipe.coerce("batch_size:factor=2")))
     assert [batch_size(batch) for batch in program.train.epoch(0, 0)] == [32, 32, 32]
 
 
-def test_a_batch_larger_than_the_data_is_refused(perceptron):
+def test_batch_larger_than_the_data_is_refused(perceptron):
     with pytest.raises(ConfigurationError, match=r"batch of 128, which is larger.*96 samples.*factor below 8"):
         build(perceptron(batch_size=16), make_methods(Recipe.coerce("batch_size:factor=8")))
 
 
-def test_a_loader_that_batches_by_itself_is_refused(perceptron):
+def test_prebatched_loader_is_refused(perceptron):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
@@ -117,7 +117,7 @@ def test_a_loader_that_batches_by_itself_is_refused(perceptron):
             )
 
 
-def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
+def test_stream_with_relative_warm_up_is_refused(perceptron):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
@@ -130,6 +130,6 @@ def test_a_stream_has_no_share_of_the_steps_to_warm_up(perceptron):
 
 
 @pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"batch_size:{settings}"))

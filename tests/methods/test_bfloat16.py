@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-def test_products_are_lowered_and_the_loss_is_not(perceptron, trained):
+def test_matrix_products_are_bfloat16_and_the_loss_is_float32(perceptron, trained):
     seen = {}
     model = nn.Sequential(nn.Linear(12, 4))
     model[0].register_forward_hook(lambda module, inputs, output: seen.update(output=output.dtype))
@@ -17,14 +17,14 @@ def test_products_are_lowered_and_the_loss_is_not(perceptron, trained):
     assert run.program.forward(next(iter(run.program.train))).dtype == torch.float32
 
 
-def test_it_learns_as_float32_does(convolutional, trained):
+def test_loss_falls_as_in_float32(convolutional, trained):
     usual, lower = (trained(convolutional(epochs=5), recipe) for recipe in ("baseline", "bfloat16"))
     assert not usual.same_bits(lower)
     assert lower.losses[-1] < lower.losses[0]
     assert abs(usual.losses[-1] - lower.losses[-1]) < 0.1
 
 
-def test_a_model_that_is_bfloat16_already_has_nothing_to_lower(perceptron, trained):
+def test_bfloat16_model_has_no_effect(perceptron, trained):
     model = nn.Sequential(nn.Linear(12, 4)).to(torch.bfloat16)
 
     def loss(output, target):

@@ -1,4 +1,4 @@
-"""Which branches are taken: found by what the model computes, never by names."""
+"""branch_parallel: branches are found by data flow, never by names."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hasten.distributed.fx.branch_finder import assign_branches, find_branch_blo
 
 
 class Uses(nn.Module):
-    """Layers of one size, and how they are used."""
+    """Layers of one size, and a function that uses them."""
 
     def __init__(self, forward):
         super().__init__()
@@ -20,7 +20,7 @@ class Uses(nn.Module):
 
 
 def layers_of(model: nn.Module, processes: int = 2, drawing=()) -> list[list[str]]:
-    """The layers and weights of each branch of each block."""
+    """Returns the layers and weights of each branch of each block."""
     blocks, _ = find_branch_blocks(model, dict(graphs_of(model)), set(drawing), processes)
     return [["".join(_named(node) for node in branch) for branch in block.branches] for block in blocks]
 
@@ -54,23 +54,23 @@ BY_USE = {
 
 
 @pytest.mark.parametrize("use", BY_USE)
-def test_what_is_used_how_decides(use):
+def test_branches_are_found_by_data_flow(use):
     forward, expected = BY_USE[use]
     assert layers_of(Uses(forward)) == expected
 
 
-def test_of_blocks_inside_each_other_those_that_share_out_more():
+def test_nested_blocks_use_the_level_that_balances_best():
     model = Uses(lambda m, x: m.a(h := m.b(x)) * m.c(h) + m.d(x))
     model.a, model.c = nn.Linear(4, 40), nn.Linear(4, 40)
     assert layers_of(model) == [["a", "c"]]
 
 
-def test_what_draws_is_left_to_all():
+def test_random_operations_run_on_all_ranks():
     model = Uses(lambda m, x: m.a(x) + nn.functional.relu(m.b(x)) + m.c(x))
     assert layers_of(model, drawing={":relu"}) == [["a", "c"]]
 
 
-def test_parts_of_a_model_that_cannot_be_traced():
+def test_untraceable_model_uses_its_traceable_parts():
     class Untraceable(nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,9 +85,9 @@ def test_parts_of_a_model_that_cannot_be_traced():
     assert [block.describe(branch) for branch in block.branches] == ["inner.a", "inner.b"]
 
 
-def test_the_dearest_go_to_who_has_least_to_do():
+def test_assignment_gives_the_largest_branch_to_the_least_loaded_rank():
     assert assign_branches([[1.0, 5.0, 2.0, 2.0]], 2) == [[1, 0, 1, 1]]
     assert assign_branches([[3.0, 1.0], [3.0, 1.0]], 2) == [[0, 1], [1, 0]], (
-        "of two blocks alike nobody has both dear branches"
+        "of two equal blocks no rank has both expensive branches"
     )
     assert assign_branches([[0.0, 0.0]], 2) == [[0, 1]]

@@ -30,29 +30,29 @@ DECAYS = {"linear": lambda left: left, "cosine": lambda left: 0.5 - 0.5 * cos(pi
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("peak", [1.0, 3.0])
-def test_a_task_without_schedule_climbs_and_falls_to_zero(perceptron, decay, peak):
+def test_task_without_schedule_warms_up_and_decays_to_zero(perceptron, decay, peak):
     rates = rates_of(
         perceptron(optimizer=constant, epochs=8), f"budgeted_schedule:factor=0.25,decay={decay},peak={peak},warmup=0.25"
     )
-    climb = [0.1 * peak * step / 4 for step in (1, 2, 3)]  # 12 steps, a quarter of them climbing
+    warm_up = [0.1 * peak * step / 4 for step in (1, 2, 3)]  # 12 steps, a quarter of them rising
     fall = [0.1 * peak * DECAYS[decay]((12 - step) / 9) for step in range(3, 13)]
-    assert rates == pytest.approx(climb + fall)
+    assert rates == pytest.approx(warm_up + fall)
     assert max(rates) == pytest.approx(0.1 * peak)
     assert rates[-1] == 0
 
 
-def test_no_decay_is_fewer_epochs_and_nothing_else(perceptron, trained):
+def test_no_decay_only_shortens_training(perceptron, trained):
     task = perceptron(epochs=4)
     short = trained(task, "budgeted_schedule:factor=0.5,decay=none")
     assert short.run.plan.epochs == 2
     assert short.same_bits(trained(task, number=12))
 
 
-def test_part_of_an_epoch(perceptron, trained):
+def test_fraction_of_an_epoch_rounds_steps(perceptron, trained):
     assert len(trained(perceptron(epochs=1), "budgeted_schedule:factor=0.5").losses) == 3
 
 
-def test_a_task_that_is_told_the_steps_builds_a_shorter_schedule(perceptron):
+def test_scheduler_built_from_the_number_of_steps_is_shorter(perceptron):
     def optimizer(model, steps):
         made = constant(model)
         return made, lr_scheduler.LinearLR(made, 1.0, 0.0, total_iters=steps)
@@ -75,7 +75,7 @@ def test_a_task_that_is_told_the_steps_builds_a_shorter_schedule(perceptron):
     ids=["cosine", "steps", "sequence"],
 )
 @pytest.mark.parametrize("peak", [1.0, 2.0])
-def test_a_schedule_made_for_the_long_run_is_squeezed(perceptron, schedule, peak):
+def test_scheduler_made_for_the_long_run_is_compressed(perceptron, schedule, peak):
     def optimizer(model):
         made = constant(model)
         return made, schedule(made)
@@ -87,7 +87,7 @@ def test_a_schedule_made_for_the_long_run_is_squeezed(perceptron, schedule, peak
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # nothing is trained here
-def test_a_squeezed_schedule_goes_on_from_a_checkpoint(perceptron):
+def test_compressed_scheduler_resumes_from_a_checkpoint(perceptron):
     def program():
         def optimizer(model):
             made = constant(model)
@@ -109,16 +109,16 @@ def test_a_squeezed_schedule_goes_on_from_a_checkpoint(perceptron):
     )
 
 
-def test_together_with_batch_size(perceptron):
+def test_combination_with_batch_size(perceptron):
     task = perceptron(optimizer=constant, batch_size=4, epochs=2)  # 48 steps
     recipe = "budgeted_schedule:factor=0.5,peak=2.0,warmup=0.25 + batch_size:factor=4,rule=linear,warmup=0.0"
     rates = rates_of(task, recipe)
-    climb = [0.8 * step / 3 for step in (1, 2)]  # 0.1 * 2 * 4, 6 steps, two of them climbing (round half to even)
-    assert rates == pytest.approx(climb + [0.8 * (6 - step) / 4 for step in range(2, 7)])
+    warm_up = [0.8 * step / 3 for step in (1, 2)]  # 0.1 * 2 * 4, 6 steps, two of them rising (round half to even)
+    assert rates == pytest.approx(warm_up + [0.8 * (6 - step) / 4 for step in range(2, 7)])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
-def test_a_warm_up_of_nearly_all_the_steps_leaves_one_to_fall(perceptron, steps):
+def test_warm_up_of_nearly_all_steps_leaves_one_to_decay(perceptron, steps):
     rates = rates_of(
         perceptron(optimizer=constant, batch_size=96 // steps, epochs=2), "budgeted_schedule:factor=0.5,warmup=0.99"
     )
@@ -126,7 +126,7 @@ def test_a_warm_up_of_nearly_all_the_steps_leaves_one_to_fall(perceptron, steps)
 
 
 @pytest.mark.parametrize("decay", ["linear", "none"])
-def test_a_stream_without_length_cannot_end_in_time(perceptron, decay):
+def test_stream_of_unknown_length_is_refused(perceptron, decay):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([(torch.randn(12), 0)] * 32)
@@ -136,6 +136,6 @@ def test_a_stream_without_length_cannot_end_in_time(perceptron, decay):
 
 
 @pytest.mark.parametrize("settings", ["factor=1.0", "factor=0.0", "decay=square", "peak=0.0", "warmup=1.0"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"budgeted_schedule:{settings}"))

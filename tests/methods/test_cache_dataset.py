@@ -1,4 +1,4 @@
-"""cache_dataset: every sample is read once, as long as the memory lasts, and training does not notice."""
+"""cache_dataset: every sample is read once if it fits in the memory budget, and training is unchanged."""
 
 import numpy
 import pytest
@@ -13,7 +13,7 @@ RECIPE = Recipe().with_method("cache_dataset")
 
 
 class Ragged(Dataset):
-    """Samples of unequal length, as text has them; counts its readings."""
+    """Samples of unequal length, such as text; counts its reads."""
 
     def __init__(self, length=60):
         self.length, self.readings = length, 0
@@ -27,7 +27,7 @@ class Ragged(Dataset):
 
 
 def padded(samples: list[dict]):
-    """A collate function that takes its samples apart, as those of transformers do."""
+    """A collate function that modifies its samples, as those of transformers do."""
     labels = torch.tensor([sample.pop("label") for sample in samples])
     rows = [torch.nn.functional.pad(torch.from_numpy(sample["x"]), (0, 12 - len(sample["x"]))) for sample in samples]
     return torch.stack(rows), labels
@@ -42,22 +42,22 @@ def ragged(perceptron, data, **changes):
     )
 
 
-def test_the_same_bits_with_one_reading_a_sample(perceptron, trained):
+def test_weights_are_identical_and_each_sample_is_read_once(perceptron, trained):
     plain = trained(ragged(perceptron, Ragged()))
     data = Ragged()
     cached = trained(ragged(perceptron, data), RECIPE)
     assert len(plain.losses) == 30
     assert cached.run.no_effect == []
     assert plain.same_bits(cached)
-    assert data.readings == 60 + 3 * 30  # once each, after three looks at every other one
+    assert data.readings == 60 + 3 * 30  # once each, after three probes of every other one
 
 
-def test_a_plain_dataset(perceptron, trained):
+def test_plain_dataset_is_cached(perceptron, trained):
     task = perceptron(epochs=5)
     assert trained(task).same_bits(trained(task, RECIPE))
 
 
-def test_the_budget_is_kept(perceptron, trained):
+def test_memory_budget_is_respected(perceptron, trained):
     data = Ragged()
     small = trained(ragged(perceptron, data), "cache_dataset:gigabytes=1e-6")  # about a dozen samples of 76 bytes
     assert small.same_bits(trained(ragged(perceptron, Ragged())))
@@ -72,7 +72,7 @@ def test_the_budget_is_kept(perceptron, trained):
     ],
     ids=["tensors", "random"],
 )
-def test_what_it_leaves_alone_and_why(perceptron, data, reason):
+def test_no_effect_states_its_reason(perceptron, data, reason):
     class Noise(Dataset):
         def __len__(self):
             return 32
@@ -86,6 +86,6 @@ def test_what_it_leaves_alone_and_why(perceptron, data, reason):
     assert [reason in why for _, why in program.run.no_effect] == [True]
 
 
-def test_bad_settings():
+def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="gigabytes"):
         make_methods(Recipe.coerce("cache_dataset:gigabytes=-1.0"))

@@ -1,4 +1,4 @@
-"""channels_last: weights, inputs and what lies between keep the channels innermost."""
+"""channels_last: weights, inputs and activations have the channels innermost."""
 
 import torch
 
@@ -15,7 +15,7 @@ def test_inputs_and_activations_have_the_channels_innermost(convolutional, train
     assert not run.no_effect
 
 
-def test_tensors_that_are_no_images_stay_as_they_are(convolutional):
+def test_tensors_that_are_not_images_are_unchanged(convolutional):
     from hasten.methods.channels_last import ChannelsLast
 
     labels, flat = torch.arange(4), torch.randn(4, 3)
@@ -26,7 +26,7 @@ def test_tensors_that_are_no_images_stay_as_they_are(convolutional):
     assert moved["x"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_without_convolutions_it_says_so(perceptron, trained):
+def test_model_without_convolutions_has_no_effect(perceptron, trained):
     assert trained(perceptron(), "channels_last", 1).run.no_effect == [
         ("channels_last", "the model has no two-dimensional convolution")
     ]

@@ -1,4 +1,4 @@
-"""compile: the compiled model trains, the exported one is plain and shares its weights."""
+"""compile: the compiled model trains; the exported model is not compiled and shares its weights."""
 
 import copy
 
@@ -83,7 +83,7 @@ def test_compile_blocks_of_a_model_without_blocks_has_no_effect(perceptron, trai
     assert "no sequence of blocks" in reason and "scope=model" in reason
 
 
-def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
+def test_trained_model_is_compiled_and_the_exported_one_is_not(transformer, trained):
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     run = trained(transformer(), "compile:backend=eager", 3)
@@ -97,19 +97,19 @@ def test_the_model_is_compiled_and_the_exported_one_is_not(transformer, trained)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "the evaluation compiled something"
 
 
-def test_an_average_of_the_weights_can_be_copied_from_it(perceptron, trained):
+def test_compiled_model_can_be_copied_for_averaging(perceptron, trained):
     run = trained(perceptron(), "compile:backend=eager", 2).run
     copied = copy.deepcopy(run.model)
     assert copied._compiled_call_impl is None
 
 
-def test_an_unknown_mode_is_refused():
+def test_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
 
 
 @pytest.mark.slow
-def test_the_real_backend_gives_the_same_formula(transformer):
+def test_inductor_backend_gives_the_same_gradients(transformer):
     from hasten.benchmarking.exactness import check_exactness
     from hasten.core.card import Exactness
     from hasten.core.recipe import Recipe

@@ -1,4 +1,4 @@
-"""cuda_graph: replays are the run; what warm-up and capture disturb is put back. Most of it needs a GPU."""
+"""cuda_graph: replays equal normal steps; state changed by warm-up and capture is restored. Most tests need a GPU."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hasten.engine.registry import make_methods
 needs_gpu = pytest.mark.gpu
 
 
-def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
+def test_run_without_gpu_has_no_effect(perceptron, trained):
     usual, graph = trained(perceptron()), trained(perceptron(), "cuda_graph")
     assert graph.run.no_effect == [("cuda_graph", "CUDA graphs need an NVIDIA GPU; this run is on cpu")]
     assert usual.same_bits(graph)
@@ -22,8 +22,8 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
     "more", ["", " + gradient_accumulation:accumulation_steps=3", " + float16", " + bfloat16", " + fused_optimizer"]
 )
 @pytest.mark.parametrize("name", ["perceptron", "convolutional", "transformer"])
-def test_it_trains_as_without_it(name, more, request):
-    """Batches of 20 from 96 samples: the last of each epoch has another shape and runs outside the graph."""
+def test_run_with_graph_equals_run_without(name, more, request):
+    """Batches of 20 from 96 samples: the last batch of each epoch has another shape and runs outside the graph."""
     task = request.getfixturevalue(name)(batch_size=20)
     usual = _weights(task, more.removeprefix(" + ") or "baseline")
     graph = _weights(task, "cuda_graph" + more)
@@ -32,8 +32,8 @@ def test_it_trains_as_without_it(name, more, request):
 
 
 @needs_gpu
-def test_a_run_that_begins_with_the_short_batch_records_the_whole_ones(perceptron):
-    """96 samples in batches of 20: taken up at the fifth, which has 16."""
+def test_run_that_begins_with_the_short_batch_captures_the_full_ones(perceptron):
+    """96 samples in batches of 20: resumed at the fifth batch, which has 16."""
     task = perceptron(batch_size=20)
     usual, graph = (_weights(task, recipe, first=4) for recipe in ("baseline", "cuda_graph"))
     for key in usual:

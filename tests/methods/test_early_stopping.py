@@ -1,4 +1,4 @@
-"""early_stopping: stops for the right reason after the right evaluation, and is a function of the history alone."""
+"""early_stopping: stops after the right evaluation for the right reason, as a function of the history only."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from hasten.engine.registry import make_methods
 
 
 def stops_at(task, metrics, agree=None, **settings) -> int | None:
-    """After how many evaluations the run would stop."""
+    """Returns the number of evaluations after which the run stops."""
     program = build(task, make_methods(Recipe().with_method("early_stopping", **settings)))
     if agree:
         program.run.parallel = ParallelContext(ProcessGroupInfo(all_reduce_max=lambda numbers: [agree(*numbers)]))
@@ -29,11 +29,11 @@ def stops_at(task, metrics, agree=None, **settings) -> int | None:
         ([], 1, None),
     ],
 )
-def test_the_target_must_be_held(perceptron, metrics, target_patience, evaluations):
+def test_target_must_be_held(perceptron, metrics, target_patience, evaluations):
     assert stops_at(perceptron(target=0.9), metrics, target_patience=target_patience) == evaluations
 
 
-def test_a_metric_that_should_fall(perceptron):
+def test_metric_that_falls_is_supported(perceptron):
     task = perceptron(metric="loss", target=0.3)
     assert stops_at(task, [0.9, 0.3, 0.2, 0.1]) == 3
     assert stops_at(task, [0.9, 0.8, 0.85, 0.81, 0.7], patience=2) == 4
@@ -48,11 +48,11 @@ def test_a_metric_that_should_fall(perceptron):
         ([0.1, 0.2, 0.3, 0.4], 1, 0.0, None),
     ],
 )
-def test_patience_ends(perceptron, metrics, patience, min_delta, evaluations):
+def test_patience_stops_the_run(perceptron, metrics, patience, min_delta, evaluations):
     assert stops_at(perceptron(target=0.99), metrics, patience=patience, min_delta=min_delta) == evaluations
 
 
-def test_a_task_without_target_stops_by_patience_only(perceptron):
+def test_task_without_target_stops_by_patience_only(perceptron):
     assert stops_at(perceptron(target=None), [1.0, 1.0, 1.0], patience=2) == 3
 
 
@@ -62,7 +62,7 @@ def test_one_rank_stops_all_ranks(perceptron):
     assert asked == [False, False]
 
 
-def test_stop_of_an_inner_method_is_kept(perceptron):
+def test_stop_of_an_inner_method_is_respected(perceptron):
     from hasten.engine.data_adapters import initial_plan
 
     task = perceptron(target=0.9)
@@ -78,6 +78,6 @@ def test_without_validation_data_no_effect(perceptron, trained):
 
 
 @pytest.mark.parametrize("settings", ["target_patience=0", "patience=0", "min_delta=-1.0"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"early_stopping:{settings}"))

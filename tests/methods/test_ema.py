@@ -1,4 +1,4 @@
-"""ema: the exported weights are the average computed by hand; the live ones are untouched."""
+"""ema: the exported weights are the average computed by hand; the trained ones are unchanged."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hasten.engine.registry import make_methods
 
 
 @pytest.mark.parametrize(("decay", "start"), [(0.9, 0), (0.2, 0), (0.9, 5)])
-def test_the_average_is_the_one_computed_by_hand(convolutional, decay, start):
+def test_average_equals_the_one_computed_by_hand(convolutional, decay, start):
     program = build(convolutional(), make_methods(Recipe().with_method("ema", decay=decay, start=start)))
     average = None
     for number, _ in enumerate(train_steps(program)):
@@ -28,7 +28,7 @@ def _first_weights(convolutional):
     return [p.detach().clone() for p in build(convolutional()).run.model.parameters()]
 
 
-def test_training_itself_does_not_change(convolutional, trained):
+def test_trained_weights_are_unchanged(convolutional, trained):
     task = convolutional()
     plain, averaged = trained(task), trained(task, "ema")
     live = averaged.run.model.state_dict()
@@ -36,11 +36,11 @@ def test_training_itself_does_not_change(convolutional, trained):
     assert all(torch.equal(value, live[name]) for name, value in plain.weights.items())
     buffers = [name for name, _ in averaged.run.model.named_buffers()]
     assert buffers
-    assert all(torch.equal(averaged.weights[name], live[name]) for name in buffers)  # those of the live model
+    assert all(torch.equal(averaged.weights[name], live[name]) for name in buffers)  # those of the trained model
     assert not averaged.same_bits(plain)
 
 
-def test_the_average_travels_in_checkpoints(perceptron):
+def test_average_is_saved_in_checkpoints(perceptron):
     recipe = Recipe.coerce("ema:decay=0.5")
     first, second = (build(perceptron(), make_methods(recipe), seed=seed) for seed in (0, 1))
     for _ in train_steps(first):
@@ -50,7 +50,7 @@ def test_the_average_travels_in_checkpoints(perceptron):
     assert all(map(torch.equal, first.export().parameters(), second.export().parameters()))
 
 
-def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, trained):
+def test_start_after_the_last_step_has_no_effect(perceptron, trained):
     number = build(perceptron()).plan.steps
     assert not trained(perceptron(), f"ema:start={number - 1}").run.no_effect
     for start in (number, 10**23):
@@ -62,6 +62,6 @@ def test_a_start_that_the_run_never_reaches_is_nothing_to_act_on(perceptron, tra
 
 
 @pytest.mark.parametrize("settings", ["decay=1.0", "decay=0.0", "start=-1"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"ema:{settings}"))

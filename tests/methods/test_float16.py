@@ -1,4 +1,4 @@
-"""float16: the loss scale finds its level, overflowing steps change nothing, the state travels."""
+"""float16: the loss scale adapts, overflowing steps change nothing, and the state is saved in checkpoints."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ from hasten.testing.tasks import Labeled
 
 
 def test_gradients_are_unscaled_before_other_methods_read_them(perceptron, trained):
-    """With a clipping that never bites the run is the same to the bit, whatever the scale (a power of two)."""
+    """With clipping that never applies the run is bit-identical for any scale (a power of two)."""
     scaled, clipped = (
         trained(perceptron(), f"float16:scale=256{more}") for more in ("", " + gradient_clipping:max_norm=1e6")
     )
     assert scaled.same_bits(clipped)
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale(perceptron):
+def test_overflow_skips_the_step_and_halves_the_scale(perceptron):
     task = perceptron(loss=lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target))
     program = build(task, [make_method("float16")])
     scale = program.run.checkpoint_state["float16"]
@@ -37,7 +37,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(perceptron):
     assert not any(map(torch.equal, before, program.run.model.parameters()))
 
 
-def test_the_scale_doubles_after_many_good_steps_and_starts_counting_again_after_a_bad_one():
+def test_scale_doubles_after_good_steps_and_counts_again_after_a_bad_one():
     scale = LossScale("dynamic", torch.device("cpu"))
     for _ in range(GROWTH_INTERVAL - 1):
         scale.update()
@@ -51,12 +51,12 @@ def test_the_scale_doubles_after_many_good_steps_and_starts_counting_again_after
     assert scale.value == scale.tensor.item() == 2.0**16
 
 
-def test_a_constant_scale_stays(perceptron, trained):
+def test_constant_scale_is_unchanged(perceptron, trained):
     assert trained(perceptron(), "float16:scale=128").run.checkpoint_state["float16"].value == 128.0
 
 
-def test_the_scale_rescues_small_gradients(perceptron, trained):
-    """A loss of 1e-7 gives float16 gradients below 2**-24 without a scale: they vanish, and nothing is learned."""
+def test_scale_prevents_underflow_of_small_gradients(perceptron, trained):
+    """A loss of 1e-7 gives float16 gradients below 2**-24 without a scale: they underflow and nothing is learned."""
 
     def task():
         return perceptron(
@@ -75,7 +75,7 @@ def test_gradients_that_never_become_finite_end_the_run(perceptron, trained):
         trained(task, "float16")
 
 
-def test_the_scale_survives_a_checkpoint(perceptron, trained):
+def test_scale_is_restored_from_a_checkpoint(perceptron, trained):
     saved = trained(perceptron(), "float16").run.checkpoint_state["float16"]
     saved.overflow = True
     saved.update()
@@ -84,7 +84,7 @@ def test_the_scale_survives_a_checkpoint(perceptron, trained):
     assert loaded.state_dict() == saved.state_dict() and loaded.tensor.item() == saved.value
 
 
-def test_one_ranks_overflow_is_every_ranks():
+def test_overflow_on_one_rank_skips_the_step_on_all():
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
     run = RunContext(
@@ -99,7 +99,7 @@ def test_one_ranks_overflow_is_every_ranks():
     method.optimizer_step(lambda: pytest.fail("the optimizer stepped although another rank overflowed"), run)()
 
 
-def test_a_model_without_float32_matrices_is_left_alone(perceptron, trained):
+def test_model_without_float32_matrices_has_no_effect(perceptron, trained):
     def task():
         return perceptron(model=lambda: perceptron().model().double(), train_data=Doubled())
 
@@ -115,11 +115,11 @@ class Doubled(Labeled):
 
 
 @pytest.mark.parametrize("scale", [0, -1, "constant", float("inf")])
-def test_a_scale_out_of_range_is_refused(scale):
+def test_scale_out_of_range_is_refused(scale):
     with pytest.raises(ConfigurationError, match="float16: scale must be"):
         make_method("float16", {"scale": scale})
 
 
-def test_a_recipe_holds_the_setting():
+def test_recipe_states_the_option():
     recipe = Recipe.parse("float16:scale=1024")
     assert make_method("float16", recipe.methods["float16"]).scale == 1024

@@ -1,4 +1,4 @@
-"""fused_optimizer: the same object, told to use torch's fused kernels; the same formula."""
+"""fused_optimizer: the same optimizer object with torch's fused kernels; the same formula."""
 
 import pytest
 import torch
@@ -21,17 +21,17 @@ def test_every_fused_optimizer_of_torch_gives_the_same_weights(name, perceptron,
         torch.testing.assert_close(fused.weights[key], usual.weights[key], rtol=1e-4, atol=1e-6)
 
 
-def test_the_schedule_keeps_its_optimizer(perceptron, trained):
+def test_scheduler_keeps_its_optimizer(perceptron, trained):
     def optimizer(model, number):
         adam = torch.optim.Adam(model.parameters(), lr=1.0)
         return adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1e-3 * (step + 1))
 
     run = trained(perceptron(optimizer=optimizer), "fused_optimizer", 3)
     assert run.program.schedule.optimizer is run.run.optimizer
-    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # the fourth step's
+    assert run.run.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3)  # learning rate of the fourth step
 
 
-def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
+def test_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     first, second = (trained(perceptron(), "fused_optimizer", number) for number in (3, 1))
     second.run.optimizer.load_state_dict(first.run.optimizer.state_dict())
     second.program.forward_backward(next(iter(second.program.train)))
@@ -39,18 +39,18 @@ def test_the_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     assert next(iter(second.run.optimizer.state.values()))["step"].item() == 4
 
 
-class OwnAdam(torch.optim.Adam):
-    """A subclass may have a step of its own."""
+class AdamSubclass(torch.optim.Adam):
+    """A subclass may have its own step."""
 
 
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
         (lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), "torch has no fused RMSprop"),
-        (lambda model: OwnAdam(model.parameters(), lr=1e-3), "torch has no fused OwnAdam"),
+        (lambda model: AdamSubclass(model.parameters(), lr=1e-3), "torch has no fused AdamSubclass"),
         (lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), "the task's Adam is fused already"),
     ],
 )
-def test_it_says_what_it_cannot_fuse(optimizer, why, perceptron, trained):
+def test_unsupported_optimizer_has_no_effect(optimizer, why, perceptron, trained):
     ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
     assert name == "fused_optimizer" and why in reason

@@ -7,7 +7,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.engine.registry import make_method
 
 
-def test_a_batch_is_split_and_makes_one_step(perceptron, trained):
+def test_batch_is_split_and_makes_one_step(perceptron, trained):
     sizes, model = [], perceptron().model()
     model.register_forward_hook(lambda module, inputs, output: sizes.append(len(inputs[0])))
     run = trained(perceptron(model=lambda: model), "gradient_accumulation:accumulation_steps=3", 2).run
@@ -15,17 +15,17 @@ def test_a_batch_is_split_and_makes_one_step(perceptron, trained):
     assert run.progress.step == 2 and run.progress.samples == 32
 
 
-def test_unequal_microbatches_have_the_gradient_of_the_batch(perceptron, trained):
-    whole, cut = (
+def test_unequal_microbatches_give_the_gradient_of_the_batch(perceptron, trained):
+    undivided, cut = (
         trained(perceptron(batch_size=7), recipe, 20)
         for recipe in ("baseline", "gradient_accumulation:accumulation_steps=3")
     )
-    for name in whole.weights:
-        torch.testing.assert_close(cut.weights[name], whole.weights[name], rtol=1e-4, atol=1e-5)
-    assert cut.losses == pytest.approx(whole.losses, rel=1e-4)
+    for name in undivided.weights:
+        torch.testing.assert_close(cut.weights[name], undivided.weights[name], rtol=1e-4, atol=1e-5)
+    assert cut.losses == pytest.approx(undivided.losses, rel=1e-4)
 
 
-def test_a_model_with_batch_normalization_is_not_split(convolutional, trained):
+def test_model_with_batch_norm_is_not_split(convolutional, trained):
     usual, cut = trained(convolutional()), trained(convolutional(), "gradient_accumulation")
     ((name, why),) = cut.run.no_effect
     assert name == "gradient_accumulation" and "batch normalization" in why

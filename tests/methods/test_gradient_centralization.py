@@ -9,7 +9,7 @@ from hasten.engine.registry import make_methods
 
 
 @pytest.mark.parametrize("convolutions_only", [False, True])
-def test_the_formula(convolutional, convolutions_only):
+def test_gradient_equals_the_numpy_formula(convolutional, convolutions_only):
     recipe = Recipe().with_method("gradient_centralization", convolutions_only=convolutions_only)
     plain, changed = build(convolutional()), build(convolutional(), make_methods(recipe))
     for program in (plain, changed):
@@ -23,11 +23,11 @@ def test_the_formula(convolutional, convolutions_only):
         numpy.testing.assert_allclose(after.grad.numpy(), expected, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
-def test_it_trains_differently(convolutional, trained):
+def test_weights_differ_from_the_baseline(convolutional, trained):
     task = convolutional()
     assert not trained(task).same_bits(trained(task, "gradient_centralization"))
 
 
-def test_a_perceptron_has_no_convolutions(perceptron, trained):
+def test_model_without_convolutions_has_no_effect(perceptron, trained):
     run = trained(perceptron(), "gradient_centralization:convolutions_only=true").run
     assert [(name, "4 or more" in why) for name, why in run.no_effect] == [("gradient_centralization", True)]

@@ -1,4 +1,4 @@
-"""gradient_clipping: the norm of all gradients together never exceeds max_norm, and short ones stay."""
+"""gradient_clipping: the norm of all gradients together never exceeds max_norm; shorter gradients are unchanged."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hasten.engine.registry import make_method
 
 
 def _norms(task, max_norm: float) -> tuple[float, float]:
-    """The norm of the first step's gradients before and after."""
+    """Returns the norm of the first step's gradients before and after clipping."""
     program = build(task, [make_method("gradient_clipping", {"max_norm": max_norm})])
 
     def gradients() -> float:
@@ -26,12 +26,12 @@ def test_long_gradients_are_shortened(perceptron):
     assert before > 0.1 and after == pytest.approx(0.1, rel=1e-4)
 
 
-def test_short_gradients_stay(perceptron):
+def test_short_gradients_are_unchanged(perceptron):
     before, after = _norms(perceptron(), 100.0)
     assert before == after
 
 
 @pytest.mark.parametrize("max_norm", [0, -1, float("nan")])
-def test_a_norm_that_is_none_is_refused(max_norm):
+def test_invalid_max_norm_is_refused(max_norm):
     with pytest.raises(ConfigurationError, match=r"max_norm must be (finite and )?above 0"):
         make_method("gradient_clipping", {"max_norm": max_norm})

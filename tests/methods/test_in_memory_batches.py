@@ -1,4 +1,4 @@
-"""in_memory_batches: exactly the batches of per-sample loading, or a reason why not."""
+"""in_memory_batches: exactly the batches of per-sample loading, or the reason why it has no effect."""
 
 import numpy
 import pytest
@@ -16,7 +16,7 @@ RECIPE = Recipe().with_method("in_memory_batches")
 
 
 class Listed(Dataset):
-    """Samples that a function makes out of their index."""
+    """Samples computed by a function of their index."""
 
     def __init__(self, sample, length=50):
         self.sample, self.length, self.readings = sample, length, 0
@@ -56,7 +56,7 @@ def _copied(batch):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("validation", [False, True], ids=["training", "validation"])
-def test_batches_are_those_of_single_samples(perceptron, name, validation):
+def test_batches_equal_those_of_single_samples(perceptron, name, validation):
     task = perceptron(train_data=Listed(SHAPES[name]), validation_data=Listed(SHAPES[name], 21), batch_size=16)
     plain, _ = batches_of(task, Recipe(), validation=validation)
     batched, idle = batches_of(task, validation=validation)
@@ -66,13 +66,13 @@ def test_batches_are_those_of_single_samples(perceptron, name, validation):
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_a_pass_is_taken_up_anywhere(perceptron, start):
+def test_epoch_resumes_at_any_batch(perceptron, start):
     task = perceptron(train_data=Listed(SHAPES["tensors"]), batch_size=8)
     assert bitwise_equal(batches_of(task, Recipe(), start=start)[0], batches_of(task, start=start)[0])
 
 
 @pytest.mark.parametrize("kind", ["perceptron", "convolutional", "transformer"])
-def test_thirty_steps_end_in_the_same_bits(kind, request, trained):
+def test_thirty_steps_give_the_same_bits(kind, request, trained):
     task = request.getfixturevalue(kind)(epochs=5)
     plain, batched = trained(task), trained(task, RECIPE)
     assert len(plain.losses) == 30
@@ -82,7 +82,7 @@ def test_thirty_steps_end_in_the_same_bits(kind, request, trained):
 
 @pytest.mark.parametrize("generator", [None, 7], ids=["global generator", "its own generator"])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_ready_loader_ends_in_the_same_bits(transformer, trained, generator, drop_last):
+def test_ready_loader_gives_the_same_bits(transformer, trained, generator, drop_last):
     def task():
         made = generator and torch.Generator().manual_seed(generator)
         loader = DataLoader(transformer().train_data, batch_size=20, shuffle=True, generator=made, drop_last=drop_last)
@@ -94,7 +94,7 @@ def test_a_ready_loader_ends_in_the_same_bits(transformer, trained, generator, d
     assert plain.same_bits(batched)
 
 
-def test_samples_are_read_once_and_not_while_building_beyond_a_few(perceptron):
+def test_samples_are_read_once_and_few_while_building(perceptron):
     data = Listed(SHAPES["tensors"], 500)
     program = build(perceptron(train_data=data), make_methods(RECIPE))
     probed, data.readings = data.readings, 0
@@ -105,32 +105,32 @@ def test_samples_are_read_once_and_not_while_building_beyond_a_few(perceptron):
 
 
 def memory_of(batches) -> tuple[int, int]:
-    """(separate pieces of memory that the first field of these batches lies in, batches)."""
-    kept = list(batches)
-    return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in kept}), len(kept)
+    """Returns (number of separate storages of the first field, batches)."""
+    held = list(batches)
+    return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in held}), len(held)
 
 
-def test_buffers_are_used_again_in_training_and_fresh_in_validation(perceptron):
+def test_buffers_are_reused_in_training_and_fresh_in_validation(perceptron):
     large = Listed(lambda i: (torch.full((4096,), i), i), 160)
     program = build(perceptron(train_data=large, validation_data=large, batch_size=16), make_methods(RECIPE))
     assert memory_of(program.train.epoch(0, 0)) == (3, 10)
     assert memory_of(program.validation.epoch(0, 0)) == (10, 10)
 
 
-def test_small_batches_are_fetched_together(perceptron):
+def test_small_batches_are_gathered_together(perceptron):
     data = TensorDataset(torch.randn(1000, 12), torch.randint(4, (1000,)))
     program = build(perceptron(train_data=data, batch_size=16), make_methods(RECIPE))
     assert memory_of(program.train.epoch(0, 0)) == (1, 63)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 50])
-def test_every_batch_begins_where_fresh_memory_would(perceptron, batch_size):
+def test_batches_are_aligned_like_fresh_memory(perceptron, batch_size):
     data = TensorDataset(torch.randn(300, 3), torch.randint(4, (300,)))
     program = build(perceptron(train_data=data, batch_size=batch_size), make_methods(RECIPE))
     assert all(part.data_ptr() % 64 == 0 for batch in program.train.epoch(0, 0) for part in batch_tensors(batch))
 
 
-def test_a_ready_loaders_sampler_is_not_asked_ahead(perceptron):
+def test_sampler_of_a_ready_loader_is_not_read_ahead(perceptron):
     class Watched(RandomSampler):
         asked = 0
 
@@ -147,20 +147,20 @@ def test_a_ready_loaders_sampler_is_not_asked_ahead(perceptron):
     assert sampler.asked == 16
 
 
-def test_tensors_are_taken_as_they_are(perceptron, monkeypatch):
+def test_tensor_datasets_are_used_without_a_copy(perceptron, monkeypatch):
     data = TensorDataset(torch.randn(40, 12), torch.randint(4, (40,)))
-    monkeypatch.setattr(TensorDataset, "__getitem__", None)  # nobody reads a sample
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)  # no sample is read
     drawn, idle = batches_of(perceptron(train_data=data, validation_data=data), validation=True, passes=1)
     assert idle == []
     assert torch.equal(torch.cat([x for x, _ in drawn[0]]), data.tensors[0])
 
 
-def test_the_models_own_random_numbers_are_not_disturbed(transformer, trained):
+def test_random_numbers_of_the_model_are_unchanged(transformer, trained):
     task = transformer(dropout=0.3)
     assert trained(task).same_bits(trained(task, RECIPE))
 
 
-IDLE = {
+NO_EFFECT = {
     "random": (lambda i: (vector(i) * torch.rand(()) * numpy.random.rand(), i), {}),
     "unequal shapes": (lambda i: (torch.zeros(1 + i % 3), i), {}),
     "no tensor": (lambda i: (vector(i), str(i)), {}),
@@ -168,16 +168,16 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("reason", IDLE)
-def test_what_it_leaves_alone_and_why(perceptron, reason):
-    sample, settings = IDLE[reason]
+@pytest.mark.parametrize("reason", NO_EFFECT)
+def test_no_effect_states_its_reason(perceptron, reason):
+    sample, settings = NO_EFFECT[reason]
     task = perceptron(train_data=Listed(sample), validation_data=None, batch_size=1)
     drawn, idle = batches_of(task, Recipe().with_method("in_memory_batches", **settings))
     assert [name for name, why in idle if reason in why] == ["in_memory_batches"]
     assert bitwise_equal(drawn, batches_of(task, Recipe())[0])
 
 
-def test_a_collate_function_of_ones_own(perceptron):
+def test_collate_function_of_the_user_is_applied(perceptron):
     loader = DataLoader(
         Listed(SHAPES["tensors"]), batch_size=4, collate_fn=lambda samples: torch.utils.data.default_collate(samples)
     )
@@ -185,22 +185,22 @@ def test_a_collate_function_of_ones_own(perceptron):
     assert "collate function" in idle[0][1]
 
 
-def test_one_odd_sample_that_the_first_look_missed(perceptron):
-    data = Listed(lambda i: (torch.zeros(4 if i == 77 else 3), i), 100)  # the look reads every fourth sample
+def test_sample_that_the_probe_missed_raises(perceptron):
+    data = Listed(lambda i: (torch.zeros(4 if i == 77 else 3), i), 100)  # the probe reads every fourth sample
     program = build(perceptron(train_data=data, batch_size=1, validation_data=None), make_methods(RECIPE))
     assert program.run.no_effect == []
     assert sum(len(x[0]) for x, _ in program.train.epoch(0, 0)) == 301
     assert "cannot be stacked" in program.run.no_effect[0][1]
 
 
-def test_a_dataset_that_raises_still_names_its_sample(perceptron):
+def test_raising_dataset_names_its_sample(perceptron):
     data = Listed(lambda i: (vector(i), 1 // (i - 77)), 100)
     program = build(perceptron(train_data=data, batch_size=1, validation_data=None), make_methods(RECIPE))
     with pytest.raises(RunError, match="sample 77: ZeroDivisionError"):
         list(program.train.epoch(0, 0))
 
 
-def test_it_goes_with_the_methods_that_wrap_batches_and_not_with_the_cache(perceptron, trained):
+def test_combination_with_batch_methods_works_and_with_the_cache_is_refused(perceptron, trained):
     task = perceptron()
     both = trained(task, "in_memory_batches + loader_workers")
     assert [name for name, _ in both.run.no_effect] == ["loader_workers"]
@@ -209,6 +209,6 @@ def test_it_goes_with_the_methods_that_wrap_batches_and_not_with_the_cache(perce
         build(task, make_methods(Recipe.coerce("in_memory_batches + cache_dataset")))
 
 
-def test_bad_settings():
+def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="gigabytes"):
         make_methods(Recipe.coerce("in_memory_batches:gigabytes=0"))

@@ -1,4 +1,4 @@
-"""loader_workers: the same bits for any number of workers, with the task's own loader too."""
+"""loader_workers: the same bits for any number of workers, also with the task's own loader."""
 
 import numpy
 import pytest
@@ -28,19 +28,19 @@ def with_workers(number: int) -> Recipe:
     return Recipe().with_method("loader_workers", num_workers=number, persistent_workers=False)
 
 
-def test_any_number_of_workers_reads_a_random_dataset_alike(perceptron, trained):
+def test_random_dataset_is_the_same_for_any_number_of_workers(perceptron, trained):
     task = perceptron(train_data=Noisy(), epochs=2, batch_size=8)
     plain, *others = (trained(task, recipe) for recipe in (Recipe(), with_workers(0), with_workers(1), with_workers(3)))
     assert len(plain.losses) == 24
     assert all(plain.same_bits(other) for other in others)
 
 
-def test_persistent_workers_read_alike(perceptron, trained):
+def test_persistent_workers_give_the_same_batches(perceptron, trained):
     task = perceptron(train_data=Noisy(), epochs=3)
     assert trained(task).same_bits(trained(task, "loader_workers:num_workers=1,prefetch_factor=1"))
 
 
-def test_a_ready_loader_keeps_its_order_and_the_models_random_numbers(transformer, trained):
+def test_ready_loader_keeps_its_order_and_the_random_numbers_of_the_model(transformer, trained):
     def task():
         data = transformer().train_data
         return transformer(
@@ -50,15 +50,15 @@ def test_a_ready_loader_keeps_its_order_and_the_models_random_numbers(transforme
     assert trained(task()).same_bits(trained(task(), with_workers(2), number=None))
 
 
-def test_a_run_taken_up_in_the_middle_sees_the_rest_of_the_pass(perceptron):
+def test_resumed_run_reads_the_rest_of_the_epoch(perceptron):
     program = build(perceptron(train_data=Noisy()), make_methods(with_workers(1)))
-    whole = [x for x, _ in program.train.epoch(1, 0)]
+    expected = [x for x, _ in program.train.epoch(1, 0)]
     rest = [x for x, _ in program.train.epoch(1, 4)]
-    assert len(rest) == len(whole) - 4
-    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+    assert len(rest) == len(expected) - 4
+    assert all(torch.equal(a, b) for a, b in zip(expected[4:], rest, strict=True))
 
 
-def test_settings_reach_the_loader(perceptron):
+def test_options_are_passed_to_the_loader(perceptron):
     samples = build(
         perceptron(), make_methods(Recipe.coerce("loader_workers:num_workers=3,prefetch_factor=5"))
     ).train.spec
@@ -71,22 +71,22 @@ def test_settings_reach_the_loader(perceptron):
     assert from_spec(samples).length == 6
 
 
-def test_a_stream_has_nothing_to_read_by_index(perceptron, trained):
+def test_stream_has_no_effect(perceptron, trained):
     stream = [(torch.randn(12), torch.tensor(index % 4)) for index in range(32)]
     task = perceptron(train_data=DataLoader(_Stream(stream), batch_size=8), batch_size=None)
     assert [name for name, _ in trained(task, with_workers(2)).run.no_effect] == ["loader_workers"]
 
 
-def test_validation_data_that_are_a_stream_leave_the_training_data_to_it(perceptron, trained):
+def test_validation_stream_leaves_the_workers_to_training(perceptron, trained):
     stream = DataLoader(_Stream([(torch.randn(12), torch.tensor(0))] * 8), batch_size=8)
     assert trained(perceptron(validation_data=stream), with_workers(1)).run.no_effect == []
 
 
-def test_what_is_so_already(perceptron, trained):
+def test_task_with_these_settings_has_no_effect(perceptron, trained):
     assert "already" in trained(perceptron(), with_workers(0)).run.no_effect[0][1]
 
 
-def test_pipelines_are_computed_by_as_many_processes(perceptron, trained):
+def test_pipelines_use_as_many_processes(perceptron, trained):
     x, y = torch.randn(96, 12), torch.arange(96) % 4
 
     def task():
@@ -114,6 +114,6 @@ class _Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("settings", ["num_workers=-1", "num_workers=65", "prefetch_factor=0"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"loader_workers:{settings}"))

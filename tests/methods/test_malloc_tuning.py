@@ -1,4 +1,4 @@
-"""malloc_tuning: fewer page faults, the same bits, and a process that can go on."""
+"""malloc_tuning: fewer page faults, the same bits, and the former settings afterwards."""
 
 import platform
 import resource
@@ -31,28 +31,29 @@ for context in nullcontext, MallocTuning().process_context(nullcontext, RunConte
 
 
 @needs_glibc
-def test_large_tensors_are_not_faulted_in_again():
+def test_large_tensors_cause_no_further_page_faults():
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     without, with_it = map(int, done.stdout.split())
     assert with_it < without / 4
 
 
-def test_the_same_bits(convolutional, trained):
+def test_weights_are_identical(convolutional, trained):
     task = convolutional(epochs=5)
     assert trained(task).same_bits(trained(task, "malloc_tuning"))
 
 
 @needs_glibc
-def test_afterwards_memory_goes_back_to_the_system():
+def test_memory_is_returned_to_the_system_afterwards():
     with MallocTuning().process_context(nullcontext, RunContext(torch.device("cpu"), None))():
         torch.ones(16 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
         torch.ones(16 << 20)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 3 * 32  # faulted in anew, huge pages or not
+    # page faults occur again, with or without huge pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 3 * 32
 
 
-def test_a_run_on_the_gpu_has_nothing_to_keep():
+def test_run_on_a_gpu_has_no_effect():
     run = RunContext(torch.device("cuda"), None)
     assert MallocTuning().process_context(nullcontext, run) is nullcontext
     assert "GPU" in run.no_effect[0][1]

@@ -1,4 +1,4 @@
-"""num_threads: the count holds inside and is restored outside."""
+"""num_threads: the count applies during the run and is restored afterwards."""
 
 import os
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cor
 
 
 @two_cores
-def test_the_count_holds_inside_only(perceptron):
+def test_count_applies_during_the_run_only(perceptron):
     program = build(perceptron(), [NumThreads(2)])
     assert torch.get_num_threads() == 1
     with pytest.raises(KeyError), program.process_context():
@@ -26,7 +26,7 @@ def test_the_count_holds_inside_only(perceptron):
 
 
 @two_cores
-def test_the_same_maths(convolutional, trained):
+def test_gradients_are_equal(convolutional, trained):
     def task():
         return convolutional(
             model=lambda: convolutional().model().double(), train_data=Double(convolutional().train_data), epochs=5
@@ -51,12 +51,12 @@ class Double(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize(("count", "reason"), [(1, "already"), (4096, "cores")])
-def test_what_it_leaves_alone_and_why(count, reason):
+def test_no_effect_states_its_reason(count, reason):
     run = RunContext(torch.device("cpu"), None)
     assert NumThreads(count).process_context(nullcontext, run) is nullcontext
     assert reason in run.no_effect[0][1]
 
 
-def test_bad_settings():
+def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="count"):
         make_methods(Recipe.coerce("num_threads:count=0"))

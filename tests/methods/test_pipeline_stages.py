@@ -1,4 +1,4 @@
-"""Where a pipeline is cut, and how a batch is laid into pieces."""
+"""Pipeline stages: the split points, and the microbatches of a batch."""
 
 from itertools import combinations, pairwise
 
@@ -13,7 +13,7 @@ from hasten.methods.distributed.pipeline import _row_indices
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-def test_cuts_share_out_the_time_as_evenly_as_may_be(stages):
+def test_stages_are_balanced_by_time(stages):
     costs = torch.rand(6, generator=torch.Generator().manual_seed(stages)).tolist()
 
     def dearest(ends):
@@ -24,13 +24,12 @@ def test_cuts_share_out_the_time_as_evenly_as_may_be(stages):
     assert dearest(ends) == min(map(dearest, ways)) and tuple(ends) in ways
 
 
-def test_cuts_know_that_a_member_costs_less_in_a_later_stage():
+def test_stages_account_for_lower_cost_of_later_members():
     assert balance_stages([[3, 3, 3, 3], [1, 1, 1, 1]]) == [1, 4]
 
 
-def test_the_bytes_of_a_member_are_counted_without_numbers():
-    """Weights with gradients and Adam four times; of a piece, what a layer was given, once for each that is under
-    way."""
+def test_memory_of_a_segment_is_estimated_without_weights():
+    """Weights with gradients and Adam count four times; inputs of a layer once for each microbatch in flight."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1000, 500), nn.Linear(500, 10))
     model[1].requires_grad_(False)
@@ -46,7 +45,7 @@ def test_the_bytes_of_a_member_are_counted_without_numbers():
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [(10, 4), (8, 4), (7, 4), (2, 4), (1, 3)])
-def test_every_row_is_in_one_piece(rows, pieces):
+def test_microbatches_contain_every_row_once(rows, pieces):
     places = _row_indices(rows, pieces)
     assert places[places >= 0].tolist() == list(range(rows))
     assert len(places) == pieces * -(-rows // pieces)
@@ -64,7 +63,7 @@ class Residual(nn.Module):
         return x.relu() * self.scale
 
 
-def test_a_chain_is_cut_where_one_tensor_goes_on():
+def test_chain_is_split_where_one_tensor_is_passed_on():
     model = Residual()
     graph, members = find_split_points(model, 4)
     assert [[node.name for node in member] for member in members] == [
@@ -80,7 +79,7 @@ def test_a_chain_is_cut_where_one_tensor_goes_on():
     assert torch.equal(value, model(x))
 
 
-def test_a_skip_over_all_leaves_no_place_to_cut():
+def test_skip_over_all_layers_leaves_no_split_point():
     class Skipping(Residual):
         def forward(self, x):
             return super().forward(x) + x
@@ -89,10 +88,10 @@ def test_a_skip_over_all_leaves_no_place_to_cut():
         find_split_points(Skipping(), 2)
 
 
-def test_what_is_other_in_evaluation_is_no_chain():
-    class Moody(Residual):
+def test_model_that_differs_in_evaluation_is_refused():
+    class DiffersInEvaluation(Residual):
         def forward(self, x):
             return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
     with pytest.raises(ConfigurationError, match="found no such chain in this model; it looked for"):
-        find_split_points(Moody(), 2)
+        find_split_points(DiffersInEvaluation(), 2)

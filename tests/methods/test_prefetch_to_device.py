@@ -1,4 +1,4 @@
-"""prefetch_to_device: the same batches, one ahead; on the CPU a reason."""
+"""prefetch_to_device: the same batches, one ahead; no effect on the CPU."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 from hasten.methods.prefetch_to_device import PrefetchToDevice
 
 
-def test_on_the_cpu_there_is_nothing_to_copy(perceptron, trained):
+def test_run_on_the_cpu_has_no_effect(perceptron, trained):
     task = perceptron()
     run = trained(task, "prefetch_to_device")
     assert [(name, "nothing to copy" in why) for name, why in run.run.no_effect] == [("prefetch_to_device", True)]
@@ -19,11 +19,11 @@ needs_gpu = pytest.mark.gpu
 
 
 @needs_gpu
-def test_the_same_batches_in_the_same_order_one_ahead():
+def test_batches_are_the_same_and_one_ahead():
     taken = []
 
     def batches():
-        buffer = torch.empty(1 << 20)  # used again and again, as in_memory_batches does
+        buffer = torch.empty(1 << 20)  # reused, as in_memory_batches does
         for number in range(20):
             taken.append(number)
             yield {"x": buffer.fill_(number), "n": torch.tensor(number)}
@@ -35,7 +35,7 @@ def test_the_same_batches_in_the_same_order_one_ahead():
 
 
 @needs_gpu
-def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
+def test_training_on_the_gpu_gives_the_same_bits(perceptron):
     from hasten.engine.loop import train_steps
     from hasten.engine.plan import build
 
@@ -47,7 +47,7 @@ def test_training_on_the_gpu_ends_in_the_same_bits(perceptron):
     assert all(map(torch.equal, weights(), weights(PrefetchToDevice())))
 
 
-def test_a_run_without_data_to_wrap_is_told_once():
+def test_run_without_data_to_wrap_reports_once():
     run = RunContext(torch.device("cpu"), None)
     from hasten.core.data import BatchSource
 

@@ -1,4 +1,4 @@
-"""Which layers are cut together: found by what the model computes, never by names."""
+"""tensor_parallel: pairs of layers are found by data flow, never by names."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hasten.methods.distributed.tensor_parallel import Block, find_blocks
 
 
 class Uses(nn.Module):
-    """Two layers and what is done between and around them."""
+    """Two layers and the operations between and around them."""
 
     def __init__(self, forward):
         super().__init__()
@@ -40,17 +40,17 @@ BY_USE = {
 
 
 @pytest.mark.parametrize("between", BY_USE)
-def test_what_is_between_decides(between):
+def test_layer_pairs_are_found_by_data_flow(between):
     forward, expected = BY_USE[between]
     assert find_blocks(Uses(forward), 2)[0] == expected
 
 
 @pytest.mark.parametrize("drawing", [nn.AlphaDropout, nn.Dropout1d, nn.FeatureAlphaDropout, nn.RReLU])
-def test_what_draws_in_a_way_of_its_own_is_not_cut(drawing):
+def test_random_operations_of_unknown_kind_are_not_split(drawing):
     assert find_blocks(nn.Sequential(nn.Linear(4, 8), drawing(), nn.Linear(8, 4)), 2)[0] == []
 
 
-def test_parts_of_a_model_that_cannot_be_traced():
+def test_untraceable_model_uses_its_traceable_parts():
     class Untraceable(nn.Module):
         def __init__(self):
             super().__init__()
@@ -62,20 +62,20 @@ def test_parts_of_a_model_that_cannot_be_traced():
     assert find_blocks(Untraceable(), 2)[0] == [Block(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))]
 
 
-def test_sizes_that_do_not_divide_are_told():
+def test_sizes_that_do_not_divide_have_no_effect():
     blocks, doubts = find_blocks(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)), 2)
     assert not blocks and doubts == ["0 by columns, 2 by rows: 2 does not divide 9"]
 
 
-def test_tracing_leaves_torch_and_the_model_as_they_were():
+def test_tracing_leaves_torch_and_the_model_unchanged():
     model, arange = Uses(lambda m, x: m.last(m.first(x) + torch.arange(x.shape[1]))), torch.arange
     model.norm.eval()
     find_blocks(model, 2)
     assert torch.arange is arange and model.training and not model.norm.training
 
 
-def test_layers_in_a_row_are_cut_two_by_two():
-    """The middle one of three is the last of one block, and cannot be the first of another."""
+def test_consecutive_layers_are_split_in_pairs():
+    """The middle one of three layers ends one block and cannot begin another."""
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     found, doubts = find_blocks(model, 2)
     assert [str(block) for block in found] == ["0 by columns, 2 by rows"]

@@ -1,4 +1,4 @@
-"""tf32: on a GPU it sets two flags and puts them back; without one it says so."""
+"""tf32: on a GPU it sets two flags and restores them; without a GPU it has no effect."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ from hasten.engine.registry import make_method
 from hasten.methods.tf32 import _already_set
 
 
-def test_without_a_gpu_it_says_so_and_changes_nothing(perceptron, trained):
+def test_run_without_gpu_has_no_effect(perceptron, trained):
     usual, tf32 = trained(perceptron()), trained(perceptron(), "tf32")
     assert tf32.run.no_effect == [("tf32", "TF32 needs an NVIDIA GPU from Ampere on; this run is on cpu")]
     assert usual.same_bits(tf32)
 
 
 @pytest.mark.gpu
-def test_the_flags_are_set_inside_and_restored_outside(perceptron):
+def test_flags_are_set_during_the_run_and_restored(perceptron):
     torch.backends.cudnn.allow_tf32 = False
     program = build(perceptron(), [make_method("tf32")], device="cuda")
     with pytest.raises(KeyError), program.process_context():
@@ -28,7 +28,7 @@ def test_the_flags_are_set_inside_and_restored_outside(perceptron):
     torch.backends.cudnn.allow_tf32 = True
 
 
-def test_what_is_on_already_is_left_alone():
+def test_flag_that_is_set_already_has_no_effect():
     torch.set_float32_matmul_precision("highest")
     assert _already_set() is None
     torch.set_float32_matmul_precision("high")
@@ -38,8 +38,8 @@ def test_what_is_on_already_is_left_alone():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_precision_set_through_the_newer_switches_is_no_accident():
-    """In a process of its own: once they are set, torch does not let the older ones be read again."""
+def test_precision_set_by_the_newer_api_is_unchanged():
+    """In a process of its own: once the newer flags are set, torch refuses to read the older ones."""
     code = (
         "import torch; from hasten.methods.tf32 import _already_set; torch.backends.fp32_precision = 'tf32'; "
         "print(_already_set())"

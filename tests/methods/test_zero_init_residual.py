@@ -1,4 +1,4 @@
-"""Only normalisations that end a residual branch begin with a scale of zero."""
+"""zero_init_residual: only normalizations that end a residual branch start with a scale of zero."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class Plain(Residual):
-    """Adds something, but not what came in."""
+    """Adds a tensor, but not its input."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Plain(Residual):
 
 
 def task(*blocks):
-    """A net of the blocks that these functions make."""
+    """A task with a network of the blocks that these functions build."""
 
     def model():
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)]
@@ -52,28 +52,28 @@ def task(*blocks):
 
 
 def zeros(task) -> list[str]:
-    """The names of the normalisations that begin with zeros."""
+    """Returns the names of the normalizations that start with zeros."""
     modules = build(task, make_methods(Recipe.coerce("zero_init_residual"))).run.model.named_modules()
     return [name for name, part in modules if isinstance(part, nn.BatchNorm2d) and not part.weight.any()]
 
 
 @pytest.mark.parametrize("how", [{}, {"in_place": True}, {"around": True}, {"in_place": True, "around": True}])
-def test_the_last_of_each_block(how):
+def test_last_normalization_of_each_block_starts_with_zero(how):
     assert zeros(task(partial(Residual, **how), partial(Residual, **how))) == ["1.0.last", "1.1.last"]
 
 
-def test_what_cannot_be_followed_does_not_hide_the_rest():
+def test_untraceable_block_does_not_hide_the_others():
     assert zeros(task(partial(Residual, decides=True), Residual)) == ["1.1.last"]
 
 
 @pytest.mark.parametrize("make", [lambda: task(Plain, Plain), tasks.convolutional, tasks.transformer])
-def test_without_a_shortcut_there_is_nothing_to_do(make):
+def test_model_without_shortcut_has_no_effect(make):
     program = build(make(), make_methods(Recipe.coerce("zero_init_residual")))
     assert program.run.no_effect and not zeros(make())
 
 
 @pytest.mark.parametrize(("scale", "why"), [(0.7, "the scales are trained already"), (0.0, "start with zeros already")])
-def test_scales_that_are_not_fresh_stay(scale, why):
+def test_scales_that_are_not_initial_are_unchanged(scale, why):
     def residual():
         block = Residual()
         nn.init.constant_(block.last.weight, scale)
@@ -85,6 +85,6 @@ def test_scales_that_are_not_fresh_stay(scale, why):
     assert len(scales) == 2 and all((each == scale).all() for each in scales)
 
 
-def test_it_keeps_the_contract():
+def test_method_passes_the_contract_suite():
     results = check_method("zero_init_residual", task(Residual, Residual))
     assert set(results.values()) - {"passed"} == {"skipped: zero_init_residual has an effect on every task"}, results

@@ -10,7 +10,7 @@ from hasten.engine.registry import make_methods
 
 
 def gradients_of(task, recipe):
-    """(before, after): gradients of one batch by parameter name, as NumPy arrays in double precision."""
+    """Returns (before, after): gradients of one batch by parameter name, as float64 NumPy arrays."""
     plain, changed = build(task), build(task, make_methods(Recipe.coerce(recipe)))
     for program in (plain, changed):
         program.forward_backward(next(iter(program.train.epoch(0, 0))))
@@ -22,7 +22,7 @@ def gradients_of(task, recipe):
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 @pytest.mark.parametrize("skip_1d", [True, False])
-def test_the_formula(convolutional, granularity, skip_1d):
+def test_gradient_equals_the_numpy_formula(convolutional, granularity, skip_1d):
     before, after = gradients_of(
         convolutional(), f"znorm:granularity={granularity},skip_1d={str(skip_1d).lower()},eps=1e-8"
     )
@@ -34,11 +34,11 @@ def test_the_formula(convolutional, granularity, skip_1d):
             expected = ((rows - rows.mean(1, keepdims=True)) / (rows.std(1, keepdims=True) + 1e-8)).reshape(g.shape)
         else:
             expected = (g - g.mean()) / (g.std() + 1e-8)
-        if g.std() > 1e-6:  # a bias in front of a normalisation has no gradient but rounding
+        if g.std() > 1e-6:  # a bias before a normalization has no gradient except rounding errors
             numpy.testing.assert_allclose(after[name], expected, rtol=2e-3, atol=2e-4)
 
 
-def test_half_gradients_are_computed_in_single_precision(perceptron):
+def test_half_precision_gradients_are_computed_in_single_precision(perceptron):
     program = build(perceptron(), make_methods(Recipe.coerce("znorm")))
     weight = next(program.run.model.parameters())
     weight.data = weight.data.half()
@@ -48,12 +48,12 @@ def test_half_gradients_are_computed_in_single_precision(perceptron):
     assert weight.grad.float().std(correction=0).item() == pytest.approx(1, abs=0.01)
 
 
-def test_it_trains_differently(perceptron, trained):
+def test_weights_differ_from_the_baseline(perceptron, trained):
     task = perceptron()
     assert not trained(task).same_bits(trained(task, "znorm"))
 
 
-def test_vectors_only_leave_nothing_to_do(perceptron, trained):
+def test_model_of_vectors_has_no_effect(perceptron, trained):
     class Vectors(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -66,13 +66,13 @@ def test_vectors_only_leave_nothing_to_do(perceptron, trained):
     assert trained(perceptron(model=Vectors), "znorm:skip_1d=false").run.no_effect == []
 
 
-def test_embeddings_are_left_alone(transformer):
+def test_embeddings_are_unchanged(transformer):
     before, after = gradients_of(transformer(), "znorm:skip_1d=false")
     same = {name for name in before if numpy.array_equal(before[name], after[name])}
     assert same == {"embedding.weight"}
 
 
 @pytest.mark.parametrize("settings", ["granularity=column", "eps=0.0"])
-def test_bad_settings(settings):
+def test_invalid_options_are_refused(settings):
     with pytest.raises(ValueError, match=settings.partition("=")[0]):
         make_methods(Recipe.coerce(f"znorm:{settings}"))

@@ -1,4 +1,4 @@
-"""Advice follows from cards, shares, ceilings and facts alone."""
+"""Advice is a function of cards, phase fractions, ceilings and facts."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def ask(ceilings=None, **cards):
     return {entry["method"]: entry["bound"] for entry in advice}, {entry["method"]: entry["why"] for entry in against}
 
 
-def test_amdahl_bounds_in_order():
+def test_advice_is_sorted_by_amdahl_bound():
     advice, against = ask(optimizer_step=card("optimizer_step"), both=card("forward", "backward"), input=card("input"))
     assert list(advice) == ["input", "both", "optimizer_step"]
     assert advice == {
@@ -40,35 +40,35 @@ def test_amdahl_bounds_in_order():
     assert not against
 
 
-def test_a_measured_ceiling_takes_the_place_of_a_share():
+def test_advice_prefers_a_measured_ceiling_to_a_fraction():
     advice, _ = ask({"input": 4.0}, fast=card("input"), all=card("input", "optimizer_step"))
     assert advice == {"fast": pytest.approx(4.0), "all": pytest.approx(1 / (0.25 - 0.19))}
 
 
-def test_a_ceiling_of_the_method_itself_is_taken_as_it_is():
+def test_advice_uses_a_ceiling_of_the_method_itself():
     advice, against = ask({"pool": 1.3, "no_effect": 1.0}, pool=card("forward", "backward"), no_effect=card("forward"))
     assert advice == {"pool": 1.3}
     assert "1.00x" in against["no_effect"]
 
 
-def test_whole_steps_have_no_bound_and_come_last():
+def test_advice_without_bound_comes_last():
     advice, _ = ask(fewer=card("steps"), tiny=card("optimizer_step"))
     assert list(advice.items())[-1] == ("fewer", None)
 
 
-def test_what_cannot_pay_is_told_with_its_number():
+def test_advice_against_a_method_states_its_bound():
     advice, against = ask(rare=card("evaluation"))
     assert not advice
     assert "1.01x" in against["rare"]
 
 
-def test_missing_facts_are_named():
+def test_advice_names_missing_facts():
     advice, against = ask(gpu=card("input", applies_to={"cuda", "indexed_samples"}))
     assert not advice
     assert "NVIDIA GPU" in against["gpu"] and "index" not in against["gpu"]
 
 
-def test_free_words_about_what_it_applies_to_hinder_nothing():
+def test_advice_ignores_descriptive_words():
     advice, against = ask(
         deep=card("input", applies_to={"skip connections", "indexed_samples"}),
         gpu=card("input", applies_to={"cuda", "x"}),
@@ -77,11 +77,11 @@ def test_free_words_about_what_it_applies_to_hinder_nothing():
     assert against == {"gpu": "it needs what does not hold here: the run is on an NVIDIA GPU"}
 
 
-def test_equal_bounds_go_by_the_claimed_gain():
+def test_advice_with_equal_bounds_is_sorted_by_claimed_gain():
     advice, _ = ask(a=card("input"), b=card("input", gain=(1.0, 20.0)))
     assert list(advice) == ["b", "a"]
 
 
-def test_every_bound_is_a_number():
+def test_advice_bounds_are_finite():
     assert amdahl(1.0) < 1e4
     assert amdahl(0.5) == 2.0

@@ -28,7 +28,7 @@ BUDGET_S, SLEEP_S = 0.8, 0.005
 
 
 class SleepMeter:
-    """Sleeps, and measures for how long: a busy machine sleeps longer than asked for."""
+    """Sleeps and measures for how long: a busy machine sleeps longer than requested."""
 
     def __init__(self):
         self.samples, self.seconds = 0, 0.0
@@ -40,7 +40,7 @@ class SleepMeter:
 
     @property
     def rate(self):
-        """Samples per second, if there were nothing else to do."""
+        """Samples per second without any other cost."""
         return self.samples / self.seconds
 
 
@@ -264,6 +264,7 @@ def page(result):
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_diagnose_states_the_throughput_of_the_input_pipeline_beside_the_phases():
     result = diagnose(task(DataLoader(Samples(slow=True), batch_size=8)), budget=4.0, device="cpu")
     measured = result["input"]
@@ -275,7 +276,7 @@ def test_diagnose_states_the_throughput_of_the_input_pipeline_beside_the_phases(
 
 def test_diagnose_of_a_run_whose_input_cannot_be_measured_still_answers(monkeypatch):
     class Dying(Samples):
-        """Fails while the input benchmark reads, and not before."""
+        """Fails only while the input benchmark reads."""
 
         armed = False
 

@@ -1,4 +1,4 @@
-"""The timeline sees every phase and changes nothing."""
+"""The phase timer records every phase and changes nothing."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def timed_program(task):
 @pytest.mark.parametrize(
     "task", [perceptron(optimizer=with_schedule), transformer(dropout=0.1)], ids=lambda task: task.name
 )
-def test_a_timed_run_has_the_same_bits(task):
+def test_timed_run_has_the_same_bits(task):
     ended = []
     for recipe in (Recipe(), OUTERMOST):
         program = build(task, make_methods(recipe))
@@ -62,10 +62,10 @@ def test_a_timed_run_has_the_same_bits(task):
         assert torch.equal(a, b)
 
 
-def test_every_phase_of_the_step_is_seen(monkeypatch):
+def test_every_phase_of_the_step_is_recorded(monkeypatch):
     monkeypatch.setattr(
         phase_timer, "time", SimpleNamespace(perf_counter=time.thread_time)
-    )  # what others do on the machine is no phase
+    )  # other load on the machine belongs to no phase
     program = timed_program(perceptron())
     list(islice(train_steps(program), 8))
     seconds = program.run.checkpoint_state["phase_timer"].stop()
@@ -77,7 +77,7 @@ def test_every_phase_of_the_step_is_seen(monkeypatch):
     )
 
 
-def test_nothing_is_noted_while_the_tape_is_stopped():
+def test_stopped_timer_records_nothing():
     program = timed_program(perceptron())
     program.run.checkpoint_state["phase_timer"].stop()
     before = len(program.run.checkpoint_state["phase_timer"].intervals)
@@ -85,12 +85,12 @@ def test_nothing_is_noted_while_the_tape_is_stopped():
     assert len(program.run.checkpoint_state["phase_timer"].intervals) == before
 
 
-def test_it_is_outermost_whatever_else_is_installed():
+def test_timer_is_outermost_of_all_methods():
     recipe = Recipe({name: {} for name in (*method_names(), import_path(TimePhases))})
     assert sort_methods(make_methods(recipe))[-1].name == import_path(TimePhases)
 
 
-def test_phases_are_taken_away_and_given_back():
+def test_disabled_phases_are_restored():
     program = build(perceptron(), make_methods(OUTERMOST))
     run, training = program.run, train_steps(program)
     list(islice(training, 2))
@@ -110,7 +110,7 @@ def test_phases_are_taken_away_and_given_back():
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_probe_logs_as_a_run_does_unless_that_is_taken_away():
+def test_disabled_log_writes_nothing():
     task = TaskRef.of(perceptron())
     with Worker(f"{__name__}:Watched", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0) as probe:
         probe.call("build")
@@ -130,7 +130,7 @@ class Watched(Probe):
         return self.log.read().decode().splitlines()
 
 
-def test_the_ceiling_of_the_log_is_measured_and_low():
+def test_ceiling_of_the_log_is_measured_and_low():
     task = TaskRef.of(perceptron())
     with Worker(
         "hasten.profiling.probe:Probe", task=task.to_json(), methods=OUTERMOST.methods, device="cpu", seed=0
@@ -138,23 +138,22 @@ def test_the_ceiling_of_the_log_is_measured_and_low():
         plan = probe.call("build")
         found = measure_ceilings(probe, {"logging": 0.5}, count=300, step=plan["step"], extra=0.0, budget=0.5)
     ceiling = found.ratios["logging"]
-    assert (
-        0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5
-    )  # on a busy machine it is not sure of anything
+    assert 0 < ceiling.low <= ceiling.median <= ceiling.high and ceiling.low < 1.5  # inconclusive on a busy machine
 
 
-def test_operations_of_a_perceptron():
+def test_operation_count_of_a_perceptron():
     inputs, hidden, classes = 12, 24, 4
     first, second = 2 * inputs * hidden, 2 * hidden * classes
-    assert flops_per_sample(build(perceptron())) == 2 * first + 3 * second  # the first layer's inputs need no gradient
+    # the inputs of the first layer need no gradient
+    assert flops_per_sample(build(perceptron())) == 2 * first + 3 * second
 
 
-def test_the_peak_is_a_rate_of_this_machine():
+def test_peak_is_a_rate_of_this_machine():
     assert 1e8 < peak_flops("cpu", torch.float32) < 1e16
     assert peak_flops("cpu", torch.float32) == peak_flops("cpu", torch.float32), "measured once a process"
 
 
-def test_facts():
+def test_facts_describe_the_run():
     facts = facts_of(build(convolutional()))
     assert {"cpu", "convolutions", "indexed_samples", "multiple_epochs", "evaluations", "matrix_weights"} <= facts
     assert not {"cuda", "tf32_hardware"} & facts

@@ -1,4 +1,4 @@
-"""Bottlenecks that were planted are found, named, and their ceilings agree with what removing them gives."""
+"""Planted bottlenecks are found and named, and their ceilings agree with the gain of removing them."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def advised(result: dict) -> dict[str, float | None]:
 
 
 def seconds_a_sample(task, blocks: int = 3) -> float:
-    """Of the whole run, evaluations included."""
+    """Returns seconds per sample over the whole run, including evaluations."""
     with Worker(
         "hasten.benchmarking.arm:Arm", task=TaskRef.of(task).to_json(), methods={}, device="cpu", seed=0
     ) as arm:
@@ -28,7 +28,7 @@ def seconds_a_sample(task, blocks: int = 3) -> float:
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_slow_dataset():
+def test_diagnose_names_a_slow_dataset():
     result = diagnose(planted_tasks.slow_dataset(), budget=BUDGET)
     assert "waiting for the next batch" in result["verdict"].lower()
     gain = seconds_a_sample(planted_tasks.slow_dataset()) / seconds_a_sample(planted_tasks.quiet())
@@ -40,15 +40,15 @@ def test_a_slow_dataset():
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_an_item_in_every_step():
-    result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # what is counted needs no long look
+def test_diagnose_names_a_synchronization_in_every_step():
+    result = diagnose(planted_tasks.item_every_step(), budget=2.0)  # operation counts need no long measurement
     assert result["causes"]["host_reads_per_step"] == 1
     assert "reads values back" in result["verdict"]
 
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_tiny_batch():
+def test_diagnose_names_a_tiny_batch():
     result = diagnose(planted_tasks.tiny_batch(), budget=BUDGET)
     assert "batch of 1 is small" in result["verdict"]
     assert result["ceilings"]["larger_batch"]["median"] > 2
@@ -58,7 +58,7 @@ def test_a_tiny_batch():
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_for_loop_optimizer():
+def test_diagnose_names_a_for_loop_optimizer():
     result = diagnose(planted_tasks.for_loop_optimizer(), budget=BUDGET)
     assert "optimizer's update" in result["verdict"]
     assert advised(result)["fused_optimizer"] > 1.5
@@ -67,7 +67,7 @@ def test_a_for_loop_optimizer():
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_an_expensive_evaluation():
+def test_diagnose_names_an_expensive_evaluation():
     result = diagnose(planted_tasks.expensive_evaluation(), budget=BUDGET)
     assert "measuring the metric" in result["verdict"].lower()
     gain = seconds_a_sample(planted_tasks.expensive_evaluation()) / seconds_a_sample(planted_tasks.quiet())
@@ -76,7 +76,7 @@ def test_an_expensive_evaluation():
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_wasteful_allocator():
+def test_diagnose_names_a_wasteful_allocator():
     result = diagnose(planted_tasks.wasteful_allocator(), budget=60)
     faults = result["causes"]["page_faults_per_step"]
     if faults < 10_000:

@@ -24,7 +24,7 @@ def sample_arms() -> list[dict]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
+def test_curve_has_a_line_per_seed_with_time_to_the_right(width):
     drawing = charts.curves(sample_arms(), 0.97, METRIC, width=width)
     assert len(of_class(drawing, "polyline", "curve")) == 6
     tuned, baseline = (float(of_class(drawing, "line", "drop", arm)[0].get("x1")) for arm in ("tuned", "baseline"))
@@ -33,7 +33,7 @@ def test_every_seed_is_a_line_and_time_runs_to_the_right(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_text_leaves_the_drawing(width):
+def test_text_stays_inside_the_drawing(width):
     result = validate(samples.faster())
     stairs = view_model.staircase(8.2, 1.6, result["contributions"])
     drawings = [
@@ -44,12 +44,12 @@ def test_no_text_leaves_the_drawing(width):
     ]
     for drawing in drawings:
         for text in ET.fromstring(str(drawing)).iter("text"):
-            kind, x, room = text.get("class").split(), float(text.get("x")), 8.2 * len("".join(text.itertext()))
-            left = x - room if "end" in kind else x - room / 2 if "middle" in kind else x
-            assert left > -9 and left + room < width + 9, ET.tostring(text)
+            kind, x, text_width = text.get("class").split(), float(text.get("x")), 8.2 * len("".join(text.itertext()))
+            left = x - text_width if "end" in kind else x - text_width / 2 if "middle" in kind else x
+            assert left > -9 and left + text_width < width + 9, ET.tostring(text)
 
 
-def test_the_anatomy_is_to_scale():
+def test_phases_are_to_scale():
     drawing = charts.phase_bars(
         [("baseline", "", {"input": 3.0, "forward": 1.0}), ("tuned", "", {"forward": 1.0})], width=400
     )
@@ -57,7 +57,7 @@ def test_the_anatomy_is_to_scale():
     assert lengths == [pytest.approx(299), pytest.approx(99), pytest.approx(99)]
 
 
-def test_the_failing_zone_ends_at_the_margin():
+def test_failing_zone_ends_at_the_margin():
     for mean, inside in ((0.001, False), (-0.02, True)):
         drawing = charts.gate(
             {"mean": mean, "low": mean - 0.001, "high": mean + 0.001}, 0.005, "", not inside, width=800
@@ -66,7 +66,7 @@ def test_the_failing_zone_ends_at_the_margin():
         assert (float(dot.get("cx")) < float(zone.get("width"))) is inside
 
 
-def test_names_are_text():
+def test_names_are_escaped():
     stairs = view_model.staircase(8.0, 2.0, [{"method": "<b>&", "speedup": {"median": 2.0, "low": 1.0, "high": None}}])
     drawing = str(charts.waterfall(8.0, 2.0, stairs, width=800))
     assert "<b>" not in drawing and "&lt;b&gt;&amp;" in drawing
@@ -79,7 +79,7 @@ def test_ticks_are_round_and_inside(low, high):
     assert 1 <= len(found) <= 7 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
 
 
-def test_a_thinned_line_keeps_its_ends():
+def test_thinned_line_keeps_its_ends():
     line = [(x, x) for x in range(1000)]
     assert (
         charts.thin_out(line, 50)[0] == (0, 0)

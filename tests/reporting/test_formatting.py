@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for people."""
 
 # ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
 
@@ -8,7 +8,7 @@ from hasten.reporting import formatting
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (None, "–"),
         (0, "0 s"),
@@ -25,19 +25,20 @@ from hasten.reporting import formatting
         (5000, "1 h 23 min"),
     ],
 )
-def test_seconds(value, told):
-    assert formatting.seconds(value) == told
+def test_format_seconds(value, message):
+    assert formatting.seconds(value) == message
 
 
 @pytest.mark.parametrize(
-    ("value", "told"), [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")]
+    ("value", "message"),
+    [(None, "–"), (1.004, "1.00×"), (1.31, "1.31×"), (5.12, "5.1×"), (23.4, "23×"), (1234, "1,234×")],
 )
-def test_ratios(value, told):
-    assert formatting.ratio(value) == told
+def test_format_ratios(value, message):
+    assert formatting.ratio(value) == message
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "told"),
+    ("low", "high", "message"),
     [
         (4.63, 5.71, "4.6 to 5.7×"),
         (1.969, 2.417, "1.97 to 2.42×"),
@@ -47,11 +48,11 @@ def test_ratios(value, told):
         (None, None, "–"),
     ],
 )
-def test_intervals(low, high, told):
-    assert formatting.between({"low": low, "high": high}) == told
+def test_format_intervals(low, high, message):
+    assert formatting.between({"low": low, "high": high}) == message
 
 
-def test_metrics_keep_four_digits_and_their_sign():
+def test_format_metrics_keeps_four_digits_and_the_sign():
     assert formatting.metric(0.97521) == "0.9752" and formatting.metric(1234.5678) == "1235"
     assert (
         formatting.metric(-0.0021, signed=True) == "−0.0021"
@@ -59,13 +60,13 @@ def test_metrics_keep_four_digits_and_their_sign():
     )
 
 
-def test_long_names_keep_both_ends():
+def test_format_long_names_keeps_both_ends():
     short = formatting.shorten("./methods_of_mine/file.py:TheClass", 20)
     assert len(short) == 20 and short.startswith("./method") and short.endswith("TheClass")
     assert formatting.shorten("short", 20) == "short"
 
 
-def test_counts():
+def test_format_counts():
     assert (
         formatting.count(1, "run", "runs"),
         formatting.count(23.2, "run", "runs"),
@@ -73,7 +74,7 @@ def test_counts():
     ) == ("1 run", "23 runs", "–")
 
 
-def test_a_command_names_code_from_outside_itself():
+def test_format_command_names_external_code():
     assert formatting.train_command("digits", {}, "r.toml") == "hasten train digits"
     command = formatting.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
     assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"

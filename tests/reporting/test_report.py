@@ -25,17 +25,17 @@ def page_of(tmp_path, result) -> str:
 
 
 def text_of(page: str) -> str:
-    """What a reader sees: no style, no tags, plain spaces."""
+    """Returns the text that a reader sees: no style, no tags, plain spaces."""
     bare = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S)
     return " ".join(html.unescape(bare).replace("\u00a0", " ").split())
 
 
-def places(value, path=()):
-    """The path of everything inside, containers too; of long lists the first item stands for all."""
+def value_paths(value, path=()):
+    """Returns the path of every nested value, containers included; of long lists only that of the first item."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, inner in items:
-        yield from places(inner, (*path, key))
+        yield from value_paths(inner, (*path, key))
 
 
 def with_value(result: dict, path: tuple, value) -> dict:
@@ -47,9 +47,9 @@ def with_value(result: dict, path: tuple, value) -> dict:
     return changed
 
 
-def test_a_win_is_understood_at_once(tmp_path):
-    said = text_of(page_of(tmp_path, samples.faster()))
-    top = said[: said.index("Accuracy over time")]
+def test_report_states_the_gain_at_its_top(tmp_path):
+    text = text_of(page_of(tmp_path, samples.faster()))
+    top = text[: text.index("Accuracy over time")]
     for needed in (
         "5.1× faster",
         "1.6 s instead of 8.2 s",
@@ -65,46 +65,46 @@ def test_a_win_is_understood_at_once(tmp_path):
         assert needed in top
 
 
-def test_the_stopwatch_is_told_beside_the_product(tmp_path):
+def test_report_shows_the_measured_times_beside_the_product(tmp_path):
     assert "took 8.2 s as baseline and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
 
 
-def test_every_trial_is_there_with_its_reason(tmp_path):
-    said = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
+def test_report_lists_every_trial_with_its_reason(tmp_path):
+    text = text_of(page_of(tmp_path, samples.faster())).replace(": ", ":").replace("_ ", "_")
     for trial in samples.faster()["trials"]:
-        assert trial["what"] in said and trial["verdict"] in said and trial["why"] in said
+        assert trial["what"] in text and trial["verdict"] in text and trial["why"] in text
 
 
-def test_nothing_helped_is_told_with_its_evidence(tmp_path):
-    said = text_of(page_of(tmp_path, samples.no_improvement()))
-    assert "No improvement" in said and samples.no_improvement()["why"] in said
-    assert "Every trial" in said and "Where the time goes" in said
-    assert "Use the recipe" not in said and "Quality:" not in said
+def test_report_without_improvement_shows_evidence(tmp_path):
+    text = text_of(page_of(tmp_path, samples.no_improvement()))
+    assert "No improvement" in text and samples.no_improvement()["why"] in text
+    assert "Every trial" in text and "Where the time goes" in text
+    assert "Use the recipe" not in text and "Quality:" not in text
 
 
 @pytest.mark.parametrize(
-    ("passed", "told"), [(False, "Faster, but worse quality"), (None, "Faster, but quality not tested")]
+    ("passed", "message"), [(False, "Faster, but worse quality"), (None, "Faster, but quality not tested")]
 )
-def test_without_the_gate_there_is_no_win(tmp_path, passed, told):
-    said = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
-    assert told in said and "5.1× faster" not in said and "Use the recipe" not in said
+def test_report_without_the_gate_claims_no_gain(tmp_path, passed, message):
+    text = text_of(page_of(tmp_path, with_value(samples.faster(), ("quality", "passed"), passed)))
+    assert message in text and "5.1× faster" not in text and "Use the recipe" not in text
 
 
-def test_the_recipe_can_be_copied(tmp_path):
+def test_report_recipe_can_be_copied(tmp_path):
     page = page_of(tmp_path, samples.faster())
     copied = html.unescape(re.search(r'<pre tabindex="0" aria-label="recipe as TOML">(.*?)</pre>', page, re.S)[1])
     assert Recipe.from_toml(copied).methods == samples.faster()["recipe"]
     assert f"hasten train digits --recipe {tmp_path}/recipe.toml" in text_of(page)
 
 
-def test_the_recipe_in_the_folder_is_the_one_shown(tmp_path):
+def test_report_shows_the_recipe_of_the_folder(tmp_path):
     (tmp_path / "recipe.toml").write_text("[methods.ema]\ndecay = 0.5\n")
-    said = text_of(page_of(tmp_path, samples.trained()))
-    assert "decay = 0.5" in said and "--recipe" in said
+    text = text_of(page_of(tmp_path, samples.trained()))
+    assert "decay = 0.5" in text and "--recipe" in text
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_the_page_is_one_small_file_that_loads_nothing(tmp_path, kind):
+def test_report_is_one_small_file_without_external_resources(tmp_path, kind):
     page = page_of(tmp_path, EVERY[kind]())
     assert len(page.encode()) < 100_000
     assert "<script" not in page and "@import" not in page and "url(" not in page
@@ -114,22 +114,22 @@ def test_the_page_is_one_small_file_that_loads_nothing(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_the_page_is_well_formed(tmp_path, kind):
+def test_report_is_well_formed(tmp_path, kind):
     page = page_of(tmp_path, EVERY[kind]())
     body = page[page.index("<main>") : page.index("</main>") + len("</main>")]
-    ET.fromstring(body)  # raises where a tag is left open
+    ET.fromstring(body)  # raises if a tag is not closed
     for chart in ET.fromstring(body).iter("svg"):
         assert chart.get("role") != "img" or chart.findtext("title")
 
 
-def test_a_phone_and_a_desk_each_get_a_drawing(tmp_path):
+def test_report_has_a_drawing_for_narrow_and_wide_screens(tmp_path):
     page = page_of(tmp_path, samples.faster())
     assert page.count('class="wide"') == page.count('class="narrow"') == 4
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_hostile_texts_stay_texts(tmp_path, kind):
-    def spoiled(value, key=None):
+def test_report_escapes_hostile_text(tmp_path, kind):
+    def replaced_values(value, key=None):
         if isinstance(value, dict):
             extra = (
                 {HOSTILE: {}}
@@ -138,14 +138,14 @@ def test_hostile_texts_stay_texts(tmp_path, kind):
                 if key in ("phases", "ceilings", "system_noise")
                 else {}
             )
-            return {name: spoiled(inner, name) for name, inner in value.items()} | extra
+            return {name: replaced_values(inner, name) for name, inner in value.items()} | extra
         if isinstance(value, list):
-            return [spoiled(item) for item in value]
+            return [replaced_values(item) for item in value]
         return HOSTILE if isinstance(value, str) and key not in ("kind", "verdict") else value
 
-    page = page_of(tmp_path, spoiled(EVERY[kind]()))
+    page = page_of(tmp_path, replaced_values(EVERY[kind]()))
     assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
-    assert "7*7" in page and "alert(" in page  # shown as they are: neither evaluated nor lost
+    assert "7*7" in page and "alert(" in page  # shown unchanged: neither evaluated nor lost
 
 
 SPOILERS = (None, [], {}, "text", 0, -1, 1e17, 5e-324, float("nan"))
@@ -161,15 +161,15 @@ def page_or_one_line(tmp_path, result: dict, path: tuple, value) -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_wrong_value_anywhere_gives_a_page_or_one_clear_line(tmp_path, kind):
-    for index, path in enumerate(list(places(EVERY[kind]()))[1:]):
+def test_report_with_one_wrong_value_is_a_page_or_one_error_line(tmp_path, kind):
+    for index, path in enumerate(list(value_paths(EVERY[kind]()))[1:]):
         page_or_one_line(tmp_path, EVERY[kind](), path, SPOILERS[index % len(SPOILERS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EVERY)
-def test_every_wrong_value_everywhere_gives_a_page_or_one_clear_line(tmp_path, kind):
-    for path in list(places(EVERY[kind]()))[1:]:
+def test_report_with_every_wrong_value_is_a_page_or_one_error_line(tmp_path, kind):
+    for path in list(value_paths(EVERY[kind]()))[1:]:
         for value in SPOILERS:
             page_or_one_line(tmp_path, EVERY[kind](), path, value)
 
@@ -177,7 +177,7 @@ def test_every_wrong_value_everywhere_gives_a_page_or_one_clear_line(tmp_path, k
 @pytest.mark.parametrize(
     "value", [True, 1e308, -1e308, float("inf"), 10**400, -(10**400)], ids=lambda value: str(value)[:6]
 )
-def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
+def test_report_accepts_extreme_numbers(tmp_path, value):
     for path in [
         ("speedup", "high"),
         ("system_noise", "spread_percent"),
@@ -190,21 +190,21 @@ def test_numbers_beyond_measure_are_no_obstacle(tmp_path, value):
             assert "\n" not in str(refused)
 
 
-def test_a_missing_key_is_no_obstacle(tmp_path):
+def test_report_accepts_a_missing_key(tmp_path):
     for kind, make in EVERY.items():
         for key in make():
-            kept = {name: value for name, value in make().items() if name != key}
+            remaining = {name: value for name, value in make().items() if name != key}
             if key not in ("kind", "evaluations"):
-                assert "<h1" in page_of(tmp_path, kept), (kind, key)
+                assert "<h1" in page_of(tmp_path, remaining), (kind, key)
 
 
-WHOLE = json.dumps(samples.faster())
+COMPLETE = json.dumps(samples.faster())
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (WHOLE[: len(WHOLE) // 2], "not complete JSON"),
+        (COMPLETE[: len(COMPLETE) // 2], "not complete JSON"),
         ("", "not complete JSON"),
         ("[1, 2]", "no result of hasten"),
         ('"faster"', "no result of hasten"),
@@ -220,36 +220,36 @@ WHOLE = json.dumps(samples.faster())
         ),
     ],
 )
-def test_a_broken_result_is_refused_in_one_line(tmp_path, content, told):
+def test_report_of_a_broken_result_is_one_error_line(tmp_path, content, message):
     with pytest.raises(ConfigurationError) as refused:
         page_of(tmp_path, content)
-    assert told in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert message in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert not (tmp_path / "report.html").exists()
 
 
-def test_no_folder_and_no_result_are_refused(tmp_path):
+def test_report_without_folder_or_result_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no directory"):
         report(tmp_path / "nowhere")
     with pytest.raises(ConfigurationError, match=r"contains no result\.json"):
         report(tmp_path)
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+def test_report_that_cannot_be_written_leaves_nothing(tmp_path):
     (tmp_path / "report.html").mkdir()
     with pytest.raises(ConfigurationError, match="cannot write"):
         page_of(tmp_path, samples.faster())
     assert sorted(each.name for each in tmp_path.iterdir()) == ["report.html", "result.json"]
 
 
-def test_a_training_shows_the_environment_beside_it(tmp_path):
+def test_report_of_a_training_shows_the_environment(tmp_path):
     (tmp_path / "environment.json").write_text(
         json.dumps({"hasten": "0.1.0", "torch": "2.13.0", "cpu": "Ordinary CPU", "nested": {"cores": 2}})
     )
-    said = text_of(page_of(tmp_path, samples.trained()))
-    assert "Ordinary CPU" in said and "2.13.0" in said and "0.9778" in said
+    text = text_of(page_of(tmp_path, samples.trained()))
+    assert "Ordinary CPU" in text and "2.13.0" in text and "0.9778" in text
 
 
-def test_many_trials_and_long_runs_stay_small(tmp_path):
+def test_report_of_many_trials_and_long_runs_is_small(tmp_path):
     big = samples.faster()
     big["trials"] = big["trials"] * 20
     big["curves"] = {
@@ -258,6 +258,14 @@ def test_many_trials_and_long_runs_stay_small(tmp_path):
     assert len(page_of(tmp_path, big).encode()) < 300_000
 
 
-def test_input_rates_are_written_without_exponents(tmp_path):
+def test_report_input_throughput_has_no_exponent(tmp_path):
     text = text_of(page_of(tmp_path, samples.diagnosed()))
     assert "52,000" in text and "e+0" not in text
+
+
+def test_the_operations_of_a_step_are_a_table(tmp_path):
+    text = text_of(page_of(tmp_path, samples.diagnosed()))
+    for needed in ("bfloat16 42 100 % 58 %", "float32 to bfloat16 40 8 %", "Loss scale: 65536 after step 1"):
+        assert needed in text
+    without = samples.diagnosed() | {"operations": None}
+    assert "Operations of a step" not in text_of(page_of(tmp_path, without))

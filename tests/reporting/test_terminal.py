@@ -70,7 +70,16 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
         ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
         (
             "diagnose",
-            ["waits for its data", "71 %", "3.4×", "23 ms", "in_memory_batches 3.4× samples can be read by index"],
+            [
+                "waits for its data",
+                "71 %",
+                "3.4×",
+                "23 ms",
+                "in_memory_batches 3.4× samples can be read by index",
+                "bfloat16 42 100 % 58 %",
+                "float32 to bfloat16 40 8 %",
+                "loss scale 65536 after step 1, 32768 after step 2; 1 step of 2 overflowed",
+            ],
         ),
         (
             "train",
@@ -104,7 +113,7 @@ def test_unsuccessful_trials_that_ran_are_listed_first():
     assert "channels_last" not in listed, "methods that were not tried are only counted"
 
 
-def test_the_longest_bar_belongs_to_the_longest_time():
+def test_longest_bar_is_that_of_the_longest_time():
     lines = printed(terminal.tune_answer(samples.faster())).splitlines()
     bars = {
         line.split()[0]: line.count("█")
@@ -114,7 +123,7 @@ def test_the_longest_bar_belongs_to_the_longest_time():
     assert bars["baseline"] == 40 and bars["tuned"] == int(40 * 1.6 / 8.2)
 
 
-def test_hostile_names_are_printed_as_they_are():
+def test_hostile_names_are_printed_unchanged():
     result = samples.faster()
     result["task"] = "[bold red]task[/]\x1b[2J"
     result["trials"][2]["what"] = "[link=x]\x1b]0;title\x07"
@@ -122,7 +131,7 @@ def test_hostile_names_are_printed_as_they_are():
     assert "[bold red]task[/]" in text and "\x1b[2J" not in text and "\x07" not in text
 
 
-def test_an_unfinished_result_still_answers():
+def test_unfinished_result_is_printed():
     for make in ({"kind": "tune", "verdict": "faster"}, {"kind": "compare"}, {"kind": "diagnose"}, {"kind": "train"}):
         assert printed(ANSWERS["faster" if make["kind"] == "tune" else make["kind"]][0](make)).strip()
 
@@ -145,13 +154,13 @@ METHODS = [
 ]
 
 
-def test_the_catalogue_has_every_method_under_its_class():
+def test_catalogue_lists_every_method_under_its_class():
     text = words_of(printed(terminal.methods_table(METHODS)))
     assert "Same bits" in text and "in_memory_batches up to 21× stack the samples once" in text
     assert "tf32 – products in TF32 [fast] (for an NVIDIA GPU)" in text
 
 
-def test_the_page_of_a_method_shows_its_whole_card():
+def test_method_page_shows_its_whole_card():
     card = {
         "source": "https://arxiv.org/abs/1",
         "gain_when": "samples lie in memory",

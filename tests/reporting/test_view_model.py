@@ -20,32 +20,32 @@ def share(name, median, low=None, high=None):
 @pytest.mark.parametrize(
     ("metrics", "higher", "second"),
     [
-        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the first look at the target was not held
-        ((0.5, 0.6, 0.9), True, 3.0),  # the last look has no next one
+        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the target was not held after the first evaluation that reached it
+        ((0.5, 0.6, 0.9), True, 3.0),  # the last evaluation has no successor
         ((0.5, 0.6, 0.7), True, None),
         ((9.0, 0.8, 0.7), False, 2.0),
     ],
 )
-def test_the_target_counts_when_it_is_held(metrics, higher, second):
+def test_target_counts_from_the_evaluation_that_holds_it(metrics, higher, second):
     found = view_model.target_point(points(*metrics), 0.85, higher)
     assert (found and found["seconds"]) == second
 
 
-def test_most_seeds_must_reach_the_target():
+def test_target_must_be_reached_by_most_seeds():
     curves = {"baseline": [{"points": points(0.5, 0.9)}, {"points": points(0.5, 0.6)}, {"points": points(0.5, 0.6)}]}
     (arm,) = view_model.arms(curves, 0.85, True, {})
     assert arm["time"] is None and arm["target_points"] == [(2.0, 0.9)]
 
 
 @pytest.mark.parametrize("medians", [(2.0, 1.5), (6.0, 3.0), (1.1, 1.05), (1.0, 0.9), ()])
-def test_the_staircase_leads_from_one_time_to_the_other(medians):
+def test_contributions_lead_from_one_time_to_the_other(medians):
     stairs = view_model.staircase(12.0, 3.0, [share(f"m{index}", median) for index, median in enumerate(medians)])
     assert stairs[0]["from"] == 12.0 and stairs[-1]["to"] == pytest.approx(3.0)
     assert all(above["to"] == below["from"] for above, below in pairwise(stairs))
     assert all(stair["to"] < stair["from"] for stair in stairs)
 
 
-def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do_not():
+def test_contributions_that_fall_short_have_a_common_remainder():
     assert [stair["name"] for stair in view_model.staircase(12.0, 3.0, [share("a", 1.5), share("b", 2.0)])] == [
         "b",
         "a",
@@ -57,25 +57,25 @@ def test_shares_that_fall_short_leave_a_common_stair_and_those_that_overshoot_do
     ]
 
 
-def test_a_recipe_of_one_method_gives_what_the_method_gives():
+def test_contribution_of_a_single_method_is_the_whole_gain():
     result = validate(samples.faster() | {"recipe": {"ema": {}}, "contributions": []})
     assert view_model.contributions(result) == [{"method": "ema", "speedup": result["speedup"]}]
 
 
-def test_the_sources_of_speed_are_those_of_the_sample():
+def test_samples_saved_are_listed_as_source_of_the_gain():
     speed = view_model.sources_of_speed(validate(samples.faster()))
     assert speed["step"] == pytest.approx(sum(samples.BASELINE.values()) / sum(samples.TUNED.values()))
     assert speed["samples"] == pytest.approx(24000 / 17000)
 
 
-def test_break_even_is_honest_about_the_runs_to_come():
+def test_break_even_counts_the_runs_to_come():
     result = validate(samples.faster())
     assert "does not pay" in view_model.break_even(result)
     assert "so the search pays" in view_model.break_even(result | {"expected_runs": 40})
     assert "no break-even" in view_model.break_even(validate(samples.no_improvement()))
 
 
-def test_what_was_measured_comes_before_what_was_ruled_out():
+def test_measured_trials_come_before_excluded_ones():
     unsuccessful = view_model.unsuccessful(validate(samples.faster())["trials"])
     names = [
         "cache_dataset",
@@ -96,3 +96,41 @@ def test_what_was_measured_comes_before_what_was_ruled_out():
         ][0]
         == "diagnosis"
     )
+
+
+def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
+    rows = samples.operations()["rows"]
+    groups = {group["name"]: group for group in view_model.operation_groups(rows)}
+    assert [*groups] == ["bfloat16", "float32", "conversions", "no floating-point input"]
+    assert sum(group["time_share"] for group in groups.values()) == pytest.approx(1)
+    assert [row["op"] for row in groups["bfloat16"]["rows"]] == ["addmm", "mm", "gelu"]
+    assert [row["op"] for row in groups["conversions"]["rows"]] == ["float32 to bfloat16", "bfloat16 to float32"]
+    assert groups["bfloat16"]["flops_share"] == 1 and groups["conversions"]["calls_per_step"] == 74
+    listed = [row["op"] for group in groups.values() for row in group["rows"]]
+    others = [name for name in listed if "other" in name]
+    assert (
+        len(listed) - len(others) == view_model.MAX_OPERATIONS
+        and not groups["no floating-point input"]["rows"]
+        and others == ["3 others"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([], ""),
+        ([(65536.0, False)] * 3, "65536 after step 1; 0 steps of 3 overflowed"),
+        (
+            [(32768.0, True), (32768.0, False), (16384.0, True)],
+            "32768 after step 1, 16384 after step 3; 2 steps of 3 overflowed",
+        ),
+        (
+            [(2.0**-step, True) for step in range(9)],
+            "1 after step 1, 0.5 after step 2, 0.25 after step 3, 0.125 after step 4, 0.0625 after step 5, \u2026, "
+            "0.00390625 after step 9; 9 steps of 9 overflowed",
+        ),
+    ],
+)
+def test_the_loss_scale_in_a_sentence(steps, sentence):
+    history = [{"value": value, "overflow": overflow} for value, overflow in steps]
+    assert view_model.loss_scale_sentence(history) == sentence

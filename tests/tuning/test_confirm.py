@@ -1,4 +1,4 @@
-"""The confirmation: which recipe is run on which seeds, and which wins. Outcomes of runs are planted."""
+"""The confirmation: which recipe runs on which seeds, and which one wins. Outcomes of runs are planted."""
 
 import math
 import random
@@ -27,16 +27,16 @@ FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
 
 @dataclass
 class Planted:
-    """Stands for a Study: each recipe has a metric, a spread over the seeds, a speed, and what a run of it takes."""
+    """Stands in for a Study: each recipe has a metric, a spread over the seeds, a speed, and a cost per run."""
 
     metric: dict[str, float]
     spread: float = 0.001
-    unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block shows
-    uneven: float = 0.0  # by so many seconds more or less
+    unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block measures
+    uneven: float = 0.0  # added or subtracted seconds
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
     looks: dict[str, list[int]] = field(
         default_factory=dict
-    )  # further on at which each seed of a recipe is there, in turns
+    )  # per seed, in turns: evaluations by which the target is reached later
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
@@ -50,16 +50,16 @@ class Planted:
                 raise OutOfBudgetError
             self.ran.append((name, seed))
         metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
-        cost, there = self.cost[name], metric >= TARGET
+        cost, reached = self.cost[name], metric >= TARGET
         late = self.unseen[name] + self.uneven * (-1) ** (seed // 1000) if name in self.unseen else 0.0
         further = self.looks.get(name, [0])
         samples = SAMPLES + LOOK * further[seed // 1000 % len(further)]
         return {
             "metric": metric,
             "trial_seconds": 2 * cost,
-            "seconds_to_target": samples / SAMPLES * cost + late if there else None,
-            "samples_to_target": samples if there else None,
-            "first_samples": samples if there else None,
+            "seconds_to_target": samples / SAMPLES * cost + late if reached else None,
+            "samples_to_target": samples if reached else None,
+            "first_samples": samples if reached else None,
             "evaluations": [
                 {"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric}
                 for n in range(1, 41)
@@ -89,7 +89,7 @@ def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
     return confirm(study, Incumbents([Recipe(), *rungs]), baseline, 5.0)
 
 
-def test_the_fastest_wins_and_the_slower_one_costs_nothing():
+def test_confirm_fastest_recipe_wins_and_others_cost_nothing():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9})
     won = confirmed(study)
     assert won.recipe == FASTER
@@ -100,7 +100,7 @@ def test_the_fastest_wins_and_the_slower_one_costs_nothing():
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
 
-def test_a_slower_one_that_holds_wins_and_shares_the_originals_runs():
+def test_confirm_slower_recipe_that_passes_wins_with_the_runs_of_the_original():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     won = confirmed(study)
     assert won.recipe == FAST
@@ -109,14 +109,14 @@ def test_a_slower_one_that_holds_wins_and_shares_the_originals_runs():
     assert study.seeds_of(Recipe()) == fresh_seeds(0, LOOKS[0])
 
 
-def test_a_cheap_recipe_is_run_on_further_seeds_and_a_dear_one_is_not():
+def test_confirm_runs_further_seeds_of_cheap_recipes_only():
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     confirmed(study)
     assert sum(seed >= FIRST_FURTHER_SEED for seed in study.seeds_of(FASTER)) == 2 * LOOKS[0]  # 2 of the 10 seconds
     assert all(seed < FIRST_FURTHER_SEED for seed in study.seeds_of(FAST))  # 5 of them
 
 
-def test_one_seed_that_misses_the_target_ends_it():
+def test_confirm_seed_that_misses_the_target_ends_the_recipe():
     study = Planted({"baseline": 0.9, str(FAST): 0.79, str(FASTER): 0.79})
     last = confirmed(study)
     assert not last.passed
@@ -124,8 +124,8 @@ def test_one_seed_that_misses_the_target_ends_it():
     assert len(study.seeds_of(FASTER)) == 1
 
 
-def test_a_further_seed_that_misses_the_target_is_one_of_many():
-    """Where the original itself misses it now and then, a veto for each further seed would punish what is cheap."""
+def test_confirm_further_seed_that_misses_the_target_is_one_of_many():
+    """If the original misses the target now and then, a veto for each further seed would penalize cheap recipes."""
     study = Planted({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
     won = confirmed(study)
     missed = [seed for seed, run in won.tuned_runs.items() if run["seconds_to_target"] is None]
@@ -134,7 +134,7 @@ def test_a_further_seed_that_misses_the_target_is_one_of_many():
     assert all(seed >= FIRST_FURTHER_SEED for seed in missed)
 
 
-def test_as_good_but_not_faster_is_said():
+def test_confirm_equal_speed_is_stated():
     study = Planted(
         {"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0}
     )
@@ -144,7 +144,7 @@ def test_as_good_but_not_faster_is_said():
     assert {verdict for verdict, _ in study.notes.values()} == {"refused"}
 
 
-def test_where_the_budget_ends_what_was_seen_is_judged():
+def test_confirm_at_the_end_of_the_budget_judges_the_finished_runs():
     enough = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
     assert confirmed(enough).passed
     few = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=4)
@@ -152,20 +152,20 @@ def test_where_the_budget_ends_what_was_seen_is_judged():
     assert all("budget ended" in why for _, why in few.notes.values())
 
 
-def test_a_slower_one_that_holds_is_improved_upon_only_where_that_pays():
+def test_confirm_improves_a_passing_slower_recipe_only_if_it_pays():
     nearly = {"baseline": 10.0, str(FAST): 2.1, str(FASTER): 2.0}
     study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.8905}, cost=nearly)
     won = confirmed(study)
     assert won.recipe == FAST
-    assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is in doubt, and would give 5 % at most
+    assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is uncertain, and would give 5 % at most
 
 
 ONE, TWO = Recipe({"num_threads": {"count": 1}}), Recipe({"channels_last": {}})  # exact
 
 
-def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
+def test_finalists_contain_a_quality_risk_once():
     suspect = FASTER
-    rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two by leaving one out
+    rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two leave out one member each
     metric = {str(recipe): 0.85 if recipe.methods.keys() & suspect.methods else 0.9 for recipe in (Recipe(), *rungs)}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(ONE | TWO): 6.0, str(suspect): 2.0}
     study = Planted(metric, cost=cost)
@@ -173,7 +173,7 @@ def test_a_suspect_is_put_forward_once_whatever_left_its_recipe():
     assert {name for name, _ in study.ran} == {"baseline", str(suspect), str(ONE | TWO)}
 
 
-def test_what_is_exact_is_looked_at_before_the_budget_is_spent_on_doubts():
+def test_confirm_runs_exact_recipes_before_doubtful_ones():
     in_doubt = 0.8905
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): in_doubt, str(FASTER): in_doubt}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(FAST): 5.0, str(FASTER): 2.0}
@@ -185,7 +185,7 @@ def test_what_is_exact_is_looked_at_before_the_budget_is_spent_on_doubts():
     assert confirmed(ample, (ONE, FAST, FASTER)).recipe == FAST, "that something exact holds does not end the looking"
 
 
-def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
+def test_confirm_runs_more_seeds_of_near_passes_before_exact_recipes():
     cost = {"baseline": 10.0, str(ONE): 8.0, str(FASTER): 2.0}
     first_look = LOOKS[0] * 2 + LOOKS[0] * 2
     second = (LOOKS[1] - LOOKS[0]) * 4
@@ -200,7 +200,7 @@ def test_who_nearly_holds_is_looked_at_again_before_what_is_exact():
         assert won.recipe == held, metric
 
 
-def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
+def test_confirm_exact_recipe_needs_a_third_seed_only_if_seeds_disagree():
     same, rounds = Recipe({"in_memory_batches": {}}), Recipe({"channels_last": {}})
     cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
     study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
@@ -214,27 +214,27 @@ def test_what_is_proven_exact_needs_no_third_seed_unless_the_seeds_contradict():
     assert not confirmed(broken, (rounds,)).passed
 
 
-def test_the_speed_of_what_is_exact_is_not_looked_for_on_more_seeds():
+def test_confirm_speed_of_exact_recipes_runs_no_more_seeds():
     study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 9.95})
     done = confirmed(study, (ONE,))
     assert "not surely faster" in done.why and "the blocks" not in done.why
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
-def test_rounding_that_moves_a_seed_to_another_look_says_nothing_of_the_speed():
+def test_confirm_seed_moved_to_another_evaluation_by_rounding_is_ignored():
     study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]})
     done = confirmed(study, (ONE,))
     assert done.passed and done.speedup.median == pytest.approx(2.0)
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
-def test_two_seeds_that_end_worse_are_not_enough_though_the_proof_has_passed():
+def test_confirm_two_worse_seeds_fail_despite_an_exactness_check():
     study = Planted({"baseline": 0.9, str(ONE): 0.875}, spread=0.008, cost={"baseline": 10.0, str(ONE): 5.0})
     confirmed(study, (ONE,))
     assert len(study.seeds_of(ONE)) > EXACT_PAIRS
 
 
-def test_of_several_that_hold_the_fastest_wins():
+def test_confirm_of_several_passing_recipes_the_fastest_wins():
     in_doubt, slowed = 0.8905, 3.4
     cost = {"baseline": 10.0, str(ONE): 5.0, str(FAST): 3.0, str(FASTER): 2.0}
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): 0.9, str(FASTER): in_doubt}
@@ -244,7 +244,7 @@ def test_of_several_that_hold_the_fastest_wins():
     assert study.notes[str(FAST)][0] == "slower"
 
 
-def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not_enough():
+def test_confirm_exact_recipe_with_contradicting_run_times_needs_a_third_run():
     same = Recipe({"in_memory_batches": {}})
     study = Planted(
         {"baseline": 0.9, str(same): 0.9},
@@ -258,7 +258,7 @@ def test_where_the_stopwatch_doubts_the_blocks_two_runs_of_what_is_exact_are_not
     assert not done.passed or done.speedup.median < 1.3, "2x is what the blocks promise"
 
 
-def test_what_is_put_forward():
+def test_finalists_of_a_search():
     outside = Recipe({"./mine.py:Mine": {}})
     assert _finalists([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
     assert _finalists([Recipe(), ONE, ONE | TWO, ONE]) == [ONE, ONE | TWO], (
@@ -275,7 +275,7 @@ def test_what_is_put_forward():
     )
 
 
-def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
+def test_interval_of_a_changed_training_includes_the_evaluation_spacing():
     study = Planted(
         {"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0}
     )
@@ -285,7 +285,7 @@ def test_a_recipe_that_trains_otherwise_tells_how_far_apart_its_looks_are():
     assert other.speedup.low < exact.speedup.low < other.speedup.median == pytest.approx(exact.speedup.median)
 
 
-def test_where_the_stopwatch_counts_three_seeds_that_agree_are_not_certain_either():
+def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): 3.0})
     won = confirmed(study, (FASTER,))
     assert won.speedup.median == pytest.approx(2.0)
@@ -293,16 +293,17 @@ def test_where_the_stopwatch_counts_three_seeds_that_agree_are_not_certain_eithe
     assert "the measured runs show less" in won.why
 
 
-@pytest.mark.parametrize(("late", "told"), [(0.2, 5.0), (2.0, 2.4)])
-def test_where_the_stopwatch_is_far_from_the_blocks_it_counts_however_it_spreads(late, told):
+@pytest.mark.parametrize(("late", "message"), [(0.2, 5.0), (2.0, 2.4)])
+def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, message):
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
     won = confirmed(study, (FASTER,))
     assert won.measured_speedup.high > 5.0
-    assert won.speedup.median == pytest.approx(told, rel=0.15)
+    assert won.speedup.median == pytest.approx(message, rel=0.15)
 
 
-def coverage(share: float, told: int) -> float:
-    """How often the interval holds the truth if the target is reached one evaluation late on this share of seeds."""
+def coverage(share: float, reported: int) -> float:
+    """Returns how often the interval contains the truth if this fraction of seeds reaches the target one evaluation
+    late."""
     pace = {
         "ratio": {"median": 1.0, "low": 1.0, "high": 1.0},
         "seconds_per_1000_samples": {"a": 1.0},
@@ -310,13 +311,13 @@ def coverage(share: float, told: int) -> float:
     }
     truth, held = 10 / 2**share, 0.0
     for lates in product((False, True), repeat=LOOKS[0]):
-        samples = [(1000, 200 if late else 100, 20, 100)[:told] for late in lates]
+        samples = [(1000, 200 if late else 100, 20, 100)[:reported] for late in lates]
         ratio, *_ = time_to_target(pace, samples)
         held += math.prod(share if late else 1 - share for late in lates) * (ratio.low <= truth <= ratio.high)
     return held
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_seeds_that_agree_at_a_look_are_not_taken_for_certainty(share):
-    assert coverage(share, told=4) >= 0.95
-    assert coverage(share, told=2) < 0.8, "what the counts say without the distances of the looks"
+def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
+    assert coverage(share, reported=4) >= 0.95
+    assert coverage(share, reported=2) < 0.8, "the interval of the counts without the evaluation spacing"

@@ -1,4 +1,4 @@
-"""The quality gate: it passes what is as good, catches what is not, and fails closed."""
+"""The quality gate: it passes equal quality, refuses harm, and fails closed."""
 
 import math
 import random
@@ -17,7 +17,8 @@ def arms(harm: float, spread: float, count: int, seed: int) -> tuple[dict, dict]
 
 
 def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) -> float:
-    """How often the gate passes if asked at every look; ``further``: more seeds of the tuned arm for each pair."""
+    """Returns how often the gate passes if asked after every seed; ``further``: additional seeds of the tuned arm per
+    pair."""
     passed = 0
     for seed in range(trials):
         before, after = arms(harm, spread, LOOKS[-1] * (1 + further), seed)
@@ -34,50 +35,50 @@ def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) ->
     return passed / trials
 
 
-def test_harm_of_a_whole_margin_passes_in_at_most_one_case_of_twenty():
+def test_gate_passes_harm_of_a_full_margin_in_at_most_one_of_twenty():
     assert verdicts(harm=MARGIN, spread=0.001) <= 0.05
     assert verdicts(harm=MARGIN, spread=0.003) <= 0.05
     assert verdicts(harm=MARGIN, spread=0.003, further=3) <= 0.05
 
 
-def test_what_is_as_good_passes():
+def test_gate_passes_equal_quality():
     assert verdicts(harm=0.0, spread=0.001) >= 0.95
     assert verdicts(harm=0.0, spread=0.003, further=3) > verdicts(harm=0.0, spread=0.003)
 
 
-def test_large_harm_is_settled_early():
+def test_gate_decides_large_harm_early():
     gate = quality_gate(*arms(0.05, 0.001, 3, seed=1), margin=MARGIN, higher_is_better=True)
     assert gate.settled
     assert not gate.passed
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_direction(higher):
+def test_gate_follows_the_metric_direction(higher):
     better, worse = {0: 1.0, 1: 1.1, 2: 0.9}, {0: 2.0, 1: 2.1, 2: 1.9}
     gate = quality_gate(better, worse, margin=0.01, higher_is_better=higher)
     assert gate.passed is higher
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
-def test_a_metric_that_is_no_number_does_not_pass(bad):
+def test_gate_fails_a_nan_metric(bad):
     gate = quality_gate({0: 0.9, 1: 0.91, 2: 0.92}, {0: 0.9, 1: bad, 2: 0.92}, margin=1.0, higher_is_better=True)
     assert not gate.passed
     assert gate.settled
 
 
-def test_a_metric_that_never_changes_measures_nothing():
+def test_gate_fails_a_constant_metric():
     same = dict.fromkeys(range(3), 0.5)
     gate = quality_gate(same, same, margin=1.0, higher_is_better=True)
     assert not gate.passed
     assert "measures nothing" in gate.why
 
 
-def test_nothing_and_a_single_seed_do_not_pass():
+def test_gate_fails_without_seeds_and_with_one():
     assert not quality_gate({}, {}, margin=1.0, higher_is_better=True).passed
     assert not quality_gate({0: 0.9}, {0: 0.95}, margin=1.0, higher_is_better=True).passed
 
 
-def test_further_seeds_tell_more_of_their_own_arm_but_pairs_are_asked_for():
+def test_gate_uses_further_seeds_but_requires_pairs():
     before, after = arms(0.0, 0.003, 12, seed=3)
     paired = {n: after[n] for n in range(3)}
     few = quality_gate({n: before[n] for n in range(3)}, paired, margin=MARGIN, higher_is_better=True)
@@ -85,23 +86,23 @@ def test_further_seeds_tell_more_of_their_own_arm_but_pairs_are_asked_for():
     assert few.seeds == more.seeds == [0, 1, 2]
     assert more.difference["high"] - more.difference["low"] < few.difference["high"] - few.difference["low"]
     assert "9 more of the recipe alone" in more.why
-    alone = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
-    assert not alone.passed
+    without_further = quality_gate({n: before[n] for n in range(2)}, after, margin=1.0, higher_is_better=True)
+    assert not without_further.passed
 
 
-def test_a_proof_makes_up_for_noisy_seeds_but_not_for_other_results():
+def test_gate_accepts_noisy_seeds_with_an_exactness_check_but_no_other_results():
     proof = {"passed": True, "why": "the same to the bit"}
     noisy = {0: 0.80, 1: 0.90, 2: 0.99}
     gate = quality_gate(noisy, noisy, margin=0.001, higher_is_better=True)
     assert not gate.passed
     assert equal_by_construction(gate, proof).passed
-    for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing where seeds differ by a hundred
+    for lower, passed in ((0.01, True), (0.5, False)):  # ten margins are nothing if seeds differ by a hundred
         apart = quality_gate(
             noisy, {seed: value - lower for seed, value in noisy.items()}, margin=0.001, higher_is_better=True
         )
         assert equal_by_construction(apart, proof).passed is passed
 
 
-def test_the_margin_is_the_users_or_half_a_per_cent():
+def test_margin_is_the_user_s_or_half_a_per_cent():
     assert resolve_margin(0.9, 0.02) == 0.02
     assert resolve_margin(-2.0, None) == pytest.approx(0.01)

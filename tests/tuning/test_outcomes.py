@@ -1,4 +1,4 @@
-"""How runs of the same seeds are compared, by seconds and by samples, and judged. Outcomes are planted."""
+"""Comparison of runs on the same seeds, by seconds and by samples. Outcomes are planted."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from hasten.tuning.search import Baseline, Outcome
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
-def test_only_seeds_that_both_were_run_on_are_compared():
+def test_comparison_uses_only_seeds_of_both_recipes():
     once, thrice = outcome(10.0), outcome(8.0, 20.0, 20.0)
     assert thrice.gain_over(once) == pytest.approx(1.25)
     assert once.gain_over(thrice) == pytest.approx(0.8)
@@ -23,15 +23,15 @@ def test_samples_are_compared_on_the_same_seeds():
     assert outcome(10.0, samples=(500,)).needs_fewer(outcome(None, samples=(None,)))
 
 
-def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
+def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
     runs = [{**run, "pruned": False} for run in outcome(9.9, 30.0, 30.0).runs]
-    told = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
-    assert told.verdict == "no gain"
-    assert told.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
+    judged = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
+    assert judged.verdict == "no gain"
+    assert judged.why == "reached the target in 9.90 s; the best so far takes 10.00 s"
 
 
 @pytest.mark.parametrize(
-    ("run", "verdict", "words"),
+    ("run", "verdict", "message"),
     [
         ({"failed": "ema has no effect: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
@@ -42,7 +42,7 @@ def test_a_loser_is_told_in_the_seconds_of_the_seeds_that_were_compared():
         ({"seconds_to_target": 5.0}, "kept", "5.00 s"),
     ],
 )
-def test_what_becomes_of_a_run(run, verdict, words):
+def test_run_outcomes_are_classified(run, verdict, message):
     usual = {
         "pruned": False,
         "seconds_to_target": 5.0,
@@ -50,9 +50,9 @@ def test_what_becomes_of_a_run(run, verdict, words):
         "metric": METRIC,
         "trial_seconds": TRIAL,
     }
-    told = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
-    assert told.verdict == verdict
-    assert words in told.why
+    judged = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
+    assert judged.verdict == verdict
+    assert message in judged.why
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_what_becomes_of_a_run(run, verdict, words):
         (12.0, 2 * MARGIN, "no gain"),
     ],
 )
-def test_a_clearly_better_end_makes_up_for_no_gain_but_not_for_a_loss(seconds, better, verdict):
+def test_clearly_better_metric_compensates_no_gain_but_not_a_loss(seconds, better, verdict):
     baseline, best = baseline_of(Planted()), outcome(10.0)
     (run,) = outcome(seconds, metric=METRIC + better).runs
     assert Outcome.of([{**run, "pruned": False}], baseline, best).verdict == verdict
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_as_good_is_meant_in_the_direction_of_the_metric(higher):
+def test_equal_quality_follows_the_metric_direction(higher):
     baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher)
     better = 1 if higher else -1
     assert baseline.as_good([1.0 + better * 5 * MARGIN])

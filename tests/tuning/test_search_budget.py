@@ -22,14 +22,14 @@ from helpers.planted_study import CLIPPING, TARGET, THREADS, TRIAL, Planted, bas
 @pytest.mark.parametrize(
     ("total", "reserved"), [(1800.0, RESERVED_RUNS * TRIAL + 60.0), (54.0, RESERVED_RUNS * TRIAL + 10.0), (30.0, 15.0)]
 )
-def test_runs_and_comparisons_are_kept_back_for_the_confirmation(total, reserved):
+def test_search_reserves_budget_for_the_confirmation(total, reserved):
     study, found = Planted(budget=Budget(total)), SearchState()
     _measure_baseline(study, found, MethodSelection(None, Recipe()), None)
     assert study.budget.reserved == pytest.approx(reserved)
 
 
-def examined(total: float) -> tuple[Planted, SearchState]:
-    """A study that has seen its baseline, and what it has found by then."""
+def measured_study(total: float) -> tuple[Planted, SearchState]:
+    """A study that has measured its baseline, and its findings so far."""
     effects = {threads(count): 1 + count / 10 for count in range(1, 9)} | {"fused_optimizer": 1.1}
     study = Planted(faster=effects, samples={clipping(norm): 0.9**norm for norm in range(1, 9)}, budget=Budget(total))
     found = SearchState(
@@ -40,31 +40,31 @@ def examined(total: float) -> tuple[Planted, SearchState]:
 
 
 @pytest.mark.parametrize("total", [26.0, 29.0, 31.0, 43.0, 64.0, 101.0, 200.0])
-def test_a_search_leaves_its_reserve_and_nothing_exceeds_the_budget_by_more_than_a_trial(total):
-    study, found = examined(total)
+def test_search_exceeds_its_budget_by_at_most_one_trial(total):
+    study, found = measured_study(total)
     reserve = study.budget.reserved
     _search(study, found)
     for_exact, reserve = study.budget.reserved - reserve, study.budget.reserved
     assert (0.0 if total < 40.0 else 1e-9) <= for_exact <= (MIN_SEEDS + 1) * TRIAL
     assert total < 200.0 or for_exact == (MIN_SEEDS + 1) * TRIAL
     assert study.budget.spent <= total - reserve + TRIAL
-    ample, everything = examined(1e6)
+    ample, everything = measured_study(1e6)
     _search(ample, everything)
     untried = set(ample.asked) - set(study.asked)
-    assert bool(study.noted("search")) is bool(untried), "that it was stopped is told"
+    assert bool(study.noted("search")) is bool(untried), "the early end is noted"
     _confirm(study, found)
     assert study.budget.spent <= total + TRIAL
     assert found.winner or total < 40.0
     assert total < 100.0 or found.confirmation.over_strong_baseline is not None
 
 
-def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
+def test_ablation_at_the_end_of_the_budget_keeps_its_measurements():
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)} + fused_optimizer")
     study = Planted(
         faster={threads(2): 1.5, "fused_optimizer": 1.2}, samples={clipping(1): 0.5}, budget=Budget(3 * TRIAL)
     )
-    told = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
-    assert 0 < len(told) < 3
+    measured = [share["method"] for share in leave_one_out(study, Incumbents([Recipe(), recipe]))]
+    assert 0 < len(measured) < 3
     ample = Planted(faster=study.faster, samples=study.samples)
     assert {
         share["method"]: round(share["speedup"]["median"], 1)
@@ -72,7 +72,7 @@ def test_what_is_measured_of_the_shares_is_kept_where_the_budget_ends():
     } == {"num_threads": 1.5, "fused_optimizer": 1.2, "gradient_clipping": 2.0}
 
 
-def test_a_member_that_gives_nothing_leaves_the_recipe():
+def test_ablation_removes_members_without_a_gain():
     recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
     study, incumbents = Planted(faster={threads(2): 1.5}), Incumbents([Recipe(), recipe])
     assert [share["method"] for share in leave_one_out(study, incumbents)] == ["num_threads"]
@@ -80,21 +80,24 @@ def test_a_member_that_gives_nothing_leaves_the_recipe():
     assert study.trials[-1]["verdict"] == "left out"
 
 
-def test_what_makes_other_steps_and_gains_by_its_pace_alone_stays():
-    """As DiLoCo does: as many samples, an end that is a little worse, and much faster."""
+def test_ablation_keeps_members_that_gain_by_step_time_only():
+    """As DiLoCo does: equally many samples, a slightly worse final metric, and much faster steps."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
-    told = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents)}
+    speedups = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents)}
     assert incumbents.best == recipe
-    assert told["gradient_clipping"]["median"] == pytest.approx(3.0) and told["gradient_clipping"]["low"] is not None
+    assert (
+        speedups["gradient_clipping"]["median"] == pytest.approx(3.0)
+        and speedups["gradient_clipping"]["low"] is not None
+    )
     study = Planted(faster={threads(2): 1.5}, better={clipping(1): -0.01})
     leave_one_out(study, incumbents)
     assert str(incumbents.best) == threads(2)
 
 
-def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
-    """1.5 times the pace, and 1.5 times as many samples."""
+def test_setting_with_faster_but_more_steps_is_judged_by_total_time():
+    """1.5 times the speed, and 1.5 times as many samples."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
@@ -102,7 +105,7 @@ def test_a_faster_step_that_needs_more_of_them_is_worth_the_whole_way():
     assert str(incumbents.best) == threads(2)
 
 
-# ── the competent run ────────────────────────────────────────────────────────────────────────────
+# ── the strong baseline ──────────────────────────────────────────────────────────────────────────
 
 WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
 
@@ -118,14 +121,14 @@ WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
         ({WORKERS: 0.8}, ("fused_optimizer",), "baseline"),
     ],
 )
-def test_a_competent_user_keeps_what_is_surely_faster_and_leaves_what_has_nothing_to_act_on(faster, no_effect, best):
+def test_strong_baseline_keeps_clear_gains_and_drops_methods_without_effect(faster, no_effect, best):
     assert str(_find_strong_baseline(Planted(faster=faster, without_effect=no_effect), 5.0)) == best
 
 
-# ── the instruments: what they cost, and what they remember ───────────────────────────────────────
+# ── the measurements: their cost, and what they store ────────────────────────────────────────────
 
 
-def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_path):
+def test_trial_starts_while_budget_is_left_and_stored_trials_are_free(tmp_path):
     study = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0, reserved=9.98), no_progress)
 
     def measure(_) -> dict:
@@ -149,7 +152,7 @@ def test_a_trial_is_begun_while_something_is_left_and_a_known_one_always(tmp_pat
 
 
 class Recorded(Study):
-    """A Study whose runs were recorded: 0.8, 0.92 and 0.95 after a second each."""
+    """A Study with recorded runs: metrics 0.8, 0.92 and 0.95 after one second each."""
 
     def _in_worker(self, recipe, seed, method, watch, **limits) -> dict:
         looks = [
@@ -158,14 +161,14 @@ class Recorded(Study):
         return {"metric": 0.95, "evaluations": looks, "pruned": limits.get("time_limit", 9.0) < 2.0}
 
 
-def test_a_target_that_is_fixed_after_the_first_runs_counts_for_them(tmp_path):
+def test_target_set_after_the_first_runs_applies_to_them(tmp_path):
     study = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress)
     assert study.run(Recipe(), 0)["seconds_to_target"] is None
     study.target = TARGET
     assert study.run(Recipe(), 0)["seconds_to_target"] == 2.0
 
 
-def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_not(tmp_path):
+def test_stored_run_is_reused_if_finished_but_not_if_pruned(tmp_path):
     study = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress, target=TARGET)
     assert study.run(Recipe(), 0, time_limit=1.0)["pruned"]
     assert not study.run(Recipe(), 0, time_limit=5.0)["pruned"]
@@ -173,7 +176,7 @@ def test_a_run_that_came_to_its_end_is_known_whoever_asks_and_one_given_up_is_no
     assert len(study.store.outcomes) == 2
 
 
-def test_where_ranks_talk_for_long_talking_less_is_tried_first():
+def test_search_with_exposed_communication_tries_communication_methods_first():
     """It makes every later trial shorter. With little communication, exact methods are tried first."""
     for bound, first in ((3.0, ["local_sgd", "powersgd"]), (1.2, [])):
         advice = [{"method": name, "bound": bound} for name in ("ddp", "powersgd", "budgeted_schedule", "local_sgd")]
@@ -183,8 +186,8 @@ def test_where_ranks_talk_for_long_talking_less_is_tried_first():
         assert [each.name for each in found.systems] == ["ddp"]
 
 
-def test_what_talks_less_is_the_first_rung():
-    study, found = examined(1e6)
+def test_search_first_incumbent_is_the_communication_method():
+    study, found = measured_study(1e6)
     found.candidates.communication, found.candidates.training = found.candidates.training, []
     _search(study, found)
     assert study.noted("training") and found.incumbents.recipes[1] == Recipe.parse(clipping(1))

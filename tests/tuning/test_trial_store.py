@@ -1,4 +1,4 @@
-"""Trials are written at once, found again, and never confused."""
+"""Trials are stored at once, found again, and never confused."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ def counted(calls: list, value: float = 1.5):
     return measure
 
 
-def test_nothing_is_measured_twice(tmp_path):
+def test_trial_is_measured_once(tmp_path):
     calls = []
     for _ in range(2):
         store = TrialStore(tmp_path, {"task": "a"})
@@ -32,15 +32,15 @@ def test_nothing_is_measured_twice(tmp_path):
     "other",
     [("run", {"seed": 2}, {"task": "a"}), ("pace", {"seed": 1}, {"task": "a"}), ("run", {"seed": 1}, {"task": "b"})],
 )
-def test_another_seed_kind_or_task_is_another_trial(tmp_path, other):
+def test_trial_of_another_seed_kind_or_task_is_another_trial(tmp_path, other):
     calls, (kind, what, setting) = [], other
     TrialStore(tmp_path, {"task": "a"}).trial("run", {"seed": 1}, counted(calls))
     TrialStore(tmp_path, setting).trial(kind, what, counted(calls))
     assert len(calls) == 2
 
 
-def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
-    """The task's own failure may lie in its data, which can be mended; a recipe's stays."""
+def test_trial_with_a_transient_failure_is_repeated_by_the_next_search(tmp_path):
+    """A failure of the task may be caused by its data, which can be fixed; a failure of a recipe remains."""
     calls = []
 
     def failing() -> dict:
@@ -59,12 +59,12 @@ def test_a_failure_that_may_pass_is_tried_again_by_the_next_search(tmp_path):
 @pytest.mark.parametrize(
     "moment", ["OSError: [Errno 5] Input/output error: 'a.npy'", "ConnectionError: reset", "memory ran out in step 3"]
 )
-def test_what_the_machine_lacked_for_a_moment_says_nothing_of_a_recipe(tmp_path, moment):
+def test_trial_without_machine_resources_is_no_verdict_on_the_recipe(tmp_path, moment):
     assert "failed" in TrialStore(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
     assert TrialStore(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
 
 
-def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
+def test_file_with_foreign_bytes_loses_only_them(tmp_path):
     TrialStore(tmp_path, {}).trial("run", {}, counted([]))
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"\xff\xfe not text\n")
@@ -73,7 +73,7 @@ def test_a_file_of_other_bytes_loses_nothing_but_them(tmp_path):
     assert not calls
 
 
-def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
+def test_line_truncated_by_a_kill_loses_only_that_trial(tmp_path):
     calls = []
     store = TrialStore(tmp_path, {})
     for seed in (1, 2):
@@ -84,11 +84,11 @@ def test_a_line_cut_by_a_kill_costs_that_trial_alone(tmp_path):
     for seed in (1, 2):
         again.trial("run", {"seed": seed}, counted(calls))
     assert len(calls) == 3
-    whole = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-    assert {entry["what"]["seed"] for entry in whole if "outcome" in entry} == {1, 2}
+    intact = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert {entry["what"]["seed"] for entry in intact if "outcome" in entry} == {1, 2}
 
 
-def test_a_folder_that_is_a_file_is_told_in_a_line(tmp_path):
+def test_file_in_place_of_the_folder_is_one_error_line(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigurationError, match="cannot use"):
         TrialStore(tmp_path / "taken", {})

@@ -52,9 +52,9 @@ class Slow(Method):
         return slowed
 
 class Honest(Slow):
-    card = Card(summary="says so", exactness=Exactness.CHANGES_TRAINING, accelerates={"backward"})
+    card = Card(summary="claims so", exactness=Exactness.CHANGES_TRAINING, accelerates={"backward"})
 """
-BUDGET = 600  # seconds, on a busy machine; most of it is never used
+BUDGET = 600  # seconds, for a busy machine; mostly unused
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def task(tmp_path) -> str:
 
 @pytest.fixture
 def short(monkeypatch):
-    """Whole runs as ever; what is measured for as long as the budget allows is measured for a moment."""
+    """Full runs are unchanged; measurements that would use the budget are short."""
     diagnosed, paced = tune.diagnose, study.Study.compare_speed
     monkeypatch.setattr(tune, "diagnose", lambda task, **given: diagnosed(task, **(given | {"budget": 1.0})))
     monkeypatch.setattr(
@@ -76,30 +76,31 @@ def short(monkeypatch):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_gain_is_found_and_proven(task, tmp_path):
-    told = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
-    assert told["verdict"] == "faster", told["why"]
-    assert set(told["recipe"]) == {"in_memory_batches"}
-    assert told["speedup"]["low"] > 1.01
-    assert told["quality"]["passed"]
-    assert told["quality"]["baseline"] == pytest.approx(told["quality"]["tuned"]), "an exact method changes nothing"
-    assert hasten.Recipe.load(tmp_path / "out" / "recipe.toml").methods == told["recipe"]
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["why"] == told["why"]
+def test_tune_finds_and_confirms_a_gain(task, tmp_path):
+    answer = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
+    assert answer["verdict"] == "faster", answer["why"]
+    assert set(answer["recipe"]) == {"in_memory_batches"}
+    assert answer["speedup"]["low"] > 1.01
+    assert answer["quality"]["passed"]
+    assert answer["quality"]["baseline"] == pytest.approx(answer["quality"]["tuned"]), "an exact method changes nothing"
+    assert hasten.Recipe.load(tmp_path / "out" / "recipe.toml").methods == answer["recipe"]
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["why"] == answer["why"]
     again = hasten.tune(task, budget=90, methods=["in_memory_batches", "gradient_clipping"], out=tmp_path / "out")
     assert again["remembered_trials"] > 5
-    assert again["speedup"] == told["speedup"], "a finished search is not measured again"
+    assert again["speedup"] == answer["speedup"], "a finished search is not measured again"
 
 
-def test_silent_harm_is_refused_with_a_reason_whatever_it_claims(task, tmp_path, short):
+@pytest.mark.slow
+def test_tune_refuses_silent_harm_of_any_claimed_class(task, tmp_path, short):
     (tmp_path / "harm.py").write_text(HARM)
     offered = [f"{tmp_path / 'harm.py'}:{name}" for name in ("Slow", "Honest")]
-    told = hasten.tune(task, budget=BUDGET, methods=["tf32"], extra=offered, out=tmp_path / "out")
-    assert not told["recipe"]
-    assert [fate["method"] for fate in told["offered"]] == offered
-    assert all(not fate["accepted"] and fate["why"] for fate in told["offered"]), told["offered"]
+    result = hasten.tune(task, budget=BUDGET, methods=["tf32"], extra=offered, out=tmp_path / "out")
+    assert not result["recipe"]
+    assert [fate["method"] for fate in result["offered"]] == offered
+    assert all(not fate["accepted"] and fate["why"] for fate in result["offered"]), result["offered"]
 
 
-def test_what_could_be_tried_and_never_confirmed_is_refused_at_once(task, tmp_path):
+def test_tune_refuses_at_once_what_it_could_never_confirm(task, tmp_path):
     with pytest.raises(ConfigurationError, match=r"^local_sgd:warmup_steps=20 makes the first steps differ"):
         hasten.tune(task, processes=2, methods=["local_sgd:warmup_steps=20"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -110,7 +111,7 @@ def search(task, out):
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, short):
+def test_tune_killed_resumes_without_losing_a_finished_trial(task, tmp_path, short):
     trials, process, deadline = (
         tmp_path / "out" / "trials.jsonl",
         start_process(search, task, tmp_path / "out"),
@@ -125,54 +126,54 @@ def test_a_killed_search_goes_on_and_loses_no_finished_trial(task, tmp_path, sho
     assert process.is_alive(), "the search was over before it could be killed"
     process.kill()
     process.join()
-    kept = trials.read_text().splitlines()
-    told = search(task, tmp_path / "out")
-    assert told["remembered_trials"] >= 4
-    assert trials.read_text().splitlines()[: len(kept) - 1] == kept[:-1]
+    finished = trials.read_text().splitlines()
+    result = search(task, tmp_path / "out")
+    assert result["remembered_trials"] >= 4
+    assert trials.read_text().splitlines()[: len(finished) - 1] == finished[:-1]
 
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_the_budget_is_kept_within_one_trial(task, tmp_path):
-    told = hasten.tune(task, budget=20, out=tmp_path / "out")
+def test_tune_exceeds_its_budget_by_at_most_one_trial(task, tmp_path):
+    result = hasten.tune(task, budget=20, out=tmp_path / "out")
     longest = max(
         json.loads(line)["outcome"]["trial_seconds"]
         for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()
     )
-    assert told["search_seconds"] <= 20 + longest + 1
+    assert result["search_seconds"] <= 20 + longest + 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"methods": ["no_such"]}, "no method"),
         ({"extra": ["./missing.py:Thing"]}, "no file"),
         ({"methods": ["batch_size:factor=1"]}, "factor"),
     ],
 )
-def test_wrong_requests(task, tmp_path, arguments, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_tune_invalid_request_is_refused(task, tmp_path, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
         hasten.tune(task, out=tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_without_validation_data_nobody_can_judge(tmp_path):
+def test_tune_without_validation_data_is_refused(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
     with pytest.raises(ConfigurationError, match="validation_data"):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_a_target_that_is_never_reached_is_told_and_a_notice_of_the_task_once_a_search(tmp_path, short):
-    """Also in a search that goes on and finds every trial remembered."""
+def test_tune_unreachable_target_is_stated_and_task_warnings_shown_once(tmp_path, short):
+    """Also in a resumed search that finds every trial in its store."""
     warn = 'warnings.warn("a column is rounded", hasten.core.errors.HastenWarning, stacklevel=1)'
     noticing = f"def points():\n    import warnings\n    {warn}"
     source = TASK.replace("target=0.9", "target=0.9999").replace("def points():", noticing)
     (tmp_path / "points.py").write_text("import hasten.core.errors\n" + source)
     measured = []
     for _ in ("measured", "remembered"):
-        with pytest.warns(HastenWarning) as told, pytest.raises(RunError, match=r"never held its target 0\.9999"):
+        with pytest.warns(HastenWarning) as error, pytest.raises(RunError, match=r"never held its target 0\.9999"):
             hasten.tune(f"{tmp_path / 'points.py'}:points", budget=BUDGET, out=tmp_path / "out")
-        assert [str(each.message) for each in told if each.category is HastenWarning] == ["a column is rounded"]
+        assert [str(each.message) for each in error if each.category is HastenWarning] == ["a column is rounded"]
         measured.append((tmp_path / "out" / "trials.jsonl").read_text())
     assert measured[0] == measured[1]

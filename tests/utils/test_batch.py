@@ -1,4 +1,4 @@
-"""Batches cut into pieces."""
+"""Batches split into microbatches."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hasten.utils.batch import chunk_batch
 @pytest.mark.parametrize(
     ("samples", "count", "sizes"), [(7, 3, [2, 2, 3]), (3, 10**12, [1, 1, 1]), (4, 1, [4]), (0, 2, [])]
 )
-def test_pieces_are_nearly_equal_and_never_empty(samples, count, sizes):
+def test_chunk_batch_gives_nearly_equal_nonempty_chunks(samples, count, sizes):
     batch = {"x": torch.arange(samples), "scale": torch.tensor(2.0)}
     cut = chunk_batch(batch, count)
     assert [len(piece["x"]) for piece in cut] == sizes

@@ -1,4 +1,4 @@
-"""Where data come from: found, fetched from a real server, checked; and what is said when they are not right."""
+"""Data folders and downloads: found, fetched from a real server, verified; messages for invalid data."""
 
 import gzip
 import hashlib
@@ -53,14 +53,14 @@ def everything_in(folder) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file()) if folder.exists() else []
 
 
-def test_a_file_is_fetched_once_and_found_ever_after(server, folders, capfd):
+def test_fetch_downloads_a_file_once(server, folders, capfd):
     path = download(numbers_at(server + "numbers.txt"))
     assert path == folders / "home/.cache/hasten/numbers/numbers.txt" and path.read_bytes() == CONTENT
-    assert download(numbers_at("http://127.0.0.1:1/nobody-listens")) == path
+    assert download(numbers_at("http://127.0.0.1:1/unreachable")) == path
     assert everything_in(folders / "home") == ["numbers.txt"] and capfd.readouterr().out == ""
 
 
-def test_the_data_folder_comes_first(server, folders):
+def test_data_folder_has_precedence(server, folders):
     download(numbers_at(server + "numbers.txt"))
     own = folders / "data/numbers/numbers.txt"
     own.parent.mkdir()
@@ -68,7 +68,7 @@ def test_the_data_folder_comes_first(server, folders):
     assert download(numbers_at("")) == find_file("numbers/numbers.txt") == own
 
 
-def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
+def test_download_with_a_wrong_checksum_is_not_kept(server, folders):
     with pytest.raises(
         RunError, match=r"numbers\.txt sent is not the expected file.*put the right one at .*/numbers/numbers\.txt$"
     ):
@@ -77,7 +77,7 @@ def test_what_a_server_sends_is_checked_and_not_kept(server, folders):
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1/numbers.txt", "{server}missing.txt"])
-def test_what_cannot_be_fetched_says_from_where_and_where_to_put_it(server, folders, address):
+def test_download_failure_names_the_address_and_the_path(server, folders, address):
     address = address.format(server=server)
     with pytest.raises(RunError) as failed:
         download(numbers_at(address))
@@ -99,7 +99,7 @@ def test_another_file_in_its_place_is_refused(folders):
     assert wrong.read_bytes() == CONTENT[:-1]
 
 
-def test_a_folder_that_cannot_be_written_is_told(server, folders):
+def test_read_only_folder_is_reported(server, folders):
     (folders / "home").write_text("a file, where a folder should be")
     with pytest.raises(RunError, match=r"cannot write .*set HASTEN_DATA"):
         download(numbers_at(server + "numbers.txt"))
@@ -115,7 +115,7 @@ def archive(path, files: dict[str, bytes]):
     return path
 
 
-def test_archives_are_read_by_name_and_nothing_is_written(folders, monkeypatch):
+def test_archive_is_read_by_name_without_extraction(folders, monkeypatch):
     files = {"a/one.txt": b"1", "../outside.txt": b"x" * 600, "/etc/absolute": b"", "a/two.txt": b"22"}
     path = archive(folders / "some.tar.gz", files)
     monkeypatch.chdir(folders)
@@ -134,7 +134,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_archive_is_refused(folders, damage):
+def test_damaged_archive_is_refused(folders, damage):
     path = archive(folders / "some.tar.gz", {f"a/{n}.txt": hashlib.sha256(b"%d" % n).digest() * 40 for n in range(50)})
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(ConfigurationError, match=r"some\.tar\.gz cannot be read"):
@@ -142,14 +142,14 @@ def test_a_damaged_archive_is_refused(folders, damage):
 
 
 def official(folders, workload, monkeypatch, files: dict[str, bytes]):
-    """A small archive in the official form, where the workload looks for the official one."""
+    """A small archive in the official format, at the path where the workload expects the official one."""
     path = archive(folders / "data" / workload.OFFICIAL.path, files)
     monkeypatch.setattr(
         workload, "OFFICIAL", File(workload.OFFICIAL.path, "", hashlib.sha256(path.read_bytes()).hexdigest())
     )
 
 
-def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
+def test_cifar10_is_converted_from_the_official_archive_once(folders, monkeypatch):
     red, blue = numpy.zeros((3, 32, 32), numpy.uint8), numpy.zeros((3, 32, 32), numpy.uint8)
     red[0], blue[2] = 200, 100
     rows = bytes([9]) + red.tobytes() + bytes([0]) + blue.tobytes()
@@ -164,13 +164,13 @@ def test_cifar10_is_made_from_the_official_archive_once(folders, monkeypatch):
     assert dataset.labels == [9, 0]
     for index, pixels in enumerate((red, blue)):
         seen = (dataset[index][0] * cifar10.STD + cifar10.MEAN) * 255
-        assert abs(seen.numpy() - pixels).max() < 6  # what JPEG loses
+        assert abs(seen.numpy() - pixels).max() < 6  # tolerance for JPEG
     assert everything_in(folders / "home") == ["test.tar.gz"]
     (folders / "data" / cifar10.OFFICIAL.path).unlink()
     assert cifar10.Photographs("test").files == dataset.files
 
 
-def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
+def test_imdb_reads_its_part_of_the_official_archive(folders, monkeypatch):
     names = [
         "train/pos/0_9.txt",
         "train/neg/1_2.txt",
@@ -191,7 +191,7 @@ def test_imdb_takes_its_part_of_the_official_archive(folders, monkeypatch):
         imdb._reviews()
 
 
-def test_too_few_pictures_are_refused(folders):
+def test_archive_with_too_few_images_is_refused(folders):
     archive(folders / "data/cifar10-jpeg/test.tar.gz", {"test/cat/0000.jpg": b"?"})
     with pytest.raises(ConfigurationError, match=r"holds 1 images test/CLASS/NUMBER\.jpg, expected 10000"):
         cifar10.Photographs("test")

@@ -1,4 +1,4 @@
-"""Every workload on its real data: samples as documented, a model that learns, a metric that makes sense."""
+"""Every workload on its real data: documented samples, a model that learns, a valid metric."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from hasten.workloads import _data
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a workload documents: files, sizes, and (shape, type, smallest, largest) of a sample's tensors."""
+    """The documented facts of a workload: files, sizes, and (shape, type, smallest, largest) of a sample's tensors."""
 
     sizes: tuple[int, int]
     sample: tuple
@@ -71,13 +71,13 @@ def name(request):
     return request.param
 
 
-def test_it_is_all_there(name):
+def test_workload_files_and_sizes_exist(name):
     task = loaded(name)
     assert (len(task.train_data), len(task.validation_data)) == WORKLOADS[name].sizes
     assert task.name == name and task.target is not None and task.epochs > 1
 
 
-def test_its_samples_are_as_documented(name):
+def test_workload_samples_are_as_documented(name):
     task = loaded(name)
     for data in (task.train_data, task.validation_data):
         for index in torch.linspace(0, len(data) - 1, 40).long().tolist():
@@ -87,22 +87,22 @@ def test_its_samples_are_as_documented(name):
                 assert smallest <= tensor.min() and tensor.max() <= largest
 
 
-def test_training_and_validation_data_are_not_the_same(name):
+def test_workload_training_and_validation_data_differ(name):
     task = loaded(name)
     first = {repr(labels_as_tensors(task.train_data[index])) for index in range(50)}
     assert len(first) > 45 and not first & {repr(labels_as_tensors(task.validation_data[index])) for index in range(50)}
 
 
-def test_it_learns(name):
-    """A batch of samples, twelve times over: the loss is finite and falls."""
+def test_workload_loss_falls(name):
+    """A batch of samples, repeated twelve times: the loss is finite and falls."""
     task = dataclasses.replace(loaded(name), train_data=some_of(loaded(name).train_data, 32), batch_size=32, epochs=12)
     program = build(task, seed=1)
     losses = [loss.item() for loss in train_steps(program)]
     assert len(losses) == 12 and all(map(math.isfinite, losses)) and losses[-1] < losses[0] * 0.98
 
 
-def test_it_is_judged(name):
-    """Before training it is as good as guessing."""
+def test_workload_metric_before_training_is_guessing(name):
+    """Before training the metric is that of guessing."""
     task = dataclasses.replace(loaded(name), validation_data=some_of(loaded(name).validation_data, 200))
     measured = evaluate(build(task, seed=1))
     classes = WORKLOADS[name].sample[-1][3] + 1
@@ -111,7 +111,7 @@ def test_it_is_judged(name):
         assert measured.metric < 0.8 if classes == 2 else measured.metric < 0.3
 
 
-def test_the_same_seed_gives_the_same_model(name):
+def test_workload_with_the_same_seed_gives_the_same_model(name):
     task = loaded(name)
     once, again, other = (build(task, seed=seed).run.model.state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(once[key], again[key]) for key in once)
@@ -124,7 +124,7 @@ def test_missing_data_message_names_address_and_path(name, tmp_path, monkeypatch
     monkeypatch.setenv("HASTEN_DATA", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     for scheme in ("http", "https"):
-        monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # nobody listens there: as good as no network
+        monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # no server listens there, as without a network
     with pytest.raises(RunError, match=r"^cannot download https?://\S+: .*; put the file at /\S+ by hand$"):
         load_task(name)
 
@@ -134,7 +134,7 @@ def some_of(data, count: int) -> Subset:
 
 
 def labels_as_tensors(sample):
-    """The sample as it stands in a batch, where a plain number is a tensor too."""
+    """The sample as in a batch, where a plain number is a tensor, too."""
     if isinstance(sample, dict):
         return {key: torch.as_tensor(value) for key, value in sample.items()}
     return tuple(torch.as_tensor(value) for value in sample)

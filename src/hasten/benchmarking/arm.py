@@ -162,7 +162,7 @@ class Arm:
         return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
 
     def _read_losses(self) -> list[float]:
-        """Reads the losses since the last call; RunError if one is not finite."""
+        """Reads the losses since the last call. RunError if one is not finite; PeerFailure if another rank's is."""
         unread, self.unread = self.unread, []
         if not unread:
             return []

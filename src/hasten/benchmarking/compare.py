@@ -97,7 +97,7 @@ class Comparison:
             "cpu_ratio": ratio_of(cpu_a, cpu_b).median if min(cpu_a + cpu_b) > 0 else None,
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
-            "effects": {name: arm.plan["effects"] for name, arm in arms.items()},
+            "effects": {name: arm.plan.get("effects", {}) for name, arm in arms.items()},
             "system_noise": self.noise,
             "seconds": self.seconds,
         }
@@ -228,7 +228,7 @@ def _order(done: int) -> tuple[int, int]:
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:
-    """Times a block in the arm and in this process. Repeats it if the clocks differ: a reply may be late."""
+    """Times a block in the arm and in this process; repeats it if the clocks differ, RunError if they always do."""
     block, seen = {}, 0.0
     for _ in range(MAX_TRIES):
         began = time.monotonic()

@@ -101,7 +101,7 @@ class RunConditions(Method):
 
 @dataclass(frozen=True)
 class EquivalenceRun:
-    """The result of one arm."""
+    """The result of one arm: its steps, exported weights before and after, plan, and validation data."""
 
     steps: int  # optimizer steps done
     start: dict[str, torch.Tensor]  # exported weights before the first step, on the CPU
@@ -137,8 +137,8 @@ def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps
                 break
         weights = _exported_weights(program)
     if done < min(steps, MIN_STEPS) and not in_time:
-        problem = f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}"
-        raise RunError(f"{problem}; give it more time")
+        advice = "give it more time"
+        raise RunError(f"only {done} steps were possible in the time, and the check needs {MIN_STEPS}; {advice}")
     if case.exactness is not Exactness.REDUCED_PRECISION:  # has no effect in float64; ``first_gradients`` checks it
         case.check_has_effect(program)
     if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
@@ -216,7 +216,7 @@ def first_gradients(
     """(gradients of the first ``batches`` batches, number of batches with gradients), always at the initial weights.
 
     Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
-    scaling). Ends early after GRADIENT_BATCHES batches with gradients.
+    scaling). Ends early after GRADIENT_BATCHES batches with gradients. RunError if there are none.
     """
     program = case.program(recipe, conditions)
     model, used_batches = program.run.model, 0

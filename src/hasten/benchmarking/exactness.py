@@ -200,7 +200,7 @@ def _movement(run: EquivalenceRun) -> torch.Tensor:
 
 
 def _worst_gradient(clean: list[Gradients | None], noisy: list[Gradients | None]) -> tuple[str, float]:
-    """(parameter, dB) of the gradient with the lowest signal-to-noise ratio over all used batches."""
+    """(parameter, dB) of the lowest signal-to-noise ratio of a gradient in all used batches; skips negligible ones."""
     pairs = [(reference, noise) for reference, noise in zip(clean, noisy, strict=True) if reference and noise]
     signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
     mean = torch.cat(list(signals.values())).square().mean().sqrt()

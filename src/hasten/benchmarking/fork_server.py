@@ -128,7 +128,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _explain_death(self) -> Iterator[None]:
-        """Context manager around uses of the connection: a broken one becomes a RunError that says how it died."""
+        """Context manager around uses of the connection: if it breaks, a RunError names how the process ended."""
         try:
             yield
         except (EOFError, ConnectionError):
@@ -247,7 +247,7 @@ def mark_warnings_shown() -> Iterator[None]:
 
 
 def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
-    """Repeats a worker's message in this process: progress, a warning (once, ignoring its numbers) or an error."""
+    """Repeats a worker's message: shows progress or a warning (once, ignoring its numbers), or raises the error."""
     if kind == "watch":
         watch(*content)
     elif kind == "warning":

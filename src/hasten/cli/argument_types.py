@@ -29,7 +29,7 @@ def duration(text: str) -> float:
 
 
 def timeout(text: str) -> float:
-    """Parse a duration of at least one second."""
+    """Parse a duration of at least one second; the result is in seconds."""
     seconds = duration(text)
     if seconds < 1:
         raise ArgumentTypeError(f"must be at least 1s, not {text!r}")
@@ -42,7 +42,7 @@ def positive_int(text: str) -> int:
 
 
 def process_count(text: str) -> int:
-    """Parse a number of processes or nodes, at most MAX_PROCESSES."""
+    """Parse a number of processes or nodes, from 1 to MAX_PROCESSES."""
     count = positive_int(text)
     if count > MAX_PROCESSES:
         raise ArgumentTypeError(f"must be at most {MAX_PROCESSES}, not {count}")
@@ -50,7 +50,7 @@ def process_count(text: str) -> int:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Parse ``M`` or ``MIN:MAX`` nodes; the result is (minimum, maximum)."""
+    """Parse ``M`` or ``MIN:MAX`` nodes, MIN at most MAX; the result is (minimum, maximum)."""
     low, _, high = text.partition(":")
     minimum, maximum = process_count(low), process_count(high or low)
     if minimum > maximum or text.endswith(":"):
@@ -69,7 +69,7 @@ def seed(text: str) -> int:
 
 
 def margin(text: str) -> float:
-    """Parse a positive number. A margin of 0 could not be passed: the metric is never free of noise."""
+    """Parse a number above 0, in the metric's unit. 0 could not be passed: the metric is never free of noise."""
     try:
         value = float(text)
     except ValueError:
@@ -199,8 +199,8 @@ def preflight_recipe(options: Namespace) -> Recipe:
 
 
 def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
-    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``. A
-    recipe file may refer to a method in a Python file only if it is in ``trusted``, methods from the command line.
+    """Read a recipe from a TOML file, "baseline" or a list of methods: the value of ``--recipe``, ``--a`` or ``--b``.
+    ConfigurationError if it is none, or a file names code outside hasten that ``trusted`` (--with) does not.
     """
     from hasten.core.recipe import Recipe
 
@@ -218,8 +218,8 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
     for name, values in loaded.methods.items():
         known = name if name in trusted.methods else trusted_names.get(_absolute_name(name, Path(text).parent))
         if known is None and ":" in name:
-            what = f"{text} refers to code outside hasten, {name}"
-            raise ConfigurationError(f"{what}; if you trust it, add --with {name}")
+            advice = f"if you trust it, add --with {name}"
+            raise ConfigurationError(f"{text} refers to code outside hasten, {name}; {advice}")
         methods[known or name] = values
     return Recipe(methods)
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
+from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job
 
@@ -21,10 +22,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
     types.add_timeout(parser)
     types.add_measuring_budget(parser)
+    parser.add_argument(
+        "--ops",
+        action="store_true",
+        help="also show which operations of a step run in which precision; needs a recipe with lower precision",
+    )
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Measure in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
+    if options.ops and (options.processes > 1 or in_job()):
+        from hasten.profiling.ops import ONE_PROCESS
+
+        raise ConfigurationError(ONE_PROCESS)
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
@@ -38,7 +48,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     else:
         from hasten.profiling.diagnose import diagnose
 
-        answer = page("terminal", "diagnose_answer")
+        diagnose, answer = partial(diagnose, ops=options.ops), page("terminal", "diagnose_answer")
     result = diagnose(
         options.task,
         recipe=types.recipe_from_options(options),

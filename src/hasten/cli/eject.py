@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
-    """Generate the script and write it to ``--out`` or standard output."""
+    """Generate the script and write it to ``--out``, which must not exist, or to standard output."""
     from hasten.export.eject import eject
 
     if options.out and os.path.exists(options.out):

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
-    """Check the request on this node, then start the processes."""
+    """Check the request on this node (ConfigurationError), then start the processes."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command or command[0] not in COMMANDS:
         raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {USAGE}")
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
 
 
 def _check_command(command: list[str], options: argparse.Namespace) -> None:
-    """Check the command for every number of nodes that the job may have: a node may leave or join at any time."""
+    """Check the command for every number of nodes that the job may have; ConfigurationError if it cannot run."""
     from hasten.engine.registry import make_methods
 
     if {"-h", "--help"}.intersection(command):
@@ -96,7 +96,7 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:
-    """Check that the methods' options (``degree``, ...) divide every number of processes that --nnodes allows."""
+    """ConfigurationError unless options such as ``degree`` divide every number of processes that --nnodes allows."""
     if min_nodes == max_nodes:
         return  # the ranks check a fixed number themselves
     shares = {

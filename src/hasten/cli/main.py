@@ -124,7 +124,7 @@ def _run_command(argv: list[str]) -> CommandResult | None:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
-    """Parse the command line; None if there is no command and the help was printed instead."""
+    """Parse the command line; ConfigurationError if it is wrong, None if it has no command and the help was printed."""
     parser = build_parser()
     options, unknown = parser.parse_known_args(argv)
     options.argv = argv

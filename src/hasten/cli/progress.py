@@ -43,8 +43,9 @@ def print_stderr(line: str) -> None:
 def redirect_to_devnull(descriptor: int) -> None:
     """Replace a file descriptor by one that discards what is written to it."""
     devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, descriptor)
-    os.close(devnull)
+    if devnull != descriptor:  # equal if the descriptor was closed and is the lowest free one
+        os.dup2(devnull, descriptor)
+        os.close(devnull)
 
 
 def _bar() -> Iterator[ProgressCallback]:

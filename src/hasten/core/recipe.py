@@ -96,9 +96,9 @@ class Recipe:
 
     @staticmethod
     def parse(texts: str | Iterable[str]) -> Recipe:
-        """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``.
-
-        In a text with a ``./file.py:Class``, only a ``+`` between spaces joins, since paths may contain it.
+        """A recipe from ``--with`` texts: ``METHOD[:key=value,...]``, several joined by ``+``. In a text with a
+        ``./file.py:Class``, only a ``+`` between spaces joins: paths may contain it. ConfigurationError if a text
+        cannot be read, or a method or option is given twice.
         """
         recipe = Recipe()
         for text in [texts] if isinstance(texts, str) else texts:
@@ -131,7 +131,7 @@ class Recipe:
 
 
 def _parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses ``METHOD[:key=value,...]`` to (method, {key: bool, int, float or str})."""
+    """Parses ``METHOD[:key=value,...]`` to (method, {key: bool, int, float or str}), or raises ConfigurationError."""
     match = _METHOD.match(text)
     if not match:
         raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")

@@ -69,7 +69,7 @@ class Task:
 
 
 def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
-    """The result of a task's optimizer function as (optimizer, schedule or None)."""
+    """A task's optimizer function's result as (optimizer, schedule or None); ConfigurationError for other tuples."""
     result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
     if len(result) != 2:
         given = f"it returned a tuple of {len(result)} items"

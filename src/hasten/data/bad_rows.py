@@ -36,7 +36,7 @@ class BadRowPolicy:
         return None, rows, bad
 
     def record(self, fault: BadRow) -> None:
-        """Counts a skipped row; RunError if more than ``max_rows`` have been skipped."""
+        """Counts a skipped row, once however often it is read; RunError if they are more than ``max_rows``."""
         self.found[fault.row] = fault
         if len(self.found) > self.max_rows:
             raise self.failure(fault)

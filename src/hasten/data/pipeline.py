@@ -207,7 +207,7 @@ class Pipeline:
         return replace(self, runner=runners.runner_of(workers, timeout))
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
-        """Part ``index`` of ``num_shards`` of every batch; all parts in order are the batch without shards."""
+        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards."""
         at_least("shard(num_shards)", num_shards, 1)
         at_least("shard(index)", index, 0)
         if index >= num_shards:
@@ -430,7 +430,7 @@ class Pipeline:
 
 
 def _copy_to_device(batches: Iterator, device: torch.device) -> Iterator:
-    """Yields the batches on ``device``; for CUDA the next batch is copied while the current one is used."""
+    """Yields the batches on ``device``, copying the next one ahead on CUDA; ConfigurationError without this device."""
     if device.type != "cuda":
         return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
     if not torch.cuda.is_available():

@@ -53,9 +53,7 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
 
 
 def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, standard deviations), one or one for each channel; ConfigurationError unless they are as many,
-    above 0.
-    """
+    """Returns (means, deviations), one or one per channel; ConfigurationError unless as many, deviations above 0."""
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
         numbers = f"{len(means)} and {len(stds)}"
@@ -90,7 +88,7 @@ def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...])
 
 
 def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
-    """Returns normalized images: converts to float32, then scales and shifts in place."""
+    """Images as float32, scaled and shifted in place; ConfigurationError if they have not as many channels as means."""
     if len(means) not in (1, images.shape[1]):
         shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
         raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
@@ -161,8 +159,8 @@ def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for every start of a window which bytes of a plane are inside, vertically and horizontally. In the widest
-    integers that divide a plane, shape (2 * padding + 1, integers per plane).
+    """Returns (vertical, horizontal) masks for every start of a crop: bytes of a plane inside the image are 255. As
+    int64 if 8 divides the bytes of a plane, else uint8; shape (2 * padding + 1, integers per plane).
     """
 
     def inside(length: int) -> torch.Tensor:

@@ -12,9 +12,7 @@ LARGEST = 1 << 62  # of what is counted in 64 bits
 
 
 def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: int = LARGEST) -> None:
-    """Checks that ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``. Errors begin with
-    ``name``.
-    """
+    """ConfigurationError unless ``value`` is an integer from ``minimum`` to ``most``, or None if ``optional``."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -24,14 +22,14 @@ def at_least(name: str, value: Any, minimum: int, optional: bool = False, most: 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that ``value`` is a finite number above 0, or None; errors begin with ``name``, that of the argument."""
+    """ConfigurationError, which begins with ``name``, unless ``value`` is a finite number above 0 or None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
         raise ConfigurationError(f"{name} must be a number above 0, not {value!r:.80}")
 
 
 def check_int(name: str, value: Any) -> int:
-    """Returns ``value`` as a Python integer; accepts NumPy integers and tensors with one element, but no bools."""
+    """Returns a Python, NumPy or one-element tensor integer, no bool, as ``int``; ConfigurationError otherwise."""
     try:
         integer = index(value)
     except (TypeError, RuntimeError, ValueError):
@@ -42,15 +40,15 @@ def check_int(name: str, value: Any) -> int:
 
 
 def check_name(argument: str, value: Any) -> str | None:
-    """Returns ``value``, which must be a string or None; errors begin with ``argument``."""
+    """Returns ``value``, a string or None; for others ConfigurationError, which begins with ``argument``."""
     if value is not None and not isinstance(value, str):
         raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
     return value
 
 
 def check_names(argument: str, value: Iterable[str]) -> list[str]:
-    """Returns several names, in order. Refused are a single string, an unordered set, a dict (whose values would be
-    lost), nothing, and a name given twice.
+    """Returns several names, in order. ConfigurationError for a single string, an unordered set, a dict (whose values
+    would be lost), nothing, and a name given twice.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")
@@ -60,14 +58,14 @@ def check_names(argument: str, value: Iterable[str]) -> list[str]:
     if not listed:
         raise ConfigurationError(f"{argument} is empty; omit it, or give at least one name")
     if odd := [item for item in listed if not isinstance(item, str)]:
-        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is none")
+        raise ConfigurationError(f"{argument} must be a list of names; {odd[0]!r:.80} is not a name")
     if repeated := [item for item, count in Counter(listed).items() if count > 1]:
         raise ConfigurationError(f"{argument} contains {repeated[0]!r} twice")
     return listed
 
 
 def check_shape(argument: str, value: Any) -> tuple[int, ...]:
-    """Returns a shape, whose sizes must be at least 0, as a tuple."""
+    """Returns a shape, whose sizes must be at least 0, as a tuple; ConfigurationError for anything else."""
     if not isinstance(value, (tuple, list)) or not all(
         isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
     ):

@@ -87,9 +87,7 @@ def better_storages(
 
 
 def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
-    """Estimates the speedup of storing the rows as ``to``, in ``seconds`` a side, from some of them; None if that
-    fails.
-    """
+    """Estimates the speed-up of reading if some rows were stored as ``to``: ``seconds`` each, None if that fails."""
     try:
         with temporary_folder() as folder:
             reader = _on_some_files(reader, folder)

@@ -133,13 +133,13 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
         files = reader.files
         raise ConfigurationError(f"the {len(files)} files hold no rows" if files[1:] else f"{files[0]} holds no rows")
     if shards is not None and shards > reader.rows:
-        problem = f"cannot write {reader.rows} rows to {shards} files"
-        raise ConfigurationError(f"{problem}; use --shards {reader.rows} or fewer")
+        advice = f"use --shards {reader.rows} or fewer"
+        raise ConfigurationError(f"cannot write {reader.rows} rows to {shards} files; {advice}")
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the parts that are not in the manifest yet; returns the number of rows written."""
+    """Writes the parts that are not in the manifest yet; returns the rows written. RunError if a row cannot be read."""
     try:
         with translate_write_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
@@ -159,7 +159,7 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCall
 
 
 def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
-    """Writes the missing parts with progress, then finishes the output; returns their number of rows."""
+    """Writes missing parts, finishes the output, returns the rows written. RunError if the original changed."""
     first, rows, start, written = plan.range(len(plan.done))[0], plan.reader.rows, perf_counter(), 0
 
     def report(more: int) -> None:
@@ -206,12 +206,12 @@ def _settings(reader: RowReader) -> dict:
 
 
 def _check_outside(out: Path, path: Path) -> None:
-    """Checks that the output folder is not inside the folder that is converted."""
+    """ConfigurationError if the output folder is inside the folder that is converted."""
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
-        problem = f"{out} is inside {path}, where it would be read as a part of the original"
-        raise ConfigurationError(f"{problem}; choose another --out")
+        advice = "choose another --out"
+        raise ConfigurationError(f"{out} is inside {path}, where it would be read as a part of the original; {advice}")
 
 
 def _check_request(

@@ -12,7 +12,7 @@ QUALITY = 90  # of JPEG files, from 0 to 100
 
 
 def jpeg(image: torch.Tensor) -> bytes:
-    """Encodes an image, uint8, shape (3, height, width), as a JPEG file."""
+    """Encodes an image, uint8, shape (3, height, width), as a JPEG file; ConfigurationError without Pillow."""
     pixels = numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())
     try:
         from simplejpeg import encode_jpeg

@@ -32,7 +32,7 @@ def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[l
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:
-    """(path of a file with the first lines, number of bytes that they take in the original)."""
+    """(path of a copy of the first lines, bytes that they take in the original); ConfigurationError if truncated."""
     with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
         try:
             lines = content.read(SAMPLED_CSV_BYTES)

@@ -28,7 +28,7 @@ WINDOW = 1024  # default number of tokens of a sample
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """A storage format of samples."""
+    """A storage format of samples: its file names, and how its files are read."""
 
     name: str  # identifier; "rows" are ``.npy`` files, which ``arrays`` reads, "webdataset" are read by ``webdataset``
     title: str  # name in messages
@@ -59,7 +59,7 @@ UNKNOWN = StorageFormat("unknown", "unknown", ())
 
 
 def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
-    """Returns (format, files) of a path, a folder or a pattern; of several formats the one with the most files."""
+    """(format, files) of a path, folder or pattern: the format with most files. ConfigurationError if there is none."""
     return formats_at(path)[0]
 
 
@@ -93,8 +93,8 @@ def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tupl
     errors = {file: _open_error(kind, [file]) for file in files}
     bad = [{"row": None, "where": file, "why": error} for file, error in errors.items() if error is not None]
     if len(bad) > max_bad:
-        problem = f"{bad[max_bad]['why']}"
-        raise ConfigurationError(f"{problem}; this is bad file {max_bad + 1}, and at most {max_bad} may be skipped")
+        limit = f"this is bad file {max_bad + 1}, and at most {max_bad} may be skipped"
+        raise ConfigurationError(f"{bad[max_bad]['why']}; {limit}")
     if len(bad) == len(files):
         raise ConfigurationError(f"{bad[0]['why']}; no file can be opened")
     return [file for file, error in errors.items() if error is None], bad

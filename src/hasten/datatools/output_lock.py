@@ -78,7 +78,7 @@ def save_manifest(folder: Path, manifest: dict) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it to ``path``, so that the file is complete or absent."""
+    """Writes a temporary file and renames it to ``path``: a reader finds the old or the new text, never a part."""
     temporary = path.with_name(f"{path.name}{PART}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows of files of one format."""
+    """Reads the rows of files of one format; skips and counts unreadable ones as far as allowed."""
 
     kind: StorageFormat  # their format
     where: str | list[str]  # the folder, or the files
@@ -94,12 +94,12 @@ class RowReader:
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
     def probe(self, first: int, last: int) -> dict:
-        """Returns the columns of the rows from ``first`` to ``last``, by name; empty if none can be read."""
+        """Returns the columns of rows [``first``, ``last``), by name; empty if none can be read."""
         columns = self.read(self.source, numpy.arange(first, last))
         return {} if columns is None else self._named(columns)
 
     def columns(self, first: int, last: int) -> Iterator[dict]:
-        """Yields the columns of the rows from ``first`` to ``last``, ``chunk`` rows at a time."""
+        """Returns the columns of rows [``first``, ``last``), by name; empty if none can be read."""
         for begin in range(first, last, self.chunk):
             columns = self.probe(begin, min(begin + self.chunk, last))
             if columns:
@@ -131,7 +131,7 @@ class RowReader:
     # ---- as Arrow tables
 
     def tables(self, first: int, last: int) -> Iterator:
-        """Yields the rows from ``first`` to ``last`` as Arrow tables of one schema."""
+        """Yields rows [``first``, ``last``) as Arrow tables of one schema."""
         if not self.kind.is_table:
             yield from map(arrow_table, self.columns(first, last))
             return
@@ -163,7 +163,7 @@ class RowReader:
         return lru_cache(maxsize=1)(self._decode)
 
     def _decode(self, file: str, index: int, first: int) -> Any:
-        """Decodes run ``index`` of a file to an Arrow table; ``first`` is the index of its first row."""
+        """Run ``index`` of a file as an Arrow table; BadRow, about its first row ``first``, if it cannot be decoded."""
         import pyarrow as pa
 
         bad = self._manifests[file].bad

@@ -60,14 +60,14 @@ class FilePerPart:
 
 
 def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows ``first`` to ``last`` as Feather, uncompressed so that readers can map it into memory."""
+    """Writes rows [``first``, ``last``) as Feather, uncompressed so that readers can map it into memory."""
     import pyarrow as pa
 
     return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
 def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows ``first`` to ``last`` as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
+    """Writes rows [``first``, ``last``) as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
     from pyarrow.parquet import ParquetWriter
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:
@@ -95,7 +95,7 @@ def _write_tables(path: Path, tables: Iterator, new_writer: Callable, report: Re
 
 
 def _cast_for_parquet(table: Any) -> Any:
-    """Casts times in seconds to milliseconds, and 64-bit dates to 32-bit ones: Parquet supports no others."""
+    """Casts times in s to ms and 64-bit dates to 32-bit ones, as Parquet requires; ConfigurationError for intervals."""
     import pyarrow as pa
 
     def cast(kind: Any) -> Any:
@@ -105,8 +105,8 @@ def _cast_for_parquet(table: Any) -> Any:
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
         if pa.types.is_interval(kind):
-            problem = f"column {name!r} is of type {kind}, which Parquet does not support"
-            raise ConfigurationError(f"{problem}; store the table as feather")
+            advice = "store the table as feather"
+            raise ConfigurationError(f"column {name!r} is of type {kind}, which Parquet does not support; {advice}")
     schema = pa.schema([(name, cast(kind)) for name, kind in zip(table.schema.names, table.schema.types, strict=True)])
     return table if schema == table.schema else table.cast(schema)
 
@@ -128,7 +128,7 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
 
 
 def write_tfrecord(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows ``first`` to ``last`` as a TFRecord file of ``tf.train.Example`` messages; returns their hash."""
+    """Writes rows [``first``, ``last``) as a TFRecord file of ``tf.train.Example`` messages; returns their hash."""
     digest = ContentHash()
     with open(path, "wb") as file:
         for columns in reader.columns(first, last):
@@ -155,7 +155,7 @@ def read_tfrecord(path: Path) -> ContentHash:
 
 
 def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows ``first`` to ``last`` as a tar file in WebDataset's layout; returns the hash of its content."""
+    """Writes rows [``first``, ``last``) as a tar file in WebDataset's layout; returns the hash of its content."""
     digest = ContentHash()
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:

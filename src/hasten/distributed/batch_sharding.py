@@ -57,7 +57,7 @@ class IndexShard(list[int]):
 
 @dataclass
 class ShardLog:
-    """What this rank knows of the global batches that its shards belong to."""
+    """Sizes and fingerprints of the global batches that this rank's shards belong to, to compare with other ranks'."""
 
     # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
@@ -145,8 +145,8 @@ def with_loss_weights(
 def check_batch_divisible(processes: int, samples: int) -> None:
     """Raises ``ConfigurationError`` if there are more ranks than samples in a batch."""
     if processes > samples:
-        problem = f"{processes} processes cannot share a batch of {samples} samples"
-        raise ConfigurationError(f"{problem}; take fewer, or larger batches")
+        advice = "take fewer, or larger batches"
+        raise ConfigurationError(f"{processes} processes cannot share a batch of {samples} samples; {advice}")
 
 
 def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_parallel_size: int) -> BatchSource:
@@ -207,7 +207,7 @@ def _then_none(first: list[Batch], iterator: Iterator[Batch]) -> Iterator[Batch]
 
 
 def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[int] | None:
-    """Samples of each global batch of an epoch, if all ranks planned the same order; None if one has no plan."""
+    """Samples of each global batch of an epoch; None if a rank has no plan, RunError if the plans' orders differ."""
     sizes, fingerprint = log.plans.get(epoch, ([], -1))
     largest, negated_smallest = ranks.all_reduce_max([fingerprint, -fingerprint])
     if negated_smallest >= 1:
@@ -234,7 +234,7 @@ def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks:
 
 
 def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
-    """(samples of the batch, sum of all ranks' ``local``): they differ if each rank read the whole batch."""
+    """(samples of the batch, sum of all ranks' ``local``, which may be more); RunError if the ranks' data differ."""
     if known is not None and local != _shard_size(known.samples, ranks):
         known = None  # a method has changed the samples
     fingerprint = 0 if known is None else known.fingerprint

@@ -13,8 +13,8 @@ def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Encodes dtype and shape as int64 of shape (HEADER,), on the tensor's device. ``RunError`` if not in DTYPES."""
     if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMS:
         kind = f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions"
-        problem = f"{kind} cannot be sent to another rank"
-        raise RunError(f"{problem}; supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions")
+        supported = f"supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions"
+        raise RunError(f"{kind} cannot be sent to another rank; {supported}")
     values = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(values + [0] * (HEADER - len(values)), device=tensor.device)
 

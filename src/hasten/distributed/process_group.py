@@ -81,8 +81,8 @@ def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
         for name, value in first.items():
             if other[name] != value:
                 difference = f"{other[name]:.80} instead of {value:.80}"
-                problem = f"rank {rank} has another {name} than rank 0: {difference}"
-                raise ConfigurationError(f"{problem}; start all ranks alike")
+                advice = "start all ranks alike"
+                raise ConfigurationError(f"rank {rank} has another {name} than rank 0: {difference}; {advice}")
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -105,8 +105,8 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
 
 def _init_default_group(device: str, timeout: float) -> None:
     if missing := [name for name in ENVIRONMENT if name not in os.environ]:
-        problem = f"WORLD_SIZE is above 1, but {missing[0]} is not set"
-        raise ConfigurationError(f"{problem}; start the processes with hasten or torchrun")
+        advice = "start the processes with hasten or torchrun"
+        raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
 

@@ -24,7 +24,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # other classes may store thei
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one after the other; of two that overlap, the later waits."""
+    """Writes checkpoints in a thread, one after the other: ``begin`` waits for the previous one."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

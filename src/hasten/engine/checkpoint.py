@@ -74,7 +74,7 @@ class Checkpoints:
         return None
 
     def _with_shards(self, state: State) -> State:
-        """The state of rank 0, merged with the shards that the other ranks wrote."""
+        """The state of rank 0, merged with the other ranks' shards; ValueError if one is missing or of another save."""
         paths = [self.folder / _file_name(state["progress"]["step"], rank) for rank in range(1, state["parts"])]
         if not paths:
             return state
@@ -317,7 +317,7 @@ def deserialize(content: bytes) -> Any:
 
 
 def read_again(batches: BatchSource, start_of_epoch: State | None, epoch: int, start: int) -> Iterator[Batch]:
-    """The batches of an epoch again. LookupError: the source is not seekable, and another epoch has begun since."""
+    """The batches of an epoch from index ``start``; LookupError if not seekable and another epoch has begun since."""
     if batches.seekable:
         return batches.epoch(epoch, start)
     if start_of_epoch is None or epoch != start_of_epoch["epoch"]:

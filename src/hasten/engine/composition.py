@@ -27,7 +27,7 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
-    """Sorts innermost first by the card's ``order`` and ``after``, then by name."""
+    """Sorts innermost first by the card's ``order`` and ``after``, then by name; ConfigurationError for a cycle."""
     by_name = {method.name: method for method in methods}
     graph = {name: [other for other in method.card.after if other in by_name] for name, method in by_name.items()}
     sorter = TopologicalSorter(graph)
@@ -46,7 +46,7 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:
-    """Raises ConfigurationError if two methods conflict: computed from the cards, no pair is listed anywhere."""
+    """ConfigurationError if two methods replace the same hook, or one invalidates what another requires (see cards)."""
     for a, b in combinations(methods, 2):
         continues = a.name in b.card.after or b.name in a.card.after  # one builds on the result of the other
         if not continues and (both := a.card.replaces & b.card.replaces):

@@ -32,7 +32,7 @@ ONE_PROCESS_ONLY = (
 
 
 def load_data(task: Task) -> Task:
-    """The task with its data, which must hold samples; a function in one of its data fields is called once."""
+    """The task with its data, loaded by calling any function given for them; ConfigurationError if they are empty."""
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 

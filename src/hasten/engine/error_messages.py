@@ -66,7 +66,7 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def writable(path: Path) -> Generator[None]:
-    """Turns an error from writing to the path of --out into a RunError (the disk is full) or a ConfigurationError."""
+    """Context manager: an OSError from writing to --out becomes a RunError (disk full) or a ConfigurationError."""
     try:
         yield
     except OSError as error:

@@ -36,7 +36,7 @@ def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, An
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
-    """The loss that a model returns: ``output.loss``, ``output["loss"]``, the first of a tuple, or a scalar."""
+    """The loss in a model's output: ``.loss``, ``["loss"]``, a tuple's first, or the output; RunError if no tensor."""
     loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss

@@ -18,7 +18,7 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def train_steps(program: Program) -> Iterator[torch.Tensor]:
-    """Trains from the current progress to the end of the plan; yields the loss of each step, a scalar on the device."""
+    """Trains to the end of the plan; yields each step's loss, a scalar on the device. RunError if an epoch is empty."""
     while not is_finished(program):
         before = program.run.progress.step
         yield from train_epoch(program)

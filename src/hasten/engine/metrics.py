@@ -41,7 +41,7 @@ def _logits(output: Any) -> Any:
 
 
 def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``scores`` in the shape of ``target``, with which it must have as many elements: nothing is broadcast."""
+    """``scores`` in the shape of ``target``; RunError unless they have as many elements: nothing is broadcast."""
     if scores.numel() != target.numel():
         shapes = f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
         raise RunError(shapes)
@@ -87,7 +87,7 @@ def name_of(task: Task) -> str:
 
 
 def higher_is_better(task: Task) -> bool:
-    """The direction of the task's metric; ConfigurationError if neither the metric nor the task states it."""
+    """Whether a larger metric of the task is better; ConfigurationError if neither metric nor task states it."""
     MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
@@ -100,7 +100,7 @@ def higher_is_better(task: Task) -> bool:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over the batches of an evaluation."""
+    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable."""
 
     def __init__(self, task: Task) -> None:
         metric: Any = task.metric
@@ -127,7 +127,7 @@ class MetricAccumulator:
             raise ConfigurationError(f"Task(metric=) must be {kinds}, not {type(metric).__name__}")
 
     def update(self, output: Any, target: Any, loss: torch.Tensor, samples: int) -> None:
-        """Adds a batch of ``samples`` with its mean ``loss``; nothing is copied from the device."""
+        """Adds a batch of ``samples`` with its mean ``loss``, on the device. ConfigurationError without a target."""
         if target is None and self.needs_target:
             names = ", ".join(TARGET_NAMES)
             raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {names}")
@@ -148,7 +148,7 @@ class MetricAccumulator:
         return EvaluationResult(_drop_rounding_error(value), float(self.loss / self.samples))
 
     def _as_number(self, value: Any) -> Any:
-        """The value that a metric function returned, as float64; a tensor stays on its device."""
+        """What a metric function returned, as float64 on its device; ConfigurationError if it is not one number."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().double()
         if isinstance(value, (int, float)):

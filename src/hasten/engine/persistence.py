@@ -22,7 +22,7 @@ from hasten.engine.run_dir import RunDirectory, atomic_write
 
 @dataclass
 class RunRecord:
-    """What a run has measured so far; checkpoints include it."""
+    """The times and evaluations of a run so far; checkpoints include it."""
 
     began: float  # ``perf_counter()`` when this process began
     earlier_seconds: float = 0.0  # those that the run took before it was resumed
@@ -205,7 +205,9 @@ class Persistence:
         self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
 
     def _newest(self) -> dict[str, Any] | None:
-        """Loads the newest complete checkpoint (None without any) and cuts log.jsonl to its step. Rank 0 only."""
+        """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank
+        0.
+        """
         assert self.folder is not None and self.checkpoints is not None
         length, identity = self.folder.logged(), self.folder.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
@@ -221,5 +223,5 @@ class Persistence:
         """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
         now = self.run.plan.samples
         if before is not None and now is not None and before != now:
-            run = f"{self.out} was training on {before}: give it those data again, or start anew in another --out"
-            raise ConfigurationError(f"the training data have {now} samples, and the run in {run}")
+            advice = f"give it the {before} samples again, or start anew in another --out"
+            raise ConfigurationError(f"the data have {now} samples, the run in {self.out} had {before}; {advice}")

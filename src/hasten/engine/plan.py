@@ -158,7 +158,7 @@ def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
 
 
 def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
-    """Calls Task(optimizer=) through the methods' hooks and checks the result: (optimizer, schedule or None)."""
+    """(optimizer, schedule or None) of Task(optimizer=), called through the hooks; else ConfigurationError."""
     make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     pair = "a torch optimizer, or (optimizer, schedule)"
@@ -174,7 +174,7 @@ def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.opt
 
 
 def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
-    """Task(optimizer=) as ``(model) -> optimizer``; ``steps`` is passed to one that takes ``(model, steps)``."""
+    """Task(optimizer=) as ``(model) -> optimizer``; ConfigurationError if it takes ``steps`` and these are unknown."""
     if not takes_steps(make_optimizer):
         return make_optimizer
     if steps is None:

@@ -153,7 +153,7 @@ def line_in(error: BaseException, path: str | Path) -> str:
 
 
 def _class_at(name: str) -> type[Method]:
-    """The class at ``path/to/file.py:Class`` or ``package.module:Class``."""
+    """The class at ``path/to/file.py:Class`` or ``package.module:Class``; ConfigurationError if there is none."""
     location, _, class_name = name.rpartition(":")
     is_file = location.endswith(".py")
     module = import_file(Path(location)) if is_file else _import(name, lambda: importlib.import_module(location))
@@ -181,7 +181,7 @@ def _method_classes(module: ModuleType) -> list[type[Method]]:
 
 
 def _checked(name: str, cls: Any) -> type[Method]:
-    """Checks that ``cls`` is a Method with a card and without a misspelled hook; sets its ``name``."""
+    """Sets the ``name`` of a Method class; ConfigurationError if it is none, has no card or misspells a hook."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigurationError(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
@@ -196,7 +196,7 @@ def _checked(name: str, cls: Any) -> type[Method]:
 
 
 def _check_option(option: str, value: Any, kind: Any) -> Any:
-    """Checks that ``value`` has the option's type ``kind``; an int becomes a float, nothing else is converted."""
+    """Checks an option of type ``kind`` (ConfigurationError); an int becomes a float, nothing else is converted."""
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         if not any(type(value) is type(known) and value == known for known in kinds):

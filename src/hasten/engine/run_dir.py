@@ -200,7 +200,7 @@ def to_json_lines(records: list[dict[str, Any]]) -> str:
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a temporary file and renames it to ``path``, where there always is a complete file, old or new."""
+    """Replaces ``path`` by a complete file: readers see the old or the new one. RunError if it cannot be written."""
     temporary = path.with_name(path.name + TEMPORARY)
     with translate_disk_errors(path, FREE_THE_DISK):
         try:

@@ -70,7 +70,7 @@ class TaskRef:
         raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
 
     def load(self) -> Task:
-        """The task, under the name of the reference; ConfigurationError if the user's code gives none."""
+        """The task, under the name of the reference; ConfigurationError if its file or function fails or gives none."""
         if isinstance(self.obj, Task):
             return self.obj
         function = self.function()
@@ -85,7 +85,7 @@ class TaskRef:
             return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
     def to_json(self) -> str:
-        """One line of text for another process of this command; contains a pickle if the task is an object."""
+        """One line for another process of this command; an object is pickled, ConfigurationError if it cannot be."""
         if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
         return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": sys.path})

@@ -55,7 +55,7 @@ class Trainer:
         self.record.split["start"] += perf_counter() - began
 
     def run(self) -> dict[str, Any]:
-        """Trains from the current progress to the end of the plan; returns the result."""
+        """Trains to the end of the plan and returns the result; RunError if an epoch is empty."""
         progress = self.context.progress
         self.persistence.note_time("start")
         self.program.effects.check()
@@ -98,7 +98,7 @@ class Trainer:
                 self._pause()
 
     def _pause(self) -> None:
-        """Called between two steps when a pause is due: reports progress, logs losses, saves a checkpoint, stops."""
+        """Reports progress between two steps, logs losses, saves a checkpoint, or stops by RunInterrupted, as due."""
         self.report_progress()
         actions = self.pauses.actions(len(self.pending))
         if actions.log:
@@ -115,7 +115,7 @@ class Trainer:
         self.pauses.end()
 
     def _fetch_losses(self) -> None:
-        """Copies the losses since the last log point to the host and passes them to the observers."""
+        """Copies losses since the last log point to the host for the observers; an error if one is not finite."""
         pending, self.pauses.logged_at = self.pending, perf_counter()
         if not pending:
             return

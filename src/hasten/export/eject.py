@@ -87,7 +87,7 @@ def _check_pipeline_workers(task: Task, methods: list[Method]) -> None:
 
 
 def _task_function(ref: tasks.TaskRef) -> Callable[[], Task]:
-    """The function that returns the task; it must be defined at the top level of a file."""
+    """The function that returns the task; ConfigurationError unless it is at the top level of a file."""
     if isinstance(ref.obj, Task):
         advice = "eject a workload's name or path/to/file.py:function"
         raise ConfigurationError(f"the Task {ref.name} is an object without source; {advice}")

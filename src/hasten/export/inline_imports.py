@@ -70,7 +70,7 @@ class _Collector:
         return source
 
     def source(self, name: str) -> ModuleSource:
-        """The parsed module called ``name``; reads it on the first call."""
+        """The parsed module called ``name``, read on the first call; ConfigurationError if it has no source."""
         if name in self.sources:
             return self.sources[name]
         try:
@@ -118,7 +118,7 @@ class _Collector:
             source.references.append((node, symbol))
 
     def resolve(self, symbol: Symbol) -> Symbol:
-        """(module, name) of a definition, through re-exports: ``hasten.Task`` is Task of hasten.core.task."""
+        """(module, name) of a definition, through re-exports (``hasten.Task``); ConfigurationError without a source."""
         module, name = symbol
         if not name or not self.inline(module):
             return symbol

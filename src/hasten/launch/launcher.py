@@ -134,7 +134,7 @@ def _check_memory(processes: int) -> None:
 
 
 def _run_with_new_stores(job: _Job) -> RunResult | None:
-    """Runs the ranks of this node. If the node that hosts the store is lost, waits for it while restarts are left."""
+    """Runs this node's ranks; if the store's node is lost, waits for it while restarts are left, else RunError."""
     timeout, restarts = TIMEOUT_S, job.max_restarts
     while True:
         hosts = job.rdzv_endpoint is None or hosts_rendezvous(job.rdzv_endpoint, timeout)
@@ -151,8 +151,8 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
 
 
 def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
-    """Runs the ranks of this node until the job is over; None if the job did not need this node. ``restarts`` are left,
-    and ``hosts`` is whether this node hosts the store.
+    """Runs the ranks of this node until the job is over; None if the job did not need this node. ``restarts``: how many
+    are left. ``hosts``: whether this node hosts the store.
     """
     endpoint = job.rdzv_endpoint or f"{LOOPBACK}:0"
     timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
@@ -256,7 +256,7 @@ def _silence_torch_agent() -> None:
 
 @contextmanager
 def _signals_as_errors(directory: str) -> Iterator[None]:
-    """Inside, a signal raises the exception of torch's agent, which is reported as a RunError of one line.
+    """Context manager: a signal raises torch's ``SignalException``, which is reported as a RunError of one line.
 
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.

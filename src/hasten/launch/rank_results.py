@@ -41,7 +41,7 @@ _error_file = os.environ.pop(ERROR_FILE, None) if _parent else None
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended."""
+    """How one rank ended: exit code, error message and cause."""
 
     code: int  # exit code of the command
     message: str | None = None  # one-line error message; None after a success

@@ -36,7 +36,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What an autotuner may choose among."""
+    """The worker configurations that an autotuner may choose among."""
 
     kinds: tuple[str, ...]  # the kinds of workers, "threads" or "processes", the one to try first at the front
     cores: int  # maximum number of workers

@@ -16,7 +16,7 @@ WARMUP_BATCHES = 1  # batches without meaning after a change of workers or epoch
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """A measurement of several consecutive batches of one worker configuration."""
+    """Wait, step time and size of several consecutive batches that one worker configuration computed."""
 
     wait_s: float  # mean seconds that a step waited for its batch
     step_s: float  # median seconds between receiving a batch and requesting the next one; evaluations do not change it

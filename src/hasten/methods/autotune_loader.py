@@ -104,7 +104,7 @@ class AutotuneLoader(Method):
         return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
     def _obstacle(self, batches: BatchSource) -> str | None:
-        """Why workers have no effect on these batches; None if they have one."""
+        """Why workers have no effect on these batches, or None; ConfigurationError if an option requires a pipeline."""
         if batches.spec is None:
             return None if batches.with_workers else "no other thread or process can compute these batches"
         if self.threads or self.cache in ("memory", "disk"):

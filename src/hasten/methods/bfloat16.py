@@ -9,15 +9,17 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn
+from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
 
 
 @dataclass(frozen=True)
 class BFloat16(Method):
-    """Runs matrix products and convolutions in bfloat16; losses, norms and other sensitive reductions stay in float32.
+    """Runs matrix products and convolutions in bfloat16; losses and other sensitive reductions stay in float32.
 
-    ``torch.autocast`` chooses the precision of each operation by its own lists
-    (https://docs.pytorch.org/docs/stable/amp.html). The parameters stay in float32, and the optimizer updates them as
+    ``torch.autocast`` chooses the precision of each operation by its own lists, which differ between devices
+    (https://docs.pytorch.org/docs/stable/amp.html): batch normalization runs in bfloat16 on the CPU. ``hasten diagnose
+    --ops`` shows what ran in which precision. The parameters stay in float32, and the optimizer updates them as
     such: they are the master weights. bfloat16 has the exponent range of float32, so no loss scaling is needed.
     """
 
@@ -36,11 +38,11 @@ class BFloat16(Method):
     )
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
-            run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in bfloat16")
+        if obstacle := autocast_obstacle(run.model, run.device, torch.bfloat16):
+            run.report_no_effect(self, obstacle)
             return forward
         device = run.device.type
-        run.observe_effect(self, partial(observe_precision, torch.bfloat16))
+        run.observe_effect(self, partial(observe_precision, run, torch.bfloat16))
 
         def forward_in_bfloat16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16):

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import compile_in_place, compile_seconds, compiler_backend, graph_break_of
+from hasten._torch_compat import (
+    compile_in_place,
+    compile_seconds,
+    compiler_backend,
+    graph_break_of,
+    graph_break_reasons,
+)
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method, option
@@ -89,7 +95,8 @@ class GraphRecorder:
     """
 
     def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
-        self.backend, self.graphs, self.seconds_before = backend, 0, compile_seconds()
+        self.backend, self.graphs = backend, 0
+        self.seconds_before, self.reasons_before = compile_seconds(), graph_break_reasons()
         self.breaks: dict[str, None] = {}  # in order, without repetition
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -104,7 +111,8 @@ class GraphRecorder:
         """The effect check: how many graphs there are once the step is done."""
         yield
         if not self.graphs:
-            raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model")
+            why = "; ".join(graph_break_reasons() - self.reasons_before) or "it was given no call, or states no reason"
+            raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model: {why}")
         breaks = [*self.breaks]
         text = (
             f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {compile_seconds() - self.seconds_before:.1f} s"

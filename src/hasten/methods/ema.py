@@ -58,9 +58,11 @@ class Ema(Method):
         return step_and_average
 
     def _observe(self, average: ParameterAverage, run: RunContext) -> Generator[None, None, str]:
-        step, before = run.progress.step, [in_place_version(tensor) for tensor in average.tensors]
+        pairs = zip(run.model.parameters(), average.tensors, strict=True)
+        trained = [tensor for parameter, tensor in pairs if parameter.requires_grad]
+        step, before = run.progress.step, [in_place_version(tensor) for tensor in trained]
         yield
-        changed = sum(in_place_version(t) > version for t, version in zip(average.tensors, before, strict=True))
+        changed = sum(in_place_version(t) > version for t, version in zip(trained, before, strict=True))
         if not changed:
             raise NoEffectError("the step changed no average")
         if step < self.start:

@@ -12,6 +12,7 @@ from hasten.core.errors import RunError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
+from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
 
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
@@ -48,12 +49,12 @@ class Float16(Method):
     scale: str | float = option("dynamic", one_of=("dynamic",), above=0)  # a number is a constant scale
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in run.model.parameters()):
-            run.report_no_effect(self, "the model has no float32 matrix that could be multiplied in float16")
+        if obstacle := autocast_obstacle(run.model, run.device, torch.float16):
+            run.report_no_effect(self, obstacle)
             return forward
         run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below do nothing
         device = run.device.type
-        run.observe_effect(self, partial(observe_precision, torch.float16))
+        run.observe_effect(self, partial(observe_precision, run, torch.float16))
 
         def forward_in_float16(batch: Batch) -> torch.Tensor:
             with torch.autocast(device, torch.float16):
@@ -93,7 +94,7 @@ class Float16(Method):
 
 
 class LossScale:
-    """The loss scale; part of the checkpoint."""
+    """The loss scale; part of the checkpoint. ``hasten diagnose --ops`` shows its ``value`` and ``overflow``."""
 
     def __init__(self, scale: str | float, device: torch.device):
         self.dynamic = scale == "dynamic"
@@ -103,7 +104,7 @@ class LossScale:
         self.overflow = False  # whether the gradients of the current step overflowed on any rank
 
     def update(self) -> None:
-        """Counts a step; halves the scale after an overflow, doubles it after ``GROWTH_INTERVAL`` steps without one."""
+        """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL steps. RunError after MAX_OVERFLOWS."""
         if self.overflow:
             self.good_steps, self.overflows = 0, self.overflows + 1
         else:

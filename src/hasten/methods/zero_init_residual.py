@@ -42,10 +42,10 @@ class ZeroInitResidual(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        norms = _last_norms(model)
+        norms = [norm for norm in _last_norms(model) if norm.weight.requires_grad]  # a frozen zero would stay zero
         untrained = [norm for norm in norms if norm.weight.is_meta or bool((norm.weight == 1).all())]
         if not norms:
-            run.report_no_effect(self, "torch.fx finds no batch normalization of the model that is added to a shortcut")
+            run.report_no_effect(self, "torch.fx finds no trained batch normalization that is added to a shortcut")
         elif not untrained and any(norm.weight.any() for norm in norms):
             run.report_no_effect(self, "the scales are trained already; zeros would cut off what they have learned")
         elif not untrained:
@@ -85,4 +85,4 @@ def _describe(norms: list[BatchNorm], run: RunContext) -> str:
     found = sum(id(norm.weight) in trained for norm in norms)
     if not found and run.parallel is None:
         raise NoEffectError("the normalizations that started with zeros are not part of the trained model")
-    return f"{len(norms)} normalizations started with a scale of zero"
+    return f"{len(norms)} normalization{'s' * (len(norms) > 1)} started with a scale of zero"

@@ -7,6 +7,7 @@ from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
+from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
@@ -15,6 +16,7 @@ from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
 from hasten.profiling.ceilings import measure_allocator_ceiling
+from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import possible_gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult, Interval
@@ -33,6 +35,7 @@ def diagnose(
     timeout: float | None = None,
     device: str | None = None,
     seed: int = 0,
+    ops: bool = False,
     watch: ProgressCallback = no_progress,
 ) -> DiagnoseResult:
     """Measures where a task's time goes and what could be gained.
@@ -45,13 +48,15 @@ def diagnose(
         timeout: seconds without progress after which several processes count as hanging; None for the default.
         device: "cpu" or "cuda"; None picks one.
         seed: seed of the run that is measured.
+        ops: also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
+            a few steps beyond the budget.
         watch: called with the progress.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
         / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
         of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
-        speed of the run in seconds and samples.
+        speed of the run in seconds and samples. ``operations``: see ``measure_operations``; None without ``ops``.
 
     Raises:
         ConfigurationError: a wrong request.
@@ -59,6 +64,11 @@ def diagnose(
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     check_conflicts(sort_methods(make_methods(recipe)))
+    if ops:
+        check_lower_precision(recipe)
+        if processes > 1:
+            raise ConfigurationError(ONE_PROCESS)
+    operations = measure_operations(task, recipe, device=device, seed=seed, watch=watch) if ops else None
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began = time.monotonic()
     profile = profile_steps(
@@ -107,6 +117,7 @@ def diagnose(
         },
         "input": profile.input,
         "flops": profile.flops,
+        "operations": operations,
         "facts": sorted(profile.facts),
         "batch_size": profile.plan["batch_size"],
         "seconds_per_step": profile.step,

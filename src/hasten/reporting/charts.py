@@ -20,7 +20,7 @@ PHASE_CLASSES = {*PHASES, "start", "training", "checkpoints"} - {"steps"}  # tha
 
 
 def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int) -> Markup:
-    """The metric over wall-clock time: a line for each seed, a dot where it reaches the target, a dashed line.
+    """The metric over wall-clock seconds: a line for each seed, a dot where it reaches ``target``, a dashed line there.
 
     ``arms`` is the result of ``view_model.arms``, ``metric`` is ``{"name", "higher_is_better", "unit"}``, ``width`` is
     in pixels.

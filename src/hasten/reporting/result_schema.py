@@ -131,6 +131,32 @@ class Flops(TypedDict, total=False):
     share: Amount
 
 
+class Operation(TypedDict):
+    """An operation of a training step in one precision; shares of the FLOPs and of the time of all operations."""
+
+    op: Text
+    dtype: Text
+    calls_per_step: Amount
+    flops_share: Amount
+    time_share: Amount
+
+
+class LossScaleStep(TypedDict):
+    """The loss scale after a step, and whether the gradients of the step overflowed."""
+
+    value: Amount
+    overflow: YesNo
+
+
+class Operations(TypedDict):
+    """The view of operations; ``note`` states what is not visible."""
+
+    steps: Amount
+    rows: Sequence[Operation]
+    loss_scale: Sequence[LossScaleStep]
+    note: Text
+
+
 class SkippedRow(TypedDict, total=False):
     """A row of the data that could not be read and was skipped."""
 
@@ -238,6 +264,7 @@ class DiagnoseResult(Result, total=False):
     input: InputThroughput
     not_advised: Sequence[NotAdvised]
     causes: Mapping[str, Fact]
+    operations: Operations | None
 
 
 class TrainResult(Result, total=False):
@@ -279,8 +306,8 @@ def read_result(directory: str | Path) -> dict[str, Any]:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        problem = f"there is no directory {directory}"
-        raise ConfigurationError(f"{problem}; give the run directory of `hasten tune` or `hasten train`")
+        advice = "give the run directory of `hasten tune` or `hasten train`"
+        raise ConfigurationError(f"there is no directory {directory}; {advice}")
     path = directory / "result.json"
     if not path.is_file():
         raise ConfigurationError(

@@ -47,7 +47,7 @@ def text(x: float, y: float, content: str, kind: str, title: str = "") -> Markup
 
 
 def element(name: str, *children: str, **attributes: float | str | None) -> Markup:
-    """An element. ``class_`` becomes ``class``; attributes without a value are omitted."""
+    """An XML element. ``class_`` becomes ``class``; attributes whose value is None are omitted."""
     present = [(key.rstrip("_"), value) for key, value in attributes.items() if value not in ("", None)]
     written = "".join(f' {key}="{escape(_number(value))}"' for key, value in present)
     return Markup(f"<{name}{written}>{''.join(escape(child) for child in children)}</{name}>")

@@ -17,6 +17,7 @@ from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
 from hasten.reporting.result_schema import validate
 from hasten.reporting.rich_layout import BOLD, DIM, bar, grid, headline, indented, pairs
+from hasten.reporting.terminal_operations import operations_table
 from hasten.reporting.view_model import Json
 
 BAR_WIDTH = 40  # characters
@@ -96,6 +97,7 @@ def diagnose_answer(result: Json) -> RenderableType:
         Text(),
         pairs(_step_facts(result)),
         Text("  ceiling: speed-up of the whole training if the phase cost nothing", style=DIM),
+        *operations_table(result["operations"]),
         *_input_throughput(result["input"]),
         *advice_table(result["advice"]),
     )

@@ -70,7 +70,7 @@ def _rate(rows: float | None) -> str:
 
 
 def _round(number: float) -> str:
-    """A number as text with three significant digits and thousands separators."""
+    """A number rounded to three digits, without decimals, with thousands separators: 12345.6 becomes "12,300"."""
     return f"{float(f'{number:.3g}'):,.0f}"
 
 

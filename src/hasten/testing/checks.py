@@ -26,6 +26,9 @@ from hasten.engine.plan import Program, build
 from hasten.engine.registry import cards_that_state, make_method, make_methods, method_class, options_of
 from hasten.engine.train import train
 from hasten.testing import tasks
+from hasten.testing.effects import observe_effect
+from hasten.testing.models import available_makes
+from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.rng import get_rng_state
 from hasten.utils.tree import bitwise_equal
 
@@ -264,6 +267,21 @@ def reports_no_effect(subject: Subject) -> None:
         raise SkipTest(f"{subject.name} has an effect on every task")
 
 
+def shows_its_effect(subject: Subject) -> None:
+    """On a model of each make it shows that it acted, or reports why it has no effect."""
+    makes = {subject.given_task.name: subject.given_task} if subject.given_task else {}
+    for name, task in (makes or {name: make() for name, make in available_makes().items()}).items():
+        for recipe in subject.recipes:
+            try:
+                effect = observe_effect(task, recipe)
+            except Exception as error:
+                raise AssertionError(f"{recipe} fails on {name}: {format_error(error)}") from error
+            if effect.text == NOT_CHECKED:
+                raise SkipTest("states no effect: it is reported as 'effect not checked'")
+            assert effect.text.strip(), f"{recipe} has no effect on {name}, without a reason"
+            assert not effect.text.startswith(NOT_CHECKED), f"{recipe} on {name}: {effect.text}"
+
+
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     has_a_complete_card,
     has_options_that_are_data,
@@ -275,6 +293,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     resumes_bit_identically,
     exports_a_plain_module,
     reports_no_effect,
+    shows_its_effect,
 )
 
 

@@ -11,7 +11,7 @@ MIN_CONTRIBUTION = 1.01  # a member with a lower speed-up leaves the recipe
 
 
 def leave_one_out(study: Study, incumbents: Incumbents) -> list[dict]:
-    """Removes members without a contribution from the best recipe; ``[{method, speedup}]`` of those that remain."""
+    """Removes members without a contribution from the best recipe, one at a time: [{method, speedup}] of the rest."""
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best)):
         found = measured

@@ -36,7 +36,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class MethodSelection:
-    """The methods that the user asked for."""
+    """The methods that the user allows a search to try, or offers to it in files."""
 
     only: Recipe | None  # the only methods to try; None: all
     offered: Recipe  # methods from files, to try besides

@@ -37,7 +37,7 @@ ERROR = 0.05
 
 @dataclass
 class Confirmation:
-    """The results of a recipe on fresh seeds."""
+    """The quality and speed-up of a recipe on seeds that the search has not seen."""
 
     recipe: Recipe
     gate: NonInferiorityResult

@@ -20,7 +20,7 @@ MIN_SEEDS = LOOKS[0]
 
 @dataclass(frozen=True)
 class NonInferiorityResult:
-    """The result of the gate after some seeds."""
+    """What the quality gate found after some seeds: whether the recipe is worse by no more than the margin."""
 
     baseline: float | None  # mean of the final metrics
     tuned: float | None  # the same, with the recipe

@@ -22,7 +22,7 @@ from hasten.tuning.study import Study, exactness_of
 
 @dataclass
 class SearchState:
-    """What a search has found so far."""
+    """What a search has found so far, for result.json."""
 
     diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
@@ -123,7 +123,7 @@ def _interval(ratio: Ratio | None) -> Any:
 
 
 def write(folder: Path, result: Any) -> None:
-    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result."""
+    """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result; RunError if it cannot write."""
     result["recipe_file"] = str(folder / "recipe.toml")
     toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
     atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))

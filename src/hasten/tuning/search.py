@@ -32,7 +32,7 @@ MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to try."""
+    """A method that the search may try, with its options."""
 
     name: str
     card: Card
@@ -191,7 +191,7 @@ def conflict_reason(recipe: Recipe) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a recipe on the search's seeds."""
+    """The verdict on a recipe and its runs, one for each of the search's seeds so far."""
 
     verdict: str  # "kept", "no gain", "refused", "failed" or "no effect"
     why: str

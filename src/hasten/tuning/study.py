@@ -34,7 +34,7 @@ class OutOfBudgetError(Exception):
 
 @dataclass
 class Budget:
-    """The seconds of a search."""
+    """The seconds that a search may spend, has spent, and keeps for the confirmation."""
 
     total: float
     spent: float = 0.0  # a trial from the store counts the seconds that it took when it was measured
@@ -65,7 +65,7 @@ class Budget:
 
 @dataclass
 class Study:
-    """The measurements of one task."""
+    """Measures recipes on one task; each trial is stored, and its seconds are charged to the budget."""
 
     task: TaskRef
     device: str
@@ -128,7 +128,7 @@ class Study:
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Result of ``measure``, called once per search and stored, such as the diagnosis; charged to the budget."""
+        """Result of ``measure``, stored and charged once per search, such as the diagnosis; or raises its error."""
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
@@ -161,7 +161,7 @@ class Study:
         self.trials.append(trial | {"seconds": round(seconds, 2)})
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
-        """Seconds and samples when the target was reached for good, and the samples when it was first reached."""
+        """``seconds_to_target`` and ``samples_to_target`` (reached and held), ``first_samples`` (first reached)."""
         target, known = self.target, [row for row in evaluations if row["metric"] is not None]
         index = first_sustained_target([row["metric"] for row in evaluations], target, self.higher_is_better)
         held = evaluations[index] if index is not None else {}
@@ -182,7 +182,7 @@ class Study:
     def _charge(
         self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
     ) -> dict:
-        """The outcome of a trial, from the store or, if the budget allows, measured now; its seconds count once."""
+        """A trial's outcome, stored or measured now, its seconds charged once; OutOfBudgetError if none are left."""
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what
         if (kind, what) not in self.store:

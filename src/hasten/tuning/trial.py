@@ -66,7 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TimeLimitPruner(Method):
-    """Ends a run that has not reached the target after ``seconds``."""
+    """Ends a run that has not reached the target within ``seconds``."""
 
     seconds: float = 0.0
     target: float = 0.0

@@ -190,7 +190,7 @@ def _measure_baseline(study: Study, state: SearchState, selection: MethodSelecti
 
 
 def _run_baseline(study: Study, margin: float | None) -> Baseline:
-    """Runs the task's own training on the search's seeds; fixes the target and the margin."""
+    """Trains the original on the search's seeds; sets target and margin. RunError if it fails or misses its target."""
     seeds = [study.seed + SEED_STEP * index for index in range(BASELINE_SEEDS)]
     runs = [study.run(Recipe(), seed) for seed in seeds]
     for run in runs:

@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import is_compiled
 from hasten.core.errors import NoEffectError
 from hasten.core.run_context import RunContext
-from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
+from hasten.utils.op_recorder import CONVERSION, NOT_CHECKED, OpRecorder
 
 
-def observe_precision(dtype: torch.dtype) -> Generator[None, None, str]:
+def observe_precision(run: RunContext, dtype: torch.dtype) -> Generator[None, None, str]:
     """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it."""
     with OpRecorder() as recorder:
         yield
     name = str(dtype).removeprefix("torch.")
+    ops = recorder.ops.items()
+    others = sum(stats.count for (op, kind), stats in ops if kind == dtype and not op.startswith(CONVERSION))
+    if others and not recorder.flops(dtype):  # such as a recurrent layer, or kernels of a compiled graph
+        return f"{others} operations ran in {name}; none of them is a matrix product or convolution of known FLOPs"
     if not recorder.flops():
+        if run.device.type == "cpu" and not any(is_compiled(module) for module in run.model.modules()):
+            raise NoEffectError("the step has no matrix product or convolution")
         return f"{NOT_CHECKED}: the step shows no matrix product or convolution, as in a CUDA graph"
     share = recorder.flops(dtype) / recorder.flops()
-    others = sum(stats.count for (_, precision), stats in recorder.ops.items() if precision == dtype)
-    if not share and others:  # such as a recurrent layer, or kernels of a compiled graph
-        return f"{others} operations ran in {name}; none of them is a matrix product or convolution of known FLOPs"
     if not share:
         raise NoEffectError(f"no matrix product or convolution ran in {name}")
     return f"{share:.0%} of the FLOPs of matrix products and convolutions ran in {name}"
@@ -79,8 +83,8 @@ def observe_workers(count: int) -> Generator[None, None, str]:
     if not count:
         return "the batches are read without worker processes"
     if not alive:
-        raise NoEffectError("no worker process is alive")
-    return f"{alive} of {count} worker processes are alive" if alive < count else f"{count} worker processes are alive"
+        raise NoEffectError(f"no worker process is alive, expected {count}")
+    return f"{alive} worker process{'es are' if alive > 1 else ' is'} alive" + f", of {count}" * (alive < count)
 
 
 def observe_collectives(*names: str) -> Generator[None, None, str]:

@@ -19,6 +19,7 @@ from hasten._torch_compat import TorchDispatchMode, in_place_version, is_view_op
 from hasten.utils.tree import tree_leaves
 
 NOT_CHECKED = "effect not checked"  # how the evidence begins where a check cannot look
+CONVERSION = "_to_copy"  # behind Tensor.to: to another precision, another device or another memory format
 CONVOLUTIONS = ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
 
@@ -48,7 +49,8 @@ class OpRecorder(TorchDispatchMode):
         timed: Also measures seconds, which makes each operation on a GPU wait for the one before.
 
     Attributes:
-        ops: (name, precision of the first floating-point input or None) -> OpStats.
+        ops: (name, precision of the first floating-point input or None) -> OpStats. A conversion to another precision
+            is named with its target: ``_to_copy to bfloat16``.
     """
 
     supports_higher_order_operators = True  # such as torch.cond and flex_attention, which would raise otherwise
@@ -65,25 +67,28 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_view_op(func) or not hasattr(func, "overloadpacket"):  # an operation of higher order has no overloads
-            return func(*args, **kwargs)
+        if is_view_op(func) or not hasattr(func, "overloadpacket") or func.namespace == "profiler":
+            return func(*args, **kwargs)  # an operation of higher order has no overloads
         tensors = [leaf for leaf in tree_leaves([*args, kwargs]) if isinstance(leaf, torch.Tensor)]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         began = self._now(tensors) if self.timed else 0.0
         packet = func.overloadpacket
-        changed = args[0] if packet.__name__.startswith("_foreach_") and packet.__name__.endswith("_") else []
+        name = packet.__name__
+        changed = args[0] if name.startswith("_foreach_") and name.endswith("_") else []
         versions = [in_place_version(tensor) for tensor in changed]
         output = func(*args, **kwargs)
         if changed and versions == [in_place_version(tensor) for tensor in changed]:
             torch.autograd.graph.increment_version(changed)  # torch forgets to, under a mode
-        stats = self.ops.setdefault((packet.__name__, floating[0].dtype if floating else None), OpStats())
+        if name == CONVERSION and output.dtype != tensors[0].dtype:
+            name += f" to {str(output.dtype).removeprefix('torch.')}"
+        stats = self.ops.setdefault((name, floating[0].dtype if floating else None), OpStats())
         stats.count += 1
         if self.timed:
             stats.seconds += self._now(tensors) - began
         if packet in flop_registry:
             with suppress(Exception):  # torch's formulas do not know all shapes; the step must go on
                 stats.flops += int(flop_registry[packet](*args, **kwargs, out_val=output))
-        if packet.__name__ in CONVOLUTIONS and floating[0].ndim == 4:
+        if name in CONVOLUTIONS and floating[0].ndim == 4:
             last = floating[0].is_contiguous(memory_format=torch.channels_last)
             first = floating[0].is_contiguous()  # with one channel, or one pixel, it is both
             stats.channels_last += last and not first

@@ -56,7 +56,9 @@ def find_file(path: str) -> Path | None:
 
 
 def create_file(path: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file in the download folder: ``write`` gets a temporary path, which is renamed when it is complete."""
+    """Creates a file in the download folder; RunError if it cannot. ``write`` gets a temporary path, renamed at the
+    end.
+    """
     target = _download_folder() / path
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -67,8 +69,8 @@ def create_file(path: str, write: Callable[[Path], None]) -> Path:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        problem = f"cannot write {target}: {error.strerror or error}"
-        raise RunError(f"{problem}; set HASTEN_DATA to a folder that has {path}") from None
+        advice = f"set HASTEN_DATA to a folder that has {path}"
+        raise RunError(f"cannot write {target}: {error.strerror or error}; {advice}") from None
     return target
 
 
@@ -89,8 +91,8 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield header[:100].rstrip(b"\0").decode(), content[offset : offset + size]
             offset += -(-size // TAR_BLOCK_BYTES) * TAR_BLOCK_BYTES
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        problem = f"{path} cannot be read as a tar.gz archive ({error})"
-        raise ConfigurationError(f"{problem}; remove it to download it again") from None
+        advice = "remove it to download it again"
+        raise ConfigurationError(f"{path} cannot be read as a tar.gz archive ({error}); {advice}") from None
 
 
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
@@ -103,7 +105,7 @@ def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
 
 
 def _folders() -> list[Path]:
-    """The folders that may hold data, in the order of the search."""
+    """The folders that may hold data, in search order; ConfigurationError if HASTEN_DATA is not a folder."""
     configured = os.environ.get("HASTEN_DATA")
     if configured and not Path(configured).expanduser().is_dir():
         raise ConfigurationError(f"HASTEN_DATA={configured} is not a folder")
@@ -140,8 +142,8 @@ def _chunks(file: File) -> Iterator[bytes]:
                 yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        problem = f"cannot download {file.address}: {reason}"
-        raise RunError(f"{problem}; put the file at {_download_folder() / file.path} by hand") from None
+        advice = f"put the file at {_download_folder() / file.path} by hand"
+        raise RunError(f"cannot download {file.address}: {reason}; {advice}") from None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ LABEL = 14
 
 
 def adult() -> Task:
-    """A multilayer perceptron with embedded categories, on Adult."""
+    """Whether the income is above $50,000 (Adult), by a multilayer perceptron with embedded categories."""
     train, test = _rows("adult.data"), _rows("adult.test")
     numbers = numpy.array([[float(row[column]) for column in NUMBERS.values()] for row in train])
     scale = numbers.mean(axis=0), numbers.std(axis=0)

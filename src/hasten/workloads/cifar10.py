@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
-    """The JPEG bytes and the class of every image, in the order of the archive."""
+    """The JPEG bytes and the class of every image, in the archive's order; ConfigurationError if any is missing."""
     name = f"cifar10-jpeg/{split}.tar.gz"
     path = find_file(name) or create_file(name, lambda partial: pack(_to_jpeg(split), partial))
     files, labels = [], []
@@ -129,6 +129,6 @@ def _pillow():
     try:
         from PIL import Image
     except ImportError:
-        problem = "the workload cifar10 needs the package pillow"
-        raise ConfigurationError(f"{problem}; pip install 'hasten[images]'") from None
+        advice = "pip install 'hasten[images]'"
+        raise ConfigurationError(f"the workload cifar10 needs the package pillow; {advice}") from None
     return Image

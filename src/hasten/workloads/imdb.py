@@ -31,7 +31,7 @@ PADDING, UNKNOWN = 0, 1
 
 
 def imdb() -> Task:
-    """A transformer of two layers and width 64, built from a ``transformers`` config: no weights are downloaded."""
+    """Sentiment of IMDb reviews, by a transformer of two layers and width 64, built from a ``transformers`` config."""
     _transformers()
     reviews = _reviews()
     counts = Counter(word for text, _ in reviews["train"] for word in words_of(text))
@@ -95,13 +95,13 @@ def _transformers():
     try:
         import transformers
     except ImportError:
-        problem = "the workload imdb needs the package transformers"
-        raise ConfigurationError(f"{problem}; pip install 'hasten[text]'") from None
+        advice = "pip install 'hasten[text]'"
+        raise ConfigurationError(f"the workload imdb needs the package transformers; {advice}") from None
     return transformers
 
 
 def _reviews() -> dict[str, list[tuple[str, int]]]:
-    """(text, 1 if positive) of every review of the subset, by split."""
+    """(text, 1 if positive, else 0) of the subset's reviews, by split; ConfigurationError if any is missing."""
     path = find_file(SUBSET) or create_file(SUBSET, lambda partial: pack(_subset(download(OFFICIAL)), partial))
     reviews = {split: [] for split in LIMITS}
     for name, content in _subset(path):

@@ -44,7 +44,7 @@ def cached(
     folder: str | Path | None,
     watch: ProgressCallback | None,
 ) -> Cache:
-    """Returns a cache of the source after its sample maps. The arguments are those of ``Pipeline.cache``."""
+    """Returns a cache of the source after its sample maps; arguments and errors are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
         raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
     check_positive("cache(gigabytes=)", gigabytes)

@@ -184,8 +184,8 @@ class Gather:
         return planes
 
     def _unpack(self, planes: torch.Tensor) -> torch.Tensor:
-        """Returns the floats, in memory that torch allocates. If that memory is fresh, a second pass would be cheaper,
-        so the number of remaining tries decreases.
+        """Converts planes with footers to normalized float32, in new memory from torch. Where that memory causes page
+        faults, the two-pass way is faster, so fewer batches will use this one.
         """
         before = page_faults()
         floats = unpack_planes(planes)

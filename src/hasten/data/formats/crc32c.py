@@ -9,7 +9,7 @@ from hasten.core.errors import ConfigurationError
 
 
 def crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
-    """Returns the checksum of every piece, uint32, shape (pieces,)."""
+    """Returns the checksum of every piece, uint32, shape (pieces,); ConfigurationError without ``google-crc32c``."""
     return numpy.fromiter(map(_crc32c(), pieces), numpy.uint32, len(pieces))
 
 

@@ -27,7 +27,7 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns (height, width) of the argument ``resize``; at most ``pixels`` pixels."""
+    """Returns ``resize``, in pixels, as (height, width); ConfigurationError if it is no size or exceeds ``pixels``."""
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None
@@ -151,7 +151,7 @@ def _version(package: str) -> str | None:
 
 
 def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
-    """Resizes an image of shape (height, width, 3) into ``image``, shape (3, height, width)."""
+    """Scales (height, width, 3) to cover ``image``, (3, height, width), and crops it; ValueError above ``pixels``."""
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))

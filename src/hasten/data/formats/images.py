@@ -143,7 +143,7 @@ def _blame_file(path: str) -> Iterator[None]:
 
 
 def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
-    """Returns (class names, sorted; class index of each file): folders below the root, or that hold the files."""
+    """(class names, sorted; class of each file): folders below the root, or of the files; else ConfigurationError."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:

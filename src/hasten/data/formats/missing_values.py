@@ -14,8 +14,9 @@ from hasten.data.formats.table_types import is_number, plain
 
 
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the argument ``fill``: None, a number, or a dict from column to value. ``types`` are the Arrow types of
-    the columns that are read, ``columns`` all columns of the files. A column of a struct is named ``struct.column``.
+    """Returns the argument ``fill``: None, a number, or a dict from column to value; else ConfigurationError, as for an
+    unknown column. ``types`` are the Arrow types of the columns that are read, ``columns`` all columns of the files. A
+    column of a struct is named ``struct.column``.
     """
     if fill is None or isinstance(fill, (Real, Decimal)):
         return fill
@@ -81,7 +82,7 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
 
 def empty_to_null(table: Any, name: str) -> Any:
-    """Replaces empty strings of a column by missing values, which CSV cannot express otherwise."""
+    """Replaces empty strings of a text column by missing values, which CSV cannot express otherwise."""
     words = table.column(name)
     empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
     words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,7 +112,7 @@ def _convert(value: Any, arrow_type: Any) -> Any:
 
 
 def _struct_columns(path: str, arrow_type: Any) -> Iterator[str]:
-    """Yields the names of the columns of a struct, and of the structs in it."""
+    """Yields the dotted names of the columns of a struct (``path.column``), and of the structs in it."""
     for field in arrow_type if types.is_struct(arrow_type) else ():
         yield f"{path}.{field.name}"
         yield from _struct_columns(f"{path}.{field.name}", field.type)

@@ -26,7 +26,7 @@ MAX_EXACT_FLOAT32 = 1 << 24  # up to here float32 represents every integer
 
 
 def column(arrow_type: Any, rows: int, name: str) -> Any:
-    """Returns an empty column for a plain Arrow type."""
+    """Returns an empty column for ``rows`` values of a plain Arrow type (see ``table_types.plain``)."""
     if types.is_struct(arrow_type):
         fields = {field.name: column(plain(field.type), rows, f"{name}.{field.name}") for field in arrow_type}
         return StructColumn(fields, name)

@@ -34,7 +34,7 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one file holds."""
+    """One file of a table: schema, rows of each chunk, decompressed size, chunks that cannot be read."""
 
     schema: Any  # Arrow schema; None for a file that cannot be opened
     chunks: list[int]  # number of rows of each chunk
@@ -73,7 +73,7 @@ class _ArrowFormat:
 
 
 class Parquet(_ArrowFormat):
-    """Parquet files; a chunk is a row group."""
+    """Reads Parquet files; a chunk is a row group."""
 
     name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
@@ -96,7 +96,7 @@ class Parquet(_ArrowFormat):
 
 
 class Feather(_ArrowFormat):
-    """Feather (Arrow IPC) files; a chunk is a record batch."""
+    """Reads Feather (Arrow IPC) files; a chunk is a record batch."""
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
@@ -181,8 +181,8 @@ class Csv:
             except pa.ArrowInvalid:
                 if len(skipped) <= MAX_BAD_LINES:
                     raise
-                bad = f"{MAX_BAD_LINES:,} lines with too few fields or too many"
-                raise ConfigurationError(f"{path} has more than {bad}; {MISREAD}") from None
+                bad = "too few fields or too many"
+                raise ConfigurationError(f"{path} has over {MAX_BAD_LINES:,} lines with {bad}; {MISREAD}") from None
             return _ParsedCsv(table, self._bad_rows(path, skipped, len(table)))
 
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:

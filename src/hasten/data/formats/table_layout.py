@@ -20,7 +20,7 @@ from hasten.data.validation import check_name, check_names
 
 @dataclass(frozen=True)
 class Layout:
-    """What is read of a table."""
+    """The columns of a table that are read, with their types."""
 
     types: dict[str, Any]  # plain Arrow type of every column that is read, including the target
     inputs: list[str]  # names of the columns other than the target
@@ -173,7 +173,7 @@ def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
 
 
 def _join_types(one: Any, other: Any, guessed: bool) -> Any:
-    """Returns the type that holds the values of both, or None."""
+    """Returns the Arrow type that can hold the values of both types; None if there is none."""
     if one == other:
         return one
     names = {str(one), str(other)}

@@ -29,8 +29,8 @@ def is_number(arrow_type: Any) -> bool:
 
 
 def plain(arrow_type: Any) -> Any:
-    """Returns the type as which a column is read. Dictionaries and run-end encoded columns as their values; text, bytes
-    and lists with 64-bit offsets.
+    """Returns the Arrow type to which a column is converted when it is read. Dictionary and run-end encodings become
+    their value type; text, bytes and lists get 64-bit offsets.
     """
     if types.is_dictionary(arrow_type) or types.is_run_end_encoded(arrow_type):
         return plain(arrow_type.value_type)

@@ -83,7 +83,7 @@ def summarize_example(message: bytes) -> Summary:
 
 
 def normalize_example(message: bytes) -> bytes:
-    """Encodes a message again in the usual way: numbers packed, one entry per feature, no unknown fields."""
+    """Encodes a message again as usual: packed numbers, one entry per feature, known fields; ValueError if damaged."""
     example = _parse(message)
     example.DiscardUnknownFields()
     return example.SerializeToString(deterministic=True)
@@ -108,7 +108,7 @@ def infer_features(
         kinds = sorted({kind for sample in samples if (kind := sample.get(name, (None, 0))[0])})
         if len(kinds) != 1:
             found = "of different types in the records: " + " and ".join(kinds) if kinds else "empty in all records"
-            raise ConfigurationError(f"feature {name!r} is {found}; leave it out of features=")
+            raise ConfigurationError(f"feature {name!r} is {found}; name only others in features=")
         counts = {sample.get(name, (None, 0))[1] for sample in samples}
         shape = None if len(counts) > 1 else () if counts == {1} else (counts.pop(),)
         form = wanted[name] if isinstance(wanted, Mapping) and name in wanted else shape
@@ -147,7 +147,7 @@ def _kind_and_length(feature: Any) -> tuple[str | None, int]:
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """Returns ("bytes", "float" or "int64"; flat list of the values) of a feature to encode."""
+    """("bytes", "float" or "int64"; flat list of the values) of a feature; ConfigurationError for another type."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     texts = value if isinstance(value, (list, tuple)) else [value]
@@ -163,7 +163,7 @@ def _as_list(name: str, value: Any) -> tuple[str, list]:
 
 
 def _parse_form(name: str, kind: str, form: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Returns the shape of a sample and the type of the numbers in its byte string from a value of ``features=``."""
+    """(shape or None, dtype inside byte strings or None) from a value of ``features=``; ConfigurationError if wrong."""
     raw = None
     if isinstance(form, tuple) and len(form) == 2 and isinstance(form[0], torch.dtype):
         raw, form = form

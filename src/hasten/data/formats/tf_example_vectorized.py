@@ -77,7 +77,7 @@ def parse_examples(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarr
 
 
 def _normalize(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray, unusual: numpy.ndarray) -> Bounds:
-    """Returns (data, starts, ends) with the messages at indices ``unusual`` re-encoded in the usual way."""
+    """(data, starts, ends) with the messages at ``unusual`` re-encoded; MalformedExampleError if one is damaged."""
     messages = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     for index in unusual.tolist():
         try:
@@ -184,7 +184,7 @@ def _read_field(data: numpy.ndarray, at: numpy.ndarray, tag: int | numpy.ndarray
 
 
 def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Reads up to ``max_bytes`` of the varint at each position: (values, int64; position after each)."""
+    """Reads each varint, at most ``max_bytes`` of it: (values, int64; positions after the bytes that were read)."""
     byte = data.take(at, mode="clip")
     value, at, more = (byte & 0x7F).astype(numpy.int64), at + 1, byte > 0x7F
     for shift in range(7, 7 * max_bytes, 7):
@@ -202,7 +202,7 @@ def _read_varints(data: numpy.ndarray, at: numpy.ndarray, max_bytes: int) -> tup
 def _decode_floats(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Decodes packed floats: (all values, float32, 1-d; number of values in each ``data[start:end]``)."""
+    """Packed floats: (values, float32, 1-d; number in each ``data[start:end]``); MalformedExampleError if truncated."""
     if (broken := (ends - starts) % 4 > 0).any():
         raise MalformedExampleError(broken.argmax(), "a list of floats is truncated")
     return torch.from_numpy(_concatenate(data, starts, ends).view("<f4")), (ends - starts) // 4
@@ -211,7 +211,7 @@ def _decode_floats(
 def _decode_integers(
     data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
 ) -> tuple[torch.Tensor, numpy.ndarray]:
-    """Decodes packed varints: (all values, int64, 1-d; number of values in each ``data[start:end]``)."""
+    """Packed varints: (values, int64, 1-d; number in each ``data[start:end]``); MalformedExampleError if damaged."""
     payload = _concatenate(data, starts, ends)
     last_bytes = numpy.flatnonzero(payload < 0x80)  # of each number
     offsets = _offsets(ends - starts)

@@ -117,7 +117,7 @@ class Examples(Source):
         return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
 
     def _summarize_sample(self) -> CacheEntry:
-        """Returns kinds and sizes of the features in a sample of messages from all files; skips bad messages."""
+        """Kinds and sizes of features in some messages of all files; ConfigurationError if all of these are bad."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
@@ -241,7 +241,7 @@ def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
 def _undamaged(
     content: memoryview, path: str, verify: bool, tell: ReportBytes
 ) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """Finds (starts, ends, damage) of the records before any damage: int64 bytes; damage as text or None."""
+    """(starts, ends, damage) of the records before any damage: int64 bytes; text or None. ``verify`` checks lengths."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None

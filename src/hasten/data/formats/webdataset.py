@@ -64,7 +64,7 @@ def webdataset(
 
 
 class Shards(Source):
-    """Samples in tar files."""
+    """Samples in tar files of the WebDataset layout (shards)."""
 
     def __init__(
         self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
@@ -110,8 +110,8 @@ class Shards(Source):
         return *columns.values(), target
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
-        """Returns ``positions``. An image extension replaces another one where a sample lacks that. It does not if some
-        sample has both, because then they mean different things.
+        """Merges the shards' indexes into ``positions``. For a missing image column another image file is used, unless
+        some sample has both extensions, because then they mean different things.
         """
         extensions = {extension for info, _ in samples for extension in info["endings"]}
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
@@ -146,7 +146,7 @@ class Shards(Source):
         return self._stack(name, rows, values) if kind == "npy" else values
 
     def _stack(self, name: str, rows: numpy.ndarray, values: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Stacks ``.npy`` arrays into one tensor if probed ones share shape and dtype, else returns the list."""
+        """Stacks ``.npy`` arrays if probed ones share shape and dtype (BadRow for another); else returns the list."""
         common = self.shapes[name]
         if common is None:
             return values
@@ -175,7 +175,7 @@ class Shards(Source):
         return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
-        """Returns the bytes of the file with extension ``name`` of each row."""
+        """Returns the bytes of the file with extension ``name`` of each row; BadRow if a row has none."""
         begins, ends = self.positions[name][rows].T
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
@@ -211,7 +211,7 @@ def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | 
 
 
 def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """Yields (key, {extension: (begin, end)}) of each sample of a shard."""
+    """Yields (key, {extension: (begin, end)}) of a shard's samples; ConfigurationError if damaged or ambiguous."""
     path = signature[0]
     current: str | None = None
     parts: dict[str, tuple[int, int]] = {}

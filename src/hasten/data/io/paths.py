@@ -68,7 +68,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def mapped_bytes(path: str) -> memoryview:
-    """Maps a local file into memory, read-only. Truncating the file kills its readers (SIGBUS)."""
+    """Maps a local file read-only, or raises ConfigurationError. Truncating the file kills its readers (SIGBUS)."""
     _, size, version = file_signature(path)
     return _mapped(path, size, *version)
 
@@ -126,7 +126,7 @@ def plain(pattern: str | Path) -> str:
 
 
 def _expand_numbers(pattern: str) -> Iterator[str]:
-    """Yields the pattern for each number of ``{000..099}``, the usual notation for WebDataset shards."""
+    """Yields the pattern for each number of ``{000..099}``; ConfigurationError if the first is above the last."""
     if (match := NUMBER_RANGE.search(pattern)) is None:
         yield pattern
         return

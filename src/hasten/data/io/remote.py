@@ -154,7 +154,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _system(path: str) -> tuple[Any, str]:
-    """(fsspec file system of an address, path in that file system)."""
+    """(fsspec file system of an address, path in that file system); ConfigurationError if fsspec is not installed."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -217,7 +217,7 @@ def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixe
 
 
 def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a file, or a folder that contains it; ``parts`` are those of the file's path."""
+    """Whether a pattern selects a file: itself, or by a folder above it if its name ends in one of ``suffixes``."""
     if not pattern:
         is_hidden = any(part.startswith(".") for part in parts)
         return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))

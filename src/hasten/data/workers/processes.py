@@ -125,7 +125,7 @@ class _Worker:
             self.pipe.send(request)
 
     def _receive(self, timeout: float | None) -> bytes | None:
-        """Returns the next message, or None if the process is dead. Raises at the timeout (seconds; None: never)."""
+        """The next message, or None if the process is dead; RunError after ``timeout`` seconds (None: no limit)."""
         ready = wait([self.pipe, self.process.sentinel], timeout)
         if not ready:
             assert timeout is not None

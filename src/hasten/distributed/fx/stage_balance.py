@@ -22,7 +22,7 @@ TRAINED_COPIES = 4  # of a parameter: itself, its gradient, and two moments of a
 
 
 def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> list[int]:
-    """The ends of the stages (as segment indices), from their sizes such as "2-1-3", which must sum to the segments."""
+    """Segment index after each stage, from sizes such as "2-1-3"; ConfigurationError if they do not sum to all."""
     lengths = [int(word) if word.isdecimal() else 0 for word in sizes.split("-")]
     if len(lengths) != stages or not all(lengths) or sum(lengths) != segments:
         example = "-".join(["1"] * (stages - 1) + [str(segments - stages + 1)])

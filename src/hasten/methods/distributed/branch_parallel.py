@@ -129,7 +129,7 @@ class BranchParallel(Method):
         return model
 
     def _parse_assignment(self, blocks: list[BranchBlock], size: int) -> Assignment:
-        """The option ``assignment``, if it has all branches, known ranks and several ranks for each block."""
+        """The option ``assignment`` ("0-1-1": a rank per branch) by block; ConfigurationError if it does not fit."""
         words, count = self.assignment.split("-"), sum(len(block.branches) for block in blocks)
         ranks = iter([int(word) if word.isdecimal() else size for word in words])
         assignment = [list(islice(ranks, len(block.branches))) for block in blocks]

@@ -99,7 +99,7 @@ class LocalSGD(Method):
         group = cast(Any, dist).new_subgroups(self.group_size)[0] if self.group_size else None
 
         def average(group: dist.ProcessGroup | None = None) -> None:
-            """Sends frozen weights only if they differ: the task may have changed them, or frozen them later."""
+            """Averages the weights over a group (None: all ranks); frozen ones only if they differ between ranks."""
             collectives.all_reduce_mean([*trained, *collectives.find_divergent_tensors(frozen, group)], group)
 
         def step_and_average() -> None:

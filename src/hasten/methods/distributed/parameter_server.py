@@ -135,7 +135,7 @@ class Server:
             return self.after(self.pushed[worker] - self.staleness)
 
     def after(self, updates: int) -> torch.Tensor:
-        """Waits for so many updates, and returns the newest weights; PeerFailure if a missing worker prevents them."""
+        """Waits for ``updates`` updates in all; returns the newest weights, flat. PeerFailure if a worker is lost."""
         with self.changed:
             self.changed.wait_for(lambda: self.version >= updates or self.failure or self._missing(updates))
             if self.failure:

@@ -169,8 +169,8 @@ class Pipeline(Method):
     def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
         setting = f"pipeline:microbatches={microbatches}"
         if run.task.loss is None:
-            problem = "pipeline computes the loss apart from the model, on the last stage"
-            raise ConfigurationError(f"{problem}; pass Task(loss=)")
+            advice = "pass Task(loss=)"
+            raise ConfigurationError(f"pipeline computes the loss apart from the model, on the last stage; {advice}")
         if self.schedule != "gpipe" and microbatches < pp_size:
             problem = f"{setting} leaves some of {pp_size} processes idle with schedule={self.schedule}"
             raise ConfigurationError(f"{problem}; take {pp_size}")

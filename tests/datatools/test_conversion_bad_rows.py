@@ -1,4 +1,4 @@
-"""Conversions of data some of which cannot be read: the first bad row ends them, or so many are left out, counted and
+"""Conversions of data with unreadable rows: the first bad row ends them, or up to a limit are skipped, counted and
 listed."""
 
 import json
@@ -12,19 +12,7 @@ from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, inspect, parquet, webdataset
 from helpers.storages import ROWS, damage, numeric_table, read_all, write_images, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in (
-        "conversion.GAIN_SECONDS",
-        "conversion.ESTIMATE_SECONDS",
-        "stage_throughput.COPY_SECONDS",
-        "stage_throughput.ENOUGH_S",
-    ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
-    for name in ("MAX_TURNS", "MIN_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
+pytestmark = pytest.mark.usefixtures("brief_gain")
 
 
 @pytest.mark.parametrize(("to", "resize"), [("webdataset", 16), ("webdataset", None), ("rows", None)])
@@ -32,8 +20,8 @@ def own_cache(tmp_path, monkeypatch):
     ("damage", "why"),
     [("no picture", "the file is not a JPEG or PNG image"), ("cut off", "the image cannot be decoded")],
 )
-def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
-    """Also where its bytes could be stored as they are: what was converted can be read."""
+def test_convert_unreadable_row_is_named(tmp_path, to, resize, damage, why):
+    """Also if its bytes could be copied unread: converted data are readable."""
     data = write_images(tmp_path / "in", sizes=((200, 300),))
     file = data / "cat" / "3.jpg"
     file.write_bytes(b"no picture" if damage == "no picture" else file.read_bytes()[:-2000])
@@ -41,12 +29,12 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, to, resize, damage, why):
         convert(data, tmp_path / "out", to=to, resize=resize)
 
 
-def test_pictures_that_can_be_read_are_stored_as_they_are(tmp_path):
+def test_convert_readable_images_copies_their_bytes(tmp_path):
     data = write_images(tmp_path / "in")
     convert(data, tmp_path / "out", to="webdataset")
     with tarfile.open(tmp_path / "out" / "00000-of-00001.tar") as tar:
-        there = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
-    assert there == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
+        stored = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")]
+    assert stored == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
 
 
 def listed(folder):
@@ -56,16 +44,16 @@ def listed(folder):
 @pytest.mark.parametrize(
     ("to", "resize", "parts"), [("rows", 16, 1), ("webdataset", 16, 3), ("webdataset", None, 3), ("rows", None, 4)]
 )
-def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize, parts):
-    """The first one, too, by which the shape of all is known."""
+def test_convert_max_bad_rows_skips_and_lists_bad_images(tmp_path, monkeypatch, to, resize, parts):
+    """Including the first, which determines the shape of all."""
     data = write_images(tmp_path / "in", sizes=((20, 30),))
     for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg"):
         (data / name).write_bytes(b"no picture")
     size = sum(path.stat().st_size for path in data.rglob("*.jpg"))
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", size / parts)
     result = convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=3)
-    there = [each["where"] for each in listed(tmp_path / "out")]
-    assert there == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
+    skipped = [each["where"] for each in listed(tmp_path / "out")]
+    assert skipped == [str(data / name) for name in ("cat/1.jpg", "dog/10.jpg", "dog/6.jpg")]
     assert (result["rows"], result["skipped_rows"], result["classes"]) == (9, 3, ["cat", "dog"])
     if to == "rows":
         read, labels = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
@@ -76,13 +64,13 @@ def test_bad_pictures_are_left_out_and_listed(tmp_path, monkeypatch, to, resize,
     assert inspect(tmp_path / "out", budget=0.5)["classes"] == ["cat", "dog"]
     with pytest.raises(RunError, match=r"dog/6.jpg.*bad row number 3, and max_rows=2 may be skipped"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=2)
-    assert listed(tmp_path / "fewer")[0]["where"] == there[0]
+    assert listed(tmp_path / "fewer")[0]["where"] == skipped[0]
     with pytest.raises(ConfigurationError, match=r"another conversion \(max bad rows 2, not 3\)"):
         convert(data, tmp_path / "fewer", to=to, resize=resize, max_bad_rows=3)
 
 
 @pytest.mark.parametrize("to", ["feather", "parquet", "rows", "tfrecord"])
-def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
+def test_convert_bad_row_group_counts_all_its_rows(tmp_path, to):
     data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
     with pytest.raises(RunError, match=r"train.parquet, row group 3\).*skip some bad rows: --max-bad-rows 10"):
@@ -92,12 +80,12 @@ def test_a_bad_run_is_as_many_bad_rows(tmp_path, to):
     assert [each["row"] for each in listed(tmp_path / "out")] == [*range(150, 200)]
     if to in ("feather", "parquet"):
         read = read_all({"feather": feather, "parquet": parquet}[to](tmp_path / "out"))
-        kept = numpy.r_[0:150, 200:ROWS]
-        assert numpy.array_equal(read["label"], numeric_table()["label"].to_numpy()[kept])
+        readable = numpy.r_[0:150, 200:ROWS]
+        assert numpy.array_equal(read["label"], numeric_table()["label"].to_numpy()[readable])
 
 
 @pytest.mark.parametrize("to", ["feather", "rows", "tfrecord"])
-def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
+def test_convert_bad_csv_line_is_one_bad_row(tmp_path, to):
     (tmp_path / "in").mkdir()
     lines = [f"{row},{row / 2}" for row in range(40)]
     lines[7], lines[30] = "7", "30,15,15"
@@ -116,7 +104,7 @@ def test_a_bad_line_of_csv_is_one_bad_row(tmp_path, to):
     assert read["trouble"] is None and read["rows"] == 40
 
 
-def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
+def test_convert_csv_with_another_delimiter_is_not_a_bad_file(tmp_path):
     (tmp_path / "in").mkdir()
     for name, line in {"a": "1,0", "b": "1;0"}.items():
         (tmp_path / "in" / f"{name}.csv").write_text("n,half\n" + f"{line}\n" * 40)
@@ -124,7 +112,7 @@ def test_a_csv_with_another_delimiter_is_no_bad_file(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", to="feather", max_bad_rows=1)
 
 
-def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
+def test_convert_killed_remembers_skipped_rows(tmp_path):
     data = write_table(tmp_path / "in", runs=50)
     damage(data / "train.parquet", run=3)
 
@@ -136,12 +124,12 @@ def test_a_killed_conversion_remembers_what_it_left_out(tmp_path):
         convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50, watch=stop)
     (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
     result = convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50)
-    whole = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)
-    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == whole["digest"]
+    undisturbed = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)
+    assert 0 < result["written"] <= ROWS / 2 and result["digest"] == undisturbed["digest"]
     assert listed(tmp_path / "out") == listed(tmp_path / "again") and result["skipped_rows"] == 50
 
 
-def test_a_part_without_a_row_is_a_failure(tmp_path):
+def test_convert_shard_without_a_row_raises(tmp_path):
     data = write_images(tmp_path / "in", count=4)
     (data / "cat" / "1.jpg").write_bytes(b"no picture")
     with pytest.raises(
@@ -151,8 +139,8 @@ def test_a_part_without_a_row_is_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize(("to", "resize"), [("rows", 16), ("webdataset", 16), ("webdataset", None)])
-def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
-    """Links that lead nowhere: to a file that is gone, and in a circle."""
+def test_convert_unopenable_images_are_bad_rows(tmp_path, to, resize):
+    """Links to a missing file, and cyclic links."""
     data = write_images(tmp_path / "in")
     lost = [data / "cat" / "1.jpg", data / "dog" / "6.jpg"]
     for link in lost:
@@ -178,7 +166,7 @@ def test_pictures_that_cannot_be_opened_are_bad_rows(tmp_path, to, resize):
 @pytest.mark.parametrize(
     ("form", "to"), [("feather", "parquet"), ("parquet", "rows"), ("tfrecord", "parquet"), ("webdataset", "webdataset")]
 )
-def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
+def test_convert_unopenable_files_are_skipped(tmp_path, form, to, capfd):
     data, resize = tmp_path / "data", 8 if form == "webdataset" else None
     original = write_images(tmp_path / "in") if form == "webdataset" else write_table(tmp_path / "in")
     first, second, third = (data / name for name in convert(original, data, to=form, shards=3)["files"])
@@ -189,8 +177,8 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
         convert(data, tmp_path / "out", to=to, resize=resize)
     with pytest.raises(ConfigurationError, match=rf"{third.name}.*; this is bad file 2, and at most 1 may be skipped"):
         convert(data, tmp_path / "out", to=to, resize=resize, max_bad_rows=1)
-    words = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
-    assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *words]) == 0
+    argv = ["--max-bad-rows", "2", *(["--resize", "8"] if resize else [])]
+    assert main(["data", "convert", str(data), "--to", to, "--out", str(tmp_path / "out"), *argv]) == 0
     assert "skipped 2 files that could not be read; skipped.jsonl lists them" in " ".join(
         capfd.readouterr().out.split()
     )
@@ -208,7 +196,7 @@ def test_files_that_cannot_be_opened_are_left_out(tmp_path, form, to, capfd):
         convert(data, tmp_path / "none", to=to, resize=resize, max_bad_rows=3)
 
 
-def test_files_that_differ_are_none_that_cannot_be_opened(tmp_path):
+def test_convert_files_with_other_columns_are_refused_not_skipped(tmp_path):
     data = write_table(tmp_path / "in")
     write_table(data, "other.parquet", numeric_table().drop_columns(["x0"]))
     with pytest.raises(ConfigurationError, match=r"the files differ: .* has a column 'x0'"):

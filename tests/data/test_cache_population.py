@@ -1,5 +1,4 @@
-"""Caches on disk are never half, and one for all processes: damage, locks, deaths while they are made, disks that
-fail."""
+"""Disk caches are complete or absent, and shared by processes: damage, locks, killed writers, failing disks."""
 
 import resource
 import shutil
@@ -19,7 +18,7 @@ from helpers.process import FORK, join_process, start_process
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -36,7 +35,7 @@ def own_folder(tmp_path, monkeypatch):
     ],
     ids=["short", "gone", "half", "no text", "empty", "a list", "no type"],
 )
-def test_a_damaged_cache_is_made_anew(tmp_path, damage):
+def test_damaged_cache_is_rebuilt(tmp_path, damage):
     list(arrays(NUMBERS).cache("disk").batch(ROWS))
     (made,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     damage(made)
@@ -45,20 +44,20 @@ def test_a_damaged_cache_is_made_anew(tmp_path, damage):
     assert torch.equal(*arrays(NUMBERS).cache("disk").batch(ROWS), NUMBERS)
 
 
-def test_locks_that_nobody_holds_are_swept_and_one_that_cannot_be_had_is_one_line(tmp_path):
+def test_unheld_locks_are_removed_and_an_unusable_lock_is_one_line(tmp_path):
     list(arrays(NUMBERS).cache("disk").batch(ROWS))
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
-    made.with_suffix(".lock").mkdir()  # as good as one that may not be opened
-    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as told:
+    made.with_suffix(".lock").mkdir()  # equivalent to a lock file that may not be opened
+    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as error:
         list(arrays(NUMBERS).cache("disk").batch(ROWS))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     (tmp_path / "cache" / "left.lock").touch()
     list(arrays(NUMBERS + 1).cache("disk").batch(ROWS))
     assert not (tmp_path / "cache" / "left.lock").exists() and made.with_suffix(".lock").exists()
 
 
-def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path):
+def test_lock_removed_meanwhile_is_held_by_one_process(tmp_path):
     lock = tmp_path / "x.lock"
     with file_lock(lock, "waiting"):
         assert _try_lock(lock) is None
@@ -70,11 +69,11 @@ def test_a_lock_is_held_by_one_alone_also_when_it_was_removed_meanwhile(tmp_path
     assert not lock.exists()
 
 
-PATIENCE = 120  # seconds, on a busy machine; none of it is used
+TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 
 
 class Slow(Source):
-    """Forty rows of 1.6 MB, whose reading pauses before each chunk but the first."""
+    """Forty rows of 1.6 MB; reading pauses before each chunk but the first."""
 
     def __init__(self, folder, pause):
         self.folder, self.pause = folder, pause
@@ -92,28 +91,28 @@ class Slow(Source):
         return {"slow": 1}
 
 
-def making(folder, pause, room, told):
-    if room:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+def build_cache(folder, pause, limit, results):
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
         try:
             batches = Pipeline(Slow(folder, pause)).cache("disk", folder=folder / "cache").batch(8)
-            said = sum(int(batch[:, 0].sum()) for batch in batches)
+            outcome = sum(int(batch[:, 0].sum()) for batch in batches)
         except RunError as failure:
-            said = str(failure)
-    told.put((said, [str(notice.message) for notice in notices]))
+            outcome = str(failure)
+    results.put((outcome, [str(notice.message) for notice in notices]))
 
 
-def maker(folder, pause=0.25, room=None):
-    """A process that makes a cache in four chunks, and where it tells what came of it."""
-    told = FORK.SimpleQueue()
-    return start_process(making, folder, pause, room, told), told
+def start_maker(folder, pause=0.25, limit=None):
+    """A process that writes a cache in four chunks, and the queue of its result."""
+    results = FORK.SimpleQueue()
+    return start_process(build_cache, folder, pause, limit, results), results
 
 
-def told_by(process, told):
+def join_maker(process, results):
     assert join_process(process) == 0
-    return told.get()
+    return results.get()
 
 
 def until(condition, process):
@@ -122,49 +121,49 @@ def until(condition, process):
         time.sleep(0.005)
 
 
-def test_two_processes_share_one_making(tmp_path):
-    said = [told_by(*each) for each in [maker(tmp_path) for _ in range(2)]]
-    assert [total for total, _ in said] == [sum(range(40))] * 2
+def test_two_processes_build_a_cache_once(tmp_path):
+    outcomes = [join_maker(*each) for each in [start_maker(tmp_path) for _ in range(2)]]
+    assert [total for total, _ in outcomes] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
     assert (
-        sum("another process is filling the cache" in notice for _, notices in said for notice in notices) <= 1
-    )  # none, if the first was done
+        sum("another process is filling the cache" in notice for _, notices in outcomes for notice in notices) <= 1
+    )  # nothing is read if the first process was done
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 
-def test_a_killed_maker_leaves_nothing_that_counts(tmp_path):
-    process, _ = maker(tmp_path, pause=PATIENCE)  # in the middle, however late the signal is
+def test_killed_builder_leaves_no_valid_cache(tmp_path):
+    process, _ = start_maker(tmp_path, pause=TIMEOUT_S)  # in the middle, however late the signal is
     until(lambda: list((tmp_path / "cache").glob("*.making/0.rows")), process)
     process.kill()
     process.join()
     assert list((tmp_path / "cache").glob("*.making"))
-    list(arrays(NUMBERS).cache("disk").batch(BATCH))  # of something else: it sweeps up
+    list(arrays(NUMBERS).cache("disk").batch(BATCH))  # a cache of other data: it removes partial files
     assert not list((tmp_path / "cache").glob("*.making"))
-    assert told_by(*maker(tmp_path))[0] == sum(range(40))
+    assert join_maker(*start_maker(tmp_path))[0] == sum(range(40))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    """A limit on the size of files stands for the disk: writing fails in the middle all the same."""
-    said, _ = told_by(*maker(tmp_path, room=20_000_000))
-    assert "cannot write" in said and "incomplete cache was removed" in said and "\n" not in said
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    """A limit on file sizes stands in for the full disk: writing fails in the middle as well."""
+    message, _ = join_maker(*start_maker(tmp_path, limit=20_000_000))
+    assert "cannot write" in message and "incomplete cache was removed" in message and "\n" not in message
     assert not list((tmp_path / "cache").glob("*.making")) and not list((tmp_path / "cache").rglob("*.rows"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_full_disk_is_told_by_its_name(tmp_path):
+def test_full_disk_is_named_in_the_error(tmp_path):
     (tmp_path / "0.rows").symlink_to("/dev/full")
     written = _ColumnWriter(tmp_path)
     with pytest.raises(
         RunError,
         match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose "
         r"another folder",
-    ) as told:
+    ) as error:
         written.write(torch.zeros(1000, 100))
     written.abandon()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+def test_read_only_folder_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="choose another folder"):
         list(arrays(NUMBERS).cache("disk", folder=tmp_path / "file" / "cache").batch(BATCH))

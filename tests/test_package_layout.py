@@ -1,4 +1,4 @@
-"""Conventions of the package: line budgets, a light import, a README in each package, one method per file."""
+"""Conventions of the package: line budgets, a fast import, a README in each package, one method per file."""
 
 import ast
 import resource
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HASTEN = Path(__file__).resolve().parents[1] / "src" / "hasten"
-BUDGETS = {"engine/loop.py": 125, "engine/plan.py": 275}  # with lines of 120 columns
+BUDGETS = {"engine/loop.py": 125, "engine/plan.py": 275}  # at 120 columns
 PACKAGES = sorted(path.name for path in HASTEN.iterdir() if (path / "__init__.py").exists())
 METHODS = sorted(path for path in (HASTEN / "methods").rglob("*.py") if not path.name.startswith("_"))
 
@@ -47,7 +47,7 @@ def test_importing_hasten_imports_no_torch():
 
 
 def cpu_seconds(*arguments: str) -> tuple[float, str]:
-    """CPU seconds and standard output of Python with these arguments."""
+    """Returns the CPU seconds and the standard output of Python with these arguments."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -66,5 +66,5 @@ def test_help_starts_quickly():
     pytest.fail(f"hasten --help takes {min(times):.2f} s")
 
 
-def test_the_package_is_marked_as_typed():
+def test_package_is_marked_as_typed():
     assert (HASTEN / "py.typed").exists()

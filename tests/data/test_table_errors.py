@@ -15,7 +15,8 @@ import pyarrow.parquet as arrow_parquet  # noqa: E402
 
 from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, nested, numbers, write  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")  # some tests leave no room on purpose
+# some tests exceed the memory budget on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 
 
 def bad_inputs(folder):
@@ -38,9 +39,9 @@ def bad_inputs(folder):
             lambda: parquet(good, target="label", classes=["a"]),
             "classes= are the values of a text target",
         ),
-        "no room": (lambda: parquet(good, gigabytes=-1), "gigabytes= must be a number of at least 0, not -1"),
+        "negative budget": (lambda: parquet(good, gigabytes=-1), "gigabytes= must be a number of at least 0, not -1"),
         "columns as one text": (lambda: parquet(good, columns="a"), r"must be a list of names, as in columns=\['a'\]"),
-        "nothing but the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
+        "only the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
         "a target that is a time": (
             lambda: parquet(folder / "nested.parquet", target="when"),
             r"'when' is of type timestamp\[ms\]",
@@ -69,15 +70,15 @@ def bad_inputs(folder):
 
 
 @pytest.mark.parametrize("which", range(15))
-def test_bad_input(tmp_path, which):
-    name, (make, said) = list(bad_inputs(tmp_path).items())[which]
-    with pytest.raises(ConfigurationError, match=said) as refused:
+def test_invalid_table_is_refused(tmp_path, which):
+    name, (make, message) = list(bad_inputs(tmp_path).items())[which]
+    with pytest.raises(ConfigurationError, match=message) as refused:
         make()
     assert "\n" not in str(refused.value), name
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
+def test_undecodable_row_group_is_bad_rows(tmp_path, gigabytes):
     path = tmp_path / "t.parquet"
     arrow_parquet.write_table(numbers(), path, row_group_size=RUN, use_dictionary=False, write_page_checksum=False)
     place = arrow_parquet.read_metadata(path).row_group(1).column(0).data_page_offset
@@ -87,13 +88,13 @@ def test_a_row_group_that_cannot_be_decoded(tmp_path, gigabytes):
     read = parquet(path, target="label", gigabytes=gigabytes).batch(50)
     with pytest.raises(RunError, match=rf"row {RUN} .*t\.parquet, row group 1\).*skip_bad"):
         list(read)
-    kept = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad_rows(RUN)])
-    assert sorted(kept.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
+    rows_left = torch.cat([x[:, 0] for x, _ in read.shuffle(0).skip_bad_rows(RUN)])
+    assert sorted(rows_left.tolist()) == [*range(RUN), *range(2 * RUN, ROWS)]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("form", ["parquet", "uncompressed"])
-def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
+def test_unreadable_file_is_a_bad_row(tmp_path, form, gigabytes):
     first, last = numbers(RUN), numbers(RUN, 2 * RUN)
     ending = "parquet" if form == "parquet" else "feather"
     write(first, tmp_path / f"a.{ending}", form)
@@ -123,7 +124,7 @@ def test_a_file_that_cannot_be_opened_is_a_bad_row(tmp_path, form, gigabytes):
     ids=repr,
 )
 @pytest.mark.parametrize("when", ["opened", "looked into"])
-def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, when, fault):
+def test_out_of_memory_makes_no_bad_row(tmp_path, monkeypatch, when, fault):
     def lacking(*arguments, **named):
         raise fault
 
@@ -137,7 +138,7 @@ def test_what_the_machine_lacks_makes_no_file_a_bad_row(tmp_path, monkeypatch, w
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
+def test_file_that_changes_while_read_raises(tmp_path, gigabytes):
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     source = parquet(path, target="label", gigabytes=gigabytes).source
     write(numbers(ROWS, 5), path, "parquet")
@@ -146,8 +147,8 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, gigabytes):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
-    """Also where the whole table is in memory by then."""
+def test_file_that_changes_between_epochs_raises(tmp_path, gigabytes):
+    """Also if the whole table is in memory by then."""
     path = write(numbers(), tmp_path / "t.parquet", "parquet")
     pipeline = parquet(path, target="label", gigabytes=gigabytes).batch(ROWS)
     assert len(list(pipeline)) == 1
@@ -156,11 +157,11 @@ def test_a_file_that_changes_between_two_passes_is_told(tmp_path, gigabytes):
         list(pipeline)
 
 
-def test_a_damaged_remote_table_is_a_bad_row():
+def test_damaged_remote_table_is_a_bad_row():
     system = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files").filesystem("memory")
-    whole = pa.BufferOutputStream()
-    arrow_parquet.write_table(numbers(RUN), whole)
-    content = whole.getvalue().to_pybytes()
+    buffer = pa.BufferOutputStream()
+    arrow_parquet.write_table(numbers(RUN), buffer)
+    content = buffer.getvalue().to_pybytes()
     system.pipe_file("/damaged/a.parquet", content)
     system.pipe_file("/damaged/b.parquet", content[:-20])
     pipeline = parquet("memory://damaged", target="label").skip_bad_rows(1).batch(RUN + 1)
@@ -169,8 +170,8 @@ def test_a_damaged_remote_table_is_a_bad_row():
 
 
 @pytest.mark.parametrize(
-    ("words", "absurd"),
+    ("message", "absurd"),
     [("malloc of size 9000000000000000000 failed", True), ("malloc of size 4096 failed", False), ("", False)],
 )
-def test_memory_that_no_machine_has_is_asked_for_by_a_broken_file(words, absurd):
-    assert asks_too_much(MemoryError(words)) is absurd
+def test_broken_file_that_requests_huge_memory_raises(message, absurd):
+    assert asks_too_much(MemoryError(message)) is absurd

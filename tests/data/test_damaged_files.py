@@ -1,5 +1,4 @@
-"""Bytes that were damaged after they were written: what is noticed, and that none of it ends the process or goes on in
-silence."""
+"""Bytes damaged after they were written: the damage is reported, and never ends the process."""
 
 import os
 import pickle
@@ -26,8 +25,8 @@ WHOLE, BY_RUN = None, 0  # gigabytes
 TABLE = pa.table({"n": numpy.arange(ROWS) + 7_000_000, "words": [f"word number {row}" for row in range(ROWS)]})
 
 
-def changed(path, old, new):
-    """The file with some bytes of it exchanged, which must be there once."""
+def replace_bytes(path, old, new):
+    """Replaces bytes of the file that must occur in it exactly once."""
     content = path.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
     path.write_bytes(content.replace(old, new))
@@ -35,7 +34,7 @@ def changed(path, old, new):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigabytes):
+def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
     arrow_parquet.write_table(
         TABLE,
         tmp_path / "t.parquet",
@@ -44,16 +43,16 @@ def test_a_page_of_parquet_that_does_not_fit_its_checksum_is_bad(tmp_path, gigab
         use_dictionary=False,
         write_page_checksum=True,
     )
-    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
     with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
-    kept = [n for batch in table.shuffle(seed=0).skip_bad_rows(RUN) for n in batch["n"].tolist()]
-    assert sorted(kept) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
+    rows_left = [n for batch in table.shuffle(seed=0).skip_bad_rows(RUN) for n in batch["n"].tolist()]
+    assert sorted(rows_left) == [7_000_000 + row for row in range(ROWS) if not RUN <= row < 2 * RUN]
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gigabytes):
+def test_parquet_damaged_row_group_is_decoded_once_for_all_rows(tmp_path, gigabytes):
     arrow_parquet.write_table(
         TABLE,
         tmp_path / "t.parquet",
@@ -62,7 +61,7 @@ def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gi
         use_dictionary=False,
         write_page_checksum=True,
     )
-    changed(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
     pipeline = (
         parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes)
         .shuffle(seed=0)
@@ -76,15 +75,15 @@ def test_a_damaged_run_is_decoded_once_and_told_of_all_rows_at_once(tmp_path, gi
         (batch,) = pipeline
         assert len(batch["n"]) == ROWS - RUN and len(pipeline.faults.found) == RUN
     assert decoded.count(1) == 1 and len(decoded) <= (ROWS // RUN if gigabytes is WHOLE else 6)
-    with pytest.raises(BadRow, match=r"row 120 .*row group 1") as told:
+    with pytest.raises(BadRow, match=r"row 120 .*row group 1") as error:
         pipeline.source.read(numpy.array([2, 120, 101, 250]))
-    assert pickle.loads(pickle.dumps(told.value)).rows == [120, 101] and decoded.count(1) == 1
+    assert pickle.loads(pickle.dumps(error.value)).rows == [120, 101] and decoded.count(1) == 1
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 @pytest.mark.parametrize("where", ["offset", "letter"])
-def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes):
-    """An offset that leads far out of its column would be followed by who believes it: the process would be killed."""
+def test_feather_text_offset_out_of_bounds_is_bad(tmp_path, where, gigabytes):
+    """An offset far out of its column: following it would end the process."""
     arrow_feather.write_feather(TABLE, tmp_path / "t.feather", compression="uncompressed", chunksize=RUN)
     if where == "offset":
         lengths = [len(f"word number {row}") for row in range(RUN, RUN + 3)]
@@ -94,14 +93,14 @@ def test_text_of_feather_that_leads_elsewhere_is_bad(tmp_path, where, gigabytes)
         damaged = content[: place + 4] + numpy.array([2**30], "i4").tobytes() + content[place + 8 :]
         (tmp_path / "t.feather").write_bytes(damaged)
     else:
-        changed(tmp_path / "t.feather", b"word number 150", b"word \xff\xfe\xffber 150")
+        replace_bytes(tmp_path / "t.feather", b"word number 150", b"word \xff\xfe\xffber 150")
     source = feather(tmp_path / "t.feather", gigabytes=gigabytes).source
     with pytest.raises(BadRow, match=r"t\.feather, record batch 1"):
         source.read(numpy.array([RUN + 50]))
     assert source.read(numpy.array([2 * RUN]))["words"] == ["word number 200"]
 
 
-LACKING = """
+READ_WITHOUT_RESOURCES = """
 import os, re, resource, sys, numpy
 from hasten.core.errors import RunError
 from hasten.data import parquet
@@ -117,27 +116,27 @@ else:
             os.close(int(each))
 try:
     source.read(rows)
-except (MemoryError, RunError) as told:
-    print("MemoryError" if isinstance(told, MemoryError) else told, flush=True)
+except (MemoryError, RunError) as error:
+    print("MemoryError" if isinstance(error, MemoryError) else error, flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="this system tells neither the memory nor the files of a process"
+    not sys.platform.startswith("linux"), reason="this system reports neither the memory nor the files of a process"
 )
 @pytest.mark.parametrize(
-    ("lacking", "said"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
+    ("lacking", "message"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
 )
-def test_what_the_machine_lacks_is_no_fault_of_a_row(tmp_path, lacking, said):
-    long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB once decoded, some kilobytes in the file
+def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, message):
+    long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB decoded, some kilobytes in the file
     with arrow_parquet.ParquetWriter(tmp_path / "t.parquet", long.schema) as writer:
         writer.write_table(long.slice(0, 10), row_group_size=10)
         writer.write_table(long, row_group_size=len(long))
-    command = [sys.executable, "-c", LACKING, lacking, tmp_path / "t.parquet"]
-    at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # others keep a gigabyte in reserve
+    command = [sys.executable, "-c", READ_WITHOUT_RESOURCES, lacking, tmp_path / "t.parquet"]
+    at_once = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other allocators keep a gigabyte in reserve
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | at_once)
-    assert re.match(said, done.stdout), done.stdout + done.stderr
+    assert re.match(message, done.stdout), done.stdout + done.stderr
 
 
 READ_ALL = """
@@ -150,26 +149,26 @@ for path in sys.argv[2:]:
         source = {"feather": feather, "parquet": parquet}[sys.argv[1]](path).source
         source.read(numpy.arange(min(len(source), 1000)))
         print("read")
-    except (ConfigurationError, BadRow, RunError) as told:
-        print("told" if "\\n" not in str(told) else "many lines")
+    except (ConfigurationError, BadRow, RunError) as error:
+        print("refused" if "\\n" not in str(error) else "many lines")
 """
 
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
-def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
-    """Bytes anywhere in the file, and files cut off anywhere."""
+def test_any_damaged_bytes_end_in_an_error_of_hasten(tmp_path, form):
+    """Changed bytes anywhere in the file, and files truncated anywhere."""
     random, paths = numpy.random.default_rng(0), []
-    words = pa.array(["some", "words"] * 50).dictionary_encode()
-    table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": words})
+    texts = pa.array(["some", "words"] * 50).dictionary_encode()
+    table = pa.table({"n": numpy.arange(100), "words": TABLE["words"][:100], "lists": [[1, 2]] * 100, "kinds": texts})
     for number, compression in enumerate(("uncompressed", "lz4", "zstd")):
-        whole = tmp_path / f"whole{number}.{form}"
+        intact = tmp_path / f"whole{number}.{form}"
         if form == "feather":
-            arrow_feather.write_feather(table, whole, compression=compression)
+            arrow_feather.write_feather(table, intact, compression=compression)
         else:
             arrow_parquet.write_table(
-                table, whole, compression="none" if compression == "uncompressed" else compression
+                table, intact, compression="none" if compression == "uncompressed" else compression
             )
-        content = whole.read_bytes()
+        content = intact.read_bytes()
         for each in range(60):
             damaged = bytearray(content)
             for place in random.integers(0, len(content), 1 + each % 4):
@@ -178,21 +177,21 @@ def test_whatever_bytes_are_damaged_the_process_lives_and_tells(tmp_path, form):
                 del damaged[random.integers(0, len(content)) :]
             paths.append(tmp_path / f"{number}-{each}.{form}")
             paths[-1].write_bytes(damaged)
-    said = run_script(READ_ALL, form, *paths).split()
-    assert len(said) == len(paths) and set(said) == {"read", "told"} and said.count("told") > 30
+    outcomes = run_script(READ_ALL, form, *paths).split()
+    assert len(outcomes) == len(paths) and set(outcomes) == {"read", "refused"} and outcomes.count("refused") > 30
 
 
 @pytest.mark.parametrize("form", ["feather", "parquet"])
-def test_a_text_that_is_none_is_bad_not_an_error_of_python(tmp_path, form):
-    words = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
-    table, path = pa.table({"words": words}), tmp_path / f"t.{form}"
+def test_invalid_utf8_is_a_bad_row(tmp_path, form):
+    texts = pa.StringArray.from_buffers(2, pa.py_buffer(numpy.array([0, 1, 2], "i4").tobytes()), pa.py_buffer(b"a\xff"))
+    table, path = pa.table({"words": texts}), tmp_path / f"t.{form}"
     arrow_feather.write_feather(table, path) if form == "feather" else arrow_parquet.write_table(table, path)
     with pytest.raises(BadRow, match="UTF8"):
         {"feather": feather, "parquet": parquet}[form](path).source.read(numpy.arange(2))
 
 
-def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
-    """Rows are counted in the heads of the record batches: one that says another number than its columns have."""
+def test_feather_wrong_row_count_is_bad(tmp_path):
+    """The heads of the record batches state the number of rows; here it differs from that of the columns."""
     arrow_feather.write_feather(
         pa.table({"n": numpy.arange(1_000_003)}),
         tmp_path / "t.feather",
@@ -205,16 +204,16 @@ def test_a_file_that_tells_of_other_rows_than_it_has_is_bad(tmp_path):
     first = content.index(old)
     content[first : first + 8] = (900_000).to_bytes(8, "little")
     path.write_bytes(content)
-    with pytest.raises((BadRow, ConfigurationError)) as told:
+    with pytest.raises((BadRow, ConfigurationError)) as error:
         source = feather(path).source
         source.read(numpy.array([0]))
-    assert "t.feather" in str(told.value) and "\n" not in str(told.value)
+    assert "t.feather" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_record_with_a_wrong_checksum_is_left_out_and_counted(tmp_path):
+def test_tfrecord_wrong_checksum_is_skipped_and_counted(tmp_path):
     records = [encode_example({"text": f"row {row}", "n": row}) for row in range(20)]
     (tmp_path / "t.tfrecord").write_bytes(frame_records(records))
-    changed(tmp_path / "t.tfrecord", b"row 13", b"row 31")
+    replace_bytes(tmp_path / "t.tfrecord", b"row 13", b"row 31")
     with pytest.raises(RunError, match=r"row 13 .*t\.tfrecord, record 13, byte \d+\): its checksum is wrong"):
         list(tfrecord(tmp_path).batch(4))
     pipeline = tfrecord(tmp_path).skip_bad_rows(1).batch(4)

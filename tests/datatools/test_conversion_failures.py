@@ -1,5 +1,4 @@
-"""Conversions that are killed, stopped or refused, or whose disk fails: nothing is lost, and no half is taken for the
-whole."""
+"""Conversions that are killed, stopped or refused, or whose disk fails: no data are lost or incomplete."""
 
 import json
 import os
@@ -20,31 +19,19 @@ from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in (
-        "conversion.GAIN_SECONDS",
-        "conversion.ESTIMATE_SECONDS",
-        "stage_throughput.COPY_SECONDS",
-        "stage_throughput.ENOUGH_S",
-    ):
-        monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)  # how fast it is read is measured for a moment only
-    for name in ("MAX_TURNS", "MIN_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
+pytestmark = pytest.mark.usefixtures("brief_gain")
 
 
-PATIENCE = 120  # seconds, on a busy machine; most of it is never used
+TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 
 
 def killed(data, out, **how):
-    """A conversion in whose middle its process ends."""
+    """Starts a conversion whose process ends in the middle."""
     calls = count(1)
     convert(data, out, **how, watch=lambda *progress: next(calls) == 5 and os._exit(9))
 
 
-def test_a_killed_conversion_goes_on(tmp_path):
+def test_convert_killed_resumes(tmp_path):
     data, to, parts = write_table(tmp_path / "in"), "feather", 6
     assert join_process(start_process(killed, data, tmp_path / "out", to=to, shards=parts)) == 9
     assert any(name.endswith(".part") for name in os.listdir(tmp_path / "out"))
@@ -55,8 +42,8 @@ def test_a_killed_conversion_goes_on(tmp_path):
     assert convert(data, tmp_path / "out", to=to, shards=parts)["written"] == 0
 
 
-def test_matrices_go_on_too(tmp_path, monkeypatch):
-    """They are one file a column, in which each part has its place."""
+def test_convert_killed_matrices_resume(tmp_path, monkeypatch):
+    """Each column is one file, in which every part has its place."""
     monkeypatch.setattr("hasten.datatools.conversion.PART_BYTES", 10_000)
     data = write_table(tmp_path / "in")
 
@@ -72,7 +59,7 @@ def test_matrices_go_on_too(tmp_path, monkeypatch):
     assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), read_all(parquet(data))["label"])
 
 
-def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
+def test_convert_another_request_in_the_folder_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     convert(data, tmp_path / "out", to="feather", shards=2)
     with pytest.raises(ConfigurationError, match=r"another conversion \(parts 2, not 3\)"):
@@ -84,8 +71,8 @@ def test_another_conversion_in_the_same_folder_is_refused(tmp_path):
         convert(data, tmp_path / "out", to="feather", shards=2)
 
 
-def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
-    """A bit that changes between writing and reading back: the file is changed behind the back of the conversion."""
+def test_convert_damage_while_writing_is_detected(tmp_path, monkeypatch):
+    """A bit changes between writing and reading back: the test changes the file meanwhile."""
     from hasten.datatools import writers
 
     synced = writers.fsync
@@ -105,25 +92,25 @@ def test_damage_while_writing_is_noticed(tmp_path, monkeypatch):
     assert [name for name in os.listdir(tmp_path / "out") if not name.endswith(".part")] == ["conversion.json"]
 
 
-def limited(data, out, told):
+def limited(data, out, results):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     for to in ("parquet", "feather", "tfrecord", "rows"):
         with pytest.raises(RunError) as failure:
             convert(data, out / to, to=to)
-        told.put(str(failure.value))
+        results.put(str(failure.value))
 
 
-def test_no_room(tmp_path):
-    """A limit of the system on the size of files stands for a full disk."""
-    told = FORK.SimpleQueue()
-    assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, told)) == 0
+def test_convert_full_disk_is_one_line(tmp_path):
+    """A limit on file sizes stands in for a full disk."""
+    results = FORK.SimpleQueue()
+    assert join_process(start_process(limited, write_table(tmp_path / "in"), tmp_path, results)) == 0
     for _ in range(4):
-        assert "cannot write" in (line := told.get()) and "too large" in line and "\n" not in line
+        assert "cannot write" in (line := results.get()) and "too large" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"to": "fether"}, "did you mean feather"),
         (
@@ -142,12 +129,12 @@ def test_no_room(tmp_path):
         ({"to": "feather", "max_bad_rows": 0}, "max_bad_rows must be an integer of at least 1"),
     ],
 )
-def test_wrong_requests(tmp_path, settings, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_convert_invalid_request_is_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigurationError, match=message):
         convert(write_table(tmp_path / "in"), tmp_path / "out", **settings)
 
 
-def test_wrong_folders(tmp_path):
+def test_convert_invalid_folder_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -173,7 +160,7 @@ def test_wrong_folders(tmp_path):
         )
 
 
-def test_one_process_a_folder(tmp_path):
+def test_convert_one_process_per_folder(tmp_path):
     import fcntl
 
     data = write_table(tmp_path / "in")
@@ -186,7 +173,7 @@ def test_one_process_a_folder(tmp_path):
     assert convert(data, tmp_path / "out", to="feather")["open"] == f'feather("{tmp_path / "out"}")'
 
 
-def test_an_unfinished_conversion_is_no_data(tmp_path):
+def test_unfinished_conversion_is_refused_as_data(tmp_path):
     data = write_table(tmp_path / "in")
 
     def stop(what, done, left):
@@ -212,26 +199,30 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_says_how_it_goes_on_and_leaves_no_half(tmp_path, capfd):
+def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_path, capfd):
     data, out = write_table(tmp_path / "in"), tmp_path / "out"
-    words = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
+    argv = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
-    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *words], **pipes, env=environment, preexec_fn=heard)
-    deadline = time.monotonic() + PATIENCE
+    prepare = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a job in the background inherits SIGINT as ignored
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, *argv], **pipes, env=environment, preexec_fn=prepare)
+    deadline = time.monotonic() + TIMEOUT_S
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    said, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1, told
-    assert f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(said)["error"]
-    assert told.count("\n") == 1 and not [*out.glob("*.feather")]
-    assert main(words) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
+    output, error = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, error
+    assert (
+        f"to continue: hasten data convert {data} --to feather --shards 30 --out {out}" in json.loads(output)["error"]
+    )
+    assert error.count("\n") == 1 and not [*out.glob("*.feather")]
+    assert main(argv) == 0 and 0 < json.loads(capfd.readouterr().out)["written"] < ROWS
     assert not [*out.glob("*.part")] and len(feather(out).source) == ROWS
 
 
-def test_an_original_that_changes_meanwhile_is_noticed(tmp_path):
+def test_convert_original_that_changes_is_detected(tmp_path):
     data = write_table(tmp_path / "in")
 
     def change(what, done, left):

@@ -1,4 +1,4 @@
-"""Every option of every method states its range; a value outside is refused in one line that names the option."""
+"""Every option of every method states its range; a value outside it is refused in one line that names the option."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def test_value_out_of_range_is_refused(name, field, text):
     ("name", "field"), [(name, field) for name, field in STATED if field.metadata["bounds"]], ids=name_of
 )
 def test_bounds_are_exact(name, field):
-    """A value just inside is accepted, a value just outside is refused."""
+    """A value just inside the range is accepted, a value just outside it is refused."""
     step, kind = (1, int) if "int" in str(field.type) else (1e-9, float)
     for bound, edge in field.metadata["bounds"].items():
         for value in (edge - step, edge, edge + step):

@@ -1,4 +1,4 @@
-"""``kill -9`` at any instant, during a checkpoint too: taken up again, the run ends with the same bits."""
+"""``kill -9`` at any time, also during a checkpoint: the resumed run ends with the same bits."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ def compare_with_undisturbed(folder: Path, kills: int, seed: int) -> None:
         assert (folder / "killed" / name).read_bytes() == (folder / "undisturbed" / name).read_bytes(), name
 
 
-def test_two_kills(tmp_path):
+def test_run_killed_twice_is_bit_identical(tmp_path):
     compare_with_undisturbed(tmp_path, 2, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("round_", range(4))
-def test_twenty_kills(round_, tmp_path):
+def test_run_killed_twenty_times_is_bit_identical(round_, tmp_path):
     compare_with_undisturbed(tmp_path, 5, seed=round_)

@@ -1,4 +1,4 @@
-"""Rows that a run leaves out: up to a number that was said, counted, listed in its folder, the same after any kill."""
+"""Rows that a run skips: up to a given limit, counted, listed in its folder, and the same after any kill."""
 
 import json
 
@@ -32,7 +32,7 @@ def left(folder):
 
 
 @pytest.mark.parametrize("name", ["threads", "processes", "made_later"])
-def test_rows_are_left_out_counted_and_listed(name, tmp_path):
+def test_run_with_bad_rows_skips_counts_and_lists_them(name, tmp_path):
     for each in ("here", name):
         result = hasten.train(named(each), out=tmp_path / each, device="cpu", max_bad_rows=4)
         assert result["skipped_rows"] == 4 and result["steps"] == 16
@@ -45,8 +45,8 @@ def run(out):
     hasten.train(named("killed"), out=out, resume=True, device="cpu", checkpoint_seconds=0, max_bad_rows=4)
 
 
-def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
-    """It is killed at the last step but one: rows that it met before are known from its checkpoint alone."""
+def test_killed_run_lists_the_same_rows(tmp_path, monkeypatch):
+    """Killed one step before the end: rows skipped earlier are known from the checkpoint only."""
     monkeypatch.setenv(faulty_tasks.FLAG, str(flag := tmp_path / "kill"))
     assert join_process(start_process(run, tmp_path / "undisturbed")) == 0
     flag.touch()
@@ -57,7 +57,7 @@ def test_a_killed_run_lists_the_same(tmp_path, monkeypatch):
     assert listed(tmp_path / "killed") == LISTED
 
 
-def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
+def test_run_above_the_limit_ends_and_lists_the_last_row(tmp_path):
     with pytest.raises(RunError, match="bad row number 3, and max_rows=2 may be skipped"):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=2)
     assert [each["row"] for each in listed(tmp_path / "run")] == [3, 17, 40]
@@ -65,7 +65,7 @@ def test_one_too_many_ends_the_run_and_is_listed(tmp_path):
         hasten.train(named("here"), out=tmp_path / "run", device="cpu", max_bad_rows=4, resume=True)
 
 
-def test_without_it_the_first_one_ends_the_run(tmp_path):
+def test_run_without_limit_ends_at_the_first_bad_row(tmp_path):
     with pytest.raises(
         RunError, match=r"no number; repair it, or allow bad rows to be skipped: .* --max-bad-rows 10 with hasten train"
     ):
@@ -73,7 +73,7 @@ def test_without_it_the_first_one_ends_the_run(tmp_path):
     assert not (tmp_path / "run" / "skipped.jsonl").exists()
 
 
-def test_what_a_pipeline_allows_by_itself_is_listed_too(tmp_path):
+def test_rows_that_a_pipeline_allows_are_listed(tmp_path):
     task = faulty_tasks.by_itself()
     for run in ("first", "second"):  # with the same data
         assert hasten.train(task, out=tmp_path / run, device="cpu")["skipped_rows"] == 3
@@ -81,7 +81,7 @@ def test_what_a_pipeline_allows_by_itself_is_listed_too(tmp_path):
     assert hasten.train(task, device="cpu")["skipped_rows"] == 3
 
 
-def test_a_clean_run_lists_nothing(tmp_path):
+def test_run_without_bad_rows_lists_nothing(tmp_path):
     task = faulty_tasks.task(faulty_tasks.rows(()))
     clean = hasten.Task(**(vars(task) | {"validation_data": None, "metric": "loss"}))
     assert hasten.train(clean, out=tmp_path / "run", device="cpu", max_bad_rows=1)["skipped_rows"] == 0
@@ -89,17 +89,17 @@ def test_a_clean_run_lists_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["no_pipeline", "no_pipeline_later"])
-def test_other_data_cannot_leave_rows_out(name, tmp_path, capfd):
+def test_limit_on_other_data_is_refused(name, tmp_path, capfd):
     assert main(["train", named(name), "--max-bad-rows", "3", "--device", "cpu", "--out", str(tmp_path / "run")]) == 2
     _, err = capfd.readouterr()
     assert err.count("\n") == 1 and "is a TensorDataset, but only a pipeline of hasten.data" in err
     assert not (tmp_path / "run").exists()
 
 
-def test_on_the_command_line(tmp_path, capfd):
-    words = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
-    assert main([*words, "--max-bad-rows", "4", "--quiet"]) == 0
+def test_max_bad_rows_on_the_command_line(tmp_path, capfd):
+    argv = ["train", named("here"), "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*argv, "--max-bad-rows", "4", "--quiet"]) == 0
     assert "skipped 4 unreadable rows; skipped.jsonl lists them" in " ".join(capfd.readouterr().out.split())
-    assert main([*words, "--resume", "--max-bad-rows", "5", "--json"]) == 2
+    assert main([*argv, "--resume", "--max-bad-rows", "5", "--json"]) == 2
     assert "max bad rows: 4 there, 5 here" in json.loads(capfd.readouterr().out)["error"]
-    assert main([*words, "--max-bad-rows", "0"]) == 2
+    assert main([*argv, "--max-bad-rows", "0"]) == 2

@@ -1,0 +1,55 @@
+"""What a recipe of one method does in a short run: it shows that it acted, or gives the reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from hasten.benchmarking.process_state import restored
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.plan import Program, build
+from hasten.engine.registry import make_methods
+
+STEPS = 4  # the third is observed
+
+
+@dataclass(frozen=True)
+class ObservedEffect:
+    """The outcome of a short run.
+
+    Attributes:
+        acts: Whether the method showed that it acted, or at least did not report the contrary.
+        text: The evidence, or the reason why it has no effect; empty if the method gives neither.
+    """
+
+    acts: bool
+    text: str
+
+
+def observe_effect(task: Task, recipe: Recipe) -> ObservedEffect:
+    """Trains a task for a few steps under a recipe of one method, evaluates it, and reads what the method reports.
+
+    A recipe that the task does not allow (ConfigurationError) has no effect.
+    """
+    with restored():
+        try:
+            program = _trained(task, recipe)
+        except ConfigurationError as error:
+            return ObservedEffect(False, str(error))
+    reasons = [reason for _, reason in program.run.no_effect]
+    if reasons:
+        return ObservedEffect(False, "; ".join(reasons))
+    return ObservedEffect(True, "; ".join(program.effects.evidence.values()))
+
+
+def _trained(task: Task, recipe: Recipe) -> Program:
+    program = build(task, make_methods(recipe))
+    with program.process_context():
+        for _ in islice(program.effects.observed(train_steps(program)), STEPS):
+            pass
+        if program.validation is not None:
+            evaluate(program)
+    return program
