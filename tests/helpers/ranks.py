@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import gc
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -181,9 +182,12 @@ def training(rank: int, task, recipe=None, **options) -> dict:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A free port below those that the kernel gives to outgoing connections: one of these could take it meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def training_as_rank(rank: int, make) -> dict:
