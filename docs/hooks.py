@@ -56,6 +56,7 @@ def effects_page() -> str:
     methods, makes = (list(dict.fromkeys(pair[key] for pair in pairs)) for key in ("method", "make"))
     acts = {(pair["method"], pair["make"]): pair["acts"] for pair in pairs}
     lines = [
+        *("---", "hide: [toc]", "---", ""),  # the table needs the width
         "# Effects",
         "",
         "Every method observes one step of a run and shows that it acted, or reports the reason why it has no effect; "
