@@ -31,6 +31,12 @@ def recipes() -> list[tuple[str, dict]]:
     return [case for index, case in enumerate(found) if case not in found[:index]]
 
 
+def case(name: str, options: dict):
+    """A test case; compiling all makes takes long, and ``test_compile.py`` has the usual ones."""
+    marks = [pytest.mark.slow] if method_class(name).card.high_setup_cost else []
+    return pytest.param(name, options, id=str(Recipe({name: options})), marks=marks)
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     torch._dynamo.reset()
@@ -39,7 +45,7 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize(("name", "options"), [pytest.param(*case, id=str(Recipe(dict([case])))) for case in recipes()])
+@pytest.mark.parametrize(("name", "options"), [case(*pair) for pair in recipes()])
 def test_method_shows_its_effect_on_every_make(name, options):
     shows_its_effect(Subject(name, **options))
 
