@@ -306,7 +306,7 @@ def test_terminal_output_has_a_table_of_ranks(folder):
         "Rank 1 makes the others wait",
         "  rank   input",
         "  skew",
-        "no averaging",
+        "no exchange",
         "2 processes",
         "could pay",
     ):

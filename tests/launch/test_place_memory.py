@@ -128,15 +128,15 @@ from hasten import Task
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
-from hasten.distributed.process_group import joined
+from hasten.distributed.process_group import init_process_group
 
 task = Task(
     model=lambda: nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({LAYERS}))),
     train_data=[(torch.zeros({WIDTH}), torch.zeros({WIDTH}))] * 8, batch_size=8, loss=nn.functional.mse_loss,
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
 )
-methods = make_methods(Recipe.read(sys.argv[1]))
-with joined("cpu") as ranks:
+methods = make_methods(Recipe.coerce(sys.argv[1]))
+with init_process_group("cpu", 60) as ranks:
     before = psutil.Process().memory_info().rss
     build(task, methods, ranks=ranks)
     ranks.any(False)  # all end together

@@ -9,9 +9,6 @@ from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
 
-# Dynamo reads .grad of inputs in the middle of a model
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 class OwnForward(torch.nn.Module):
     """A perceptron whose forward breaks the graph once."""
