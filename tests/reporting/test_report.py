@@ -243,10 +243,19 @@ def test_report_that_cannot_be_written_leaves_nothing(tmp_path):
 
 def test_report_of_a_training_shows_the_environment(tmp_path):
     (tmp_path / "environment.json").write_text(
-        json.dumps({"hasten": "0.1.0", "torch": "2.13.0", "cpu": "Ordinary CPU", "nested": {"cores": 2}})
+        json.dumps(
+            {
+                "hasten": "0.1.0",
+                "torch": "2.13.0",
+                "cpu": "Ordinary CPU",
+                "nested": {"cores": 2},
+                "code": "my-task.py:f-0ab1",
+            }
+        )
     )
     text = text_of(page_of(tmp_path, samples.trained()))
     assert "Ordinary CPU" in text and "2.13.0" in text and "0.9778" in text
+    assert "hasten train my-task.py:f" in text, "the command names the file, not the Task"
 
 
 def test_report_of_many_trials_and_long_runs_is_small(tmp_path):

@@ -186,12 +186,21 @@ def _facts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _task_argument(directory: Path, result: Json) -> str:
+    """The task as the command line takes it; the result of a training has only the name of the Task."""
+    path = directory / "environment.json"
+    content = read_json(path) if result["kind"] == "train" and path.is_file() else {}
+    code = content.get("code") if isinstance(content, dict) else None  # "mine.py:task-HASH"
+    return (code.rpartition("-")[0] if isinstance(code, str) else "") or result["task"] or "TASK"
+
+
 def _recipe(directory: Path, result: Json) -> Json:
     """The recipe as TOML (recipe.toml, else from the result), and the command that trains with it."""
     path = directory / "recipe.toml"
     methods = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(methods if isinstance(methods, dict) else {})
-    command = formatting.train_command(result["task"] or "TASK", recipe.methods, str(path), result["processes"])
+    task = _task_argument(directory, result)
+    command = formatting.train_command(task, recipe.methods, str(path), result["processes"])
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):
