@@ -13,6 +13,7 @@ class Signs(Method):
         summary="updates with the sign of each gradient",
         exactness=Exactness.CHANGES_TRAINING,
         source="Bernstein et al. 2018, arXiv 1802.04434",
+        gain_when="the sizes of gradients differ much between layers",
     )
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:

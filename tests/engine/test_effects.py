@@ -99,6 +99,25 @@ def test_check_that_is_no_generator_function_is_named():
     assert "no generator function" in program.effects.evidence["test_effects"] and not program.run.no_effect
 
 
+@dataclass(frozen=True)
+class Returns(Method):
+    """Its check returns what the test gives."""
+
+    card = CARD
+
+    def setup(self, run):
+        run.observe_effect(self, lambda: SEEN[0])
+
+
+@pytest.mark.parametrize("returned", [None, 3, "", " "])
+def test_check_that_returns_no_text_shows_no_effect(returned):
+    program = build(tasks.perceptron(), [Returns()])
+    SEEN[:] = [returned]
+    list(program.effects.observed(train_steps(program)))
+    expected = f"effect not checked: the check returned {returned!r}, not a text that says what it saw"
+    assert program.effects.evidence == {"test_effects": expected} and not program.run.no_effect
+
+
 def test_reason_that_a_method_reported_itself_is_the_only_one():
     class Late(Method):
         card = CARD

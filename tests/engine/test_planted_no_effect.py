@@ -24,7 +24,7 @@ REASONS = {
     "AutocastAroundNothing": "no matrix product or convolution ran in bfloat16",
     "FusedFlagOnACopy": "the optimizer updated the parameters without a fused kernel",
     "ClonesScaled": r"the optimizer used gradients of norm",
-    "WorkersOfAnotherLoader": "0 worker processes are alive, expected at least 2",
+    "WorkersOfAnotherLoader": "no worker process is alive, expected 2",
     "ThreadsReset": "torch computes with 1 threads",
     "CompiledModuleNotCalled": r"torch.compile .* compiled no graph of this model: it was given no call",
     "CheckpointOfAnUnusedModule": "no block was recomputed in the backward pass",

@@ -368,3 +368,9 @@ def test_metric_that_returns_text_is_refused():
     task = engine_tasks.task(TensorDataset(x, y), metric=lambda output, target: "good", higher_is_better=True)
     with pytest.raises(ConfigurationError, match="must return one number"):
         train(task)
+
+
+@pytest.mark.parametrize("observers", [print, ["print"]])
+def test_observers_that_are_no_list_of_functions_are_refused(observers):
+    with pytest.raises(ConfigurationError, match=r"write observers=\[function\]"):
+        train(engine_tasks.map_style(), observers=observers)

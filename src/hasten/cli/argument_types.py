@@ -169,7 +169,7 @@ def add_recipe_options(parser: ArgumentParser) -> None:
         metavar="METHOD[:key=value,...]",
         action="append",
         default=[],
-        help="add a method, either installed or ./file.py:Class; can be repeated",
+        help="add a method, either installed or ./file.py:Class; ' + ' joins several; can be repeated",
     )
 
 

@@ -134,7 +134,7 @@ def _parse_method(text: str) -> tuple[str, dict[str, Any]]:
     """Parses ``METHOD[:key=value,...]`` to (method, {key: bool, int, float or str}), or raises ConfigurationError."""
     match = _METHOD.match(text)
     if not match:
-        raise ConfigurationError(f"cannot read {text!r}; write METHOD, METHOD:key=value,key=value or ./file.py:Class")
+        raise ConfigurationError(f"cannot read {text!r}; write METHOD:key=value,... or ./file.py:Class; ' + ' joins")
     options: dict[str, Any] = {}
     for pair in match["options"].split(",") if match["options"] else []:
         key, equals, value = map(str.strip, pair.partition("="))

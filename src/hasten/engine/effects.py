@@ -97,7 +97,9 @@ class EffectObserver:
             next(running[name])
             return
         except StopIteration as end:
-            self.evidence[name] = str(end.value)
+            text = end.value
+            no_text = f"{NOT_CHECKED}: the check returned {text!r}, not a text that says what it saw"
+            self.evidence[name] = text if isinstance(text, str) and text.strip() else no_text
         except NoEffectError as error:
             self._report(name, str(error))
         except Exception as error:
@@ -115,4 +117,4 @@ def _as_generator(check: EffectCheck) -> Generator[None, None, str]:
     if not bool(isgeneratorfunction(check)):  # bool: a type checker would forget what the generator returns
         yield
     result = check()
-    return result if isinstance(result, str) else (yield from result)
+    return (yield from result) if isinstance(result, Generator) else result

@@ -90,6 +90,8 @@ def train(
         RunError: The run failed, or was asked to stop.
     """
     began = perf_counter()
+    if callable(observers) or not all(map(callable, observers)):
+        raise ConfigurationError(f"observers={observers!r} is no list of functions; write observers=[function]")
     device = pick_device(device)
     with init_process_group(device, timeout) as ranks:
         device, ref = device_of(ranks, device), TaskRef.of(task)

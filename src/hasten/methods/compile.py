@@ -111,7 +111,8 @@ class GraphRecorder:
         """The effect check: how many graphs there are once the step is done."""
         yield
         if not self.graphs:
-            why = "; ".join(graph_break_reasons() - self.reasons_before) or "it was given no call, or states no reason"
+            unknown = "it was given no call, as under torch.compiler.disable, or states no reason"
+            why = "; ".join(graph_break_reasons() - self.reasons_before) or unknown
             raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model: {why}")
         breaks = [*self.breaks]
         text = (
