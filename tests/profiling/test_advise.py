@@ -45,6 +45,11 @@ def test_advice_prefers_a_measured_ceiling_to_a_fraction():
     assert advice == {"fast": pytest.approx(4.0), "all": pytest.approx(1 / (0.25 - 0.19))}
 
 
+def test_advice_has_no_bound_if_the_phases_exceed_all_of_the_time():
+    advice, _ = ask({"input": 6.0}, all=card("input", "backward"))
+    assert advice == {"all": None}, "0.83 by ablation and 0.2 by the timer"
+
+
 def test_advice_uses_a_ceiling_of_the_method_itself():
     advice, against = ask({"pool": 1.3, "no_effect": 1.0}, pool=card("forward", "backward"), no_effect=card("forward"))
     assert advice == {"pool": 1.3}

@@ -65,8 +65,10 @@ def bound_of(
     if "steps" in card.accelerates:
         return None, "it saves whole steps; only a training run shows how many"
     shares = {phase: _share(phase, phases, ceilings) for phase in PHASES if phase in card.accelerates}
-    bound = amdahl(sum(shares.values()))
     parts = " and ".join(f"{phase} {share:.0%}" for phase, share in shares.items())
+    if sum(shares.values()) >= 1.0:  # the machine was too noisy: timer and ablation measure at different times
+        return None, f"no bound: its phases were measured as more than all of the time ({parts}); measure again"
+    bound = amdahl(sum(shares.values()))
     how = "measured by ablation" if shares.keys() <= ceilings.keys() else "measured by the phase timer"
     return bound, f"of the time, {parts} ({how}): at most {bound:.2f}x"
 
