@@ -28,7 +28,7 @@ OVER_STRONG_BASELINE, ON = 1.3, 3
 HEADINGS = (
     "workload",
     "textbook, s",
-    "run_search, s",
+    "tuned, s",
     "speed-up",
     "over strong baseline",
     "quality, before / after",
@@ -100,7 +100,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['tuned']:.1f}" if times else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
         _ratio(result["speedup_over_strong_baseline"]) if result["speedup_over_strong_baseline"] else "",
-        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["run_search"]) if metric is not None),
+        " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
         f"{quality['margin']:.2g}, {'passed' if quality['passed'] else 'not passed'}",
         f"{result['search_seconds']:.0f}",
         str(Recipe(result["recipe"])),
