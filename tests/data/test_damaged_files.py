@@ -33,17 +33,17 @@ def replace_bytes(path, old, new):
     return path
 
 
+def write_damaged_parquet(path):
+    """Writes TABLE with page checksums and changes a value in row group 1."""
+    arrow_parquet.write_table(
+        TABLE, path, row_group_size=RUN, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    replace_bytes(path, (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+
+
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
-    arrow_parquet.write_table(
-        TABLE,
-        tmp_path / "t.parquet",
-        row_group_size=RUN,
-        compression="none",
-        use_dictionary=False,
-        write_page_checksum=True,
-    )
-    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    write_damaged_parquet(tmp_path / "t.parquet")
     table = parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes).batch(RUN)
     with pytest.raises(RunError, match=r"row 100 .*t\.parquet, row group 1\).*(CRC|checksum)"):
         list(table)
@@ -53,15 +53,7 @@ def test_parquet_page_with_wrong_checksum_is_bad(tmp_path, gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
 def test_parquet_damaged_row_group_is_decoded_once_for_all_rows(tmp_path, gigabytes):
-    arrow_parquet.write_table(
-        TABLE,
-        tmp_path / "t.parquet",
-        row_group_size=RUN,
-        compression="none",
-        use_dictionary=False,
-        write_page_checksum=True,
-    )
-    replace_bytes(tmp_path / "t.parquet", (7_000_150).to_bytes(8, "little"), (8_000_150).to_bytes(8, "little"))
+    write_damaged_parquet(tmp_path / "t.parquet")
     pipeline = (
         parquet(tmp_path / "t.parquet", columns=["n"], gigabytes=gigabytes)
         .shuffle(seed=0)

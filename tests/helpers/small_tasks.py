@@ -12,6 +12,7 @@ from hasten.core.task import Task
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.testing import tasks
+from hasten.testing.models import ResidualBlock
 
 SETTINGS = {
     # avoids half a minute of C++ compilation; the real backend has a slow test of its own
@@ -22,15 +23,6 @@ SETTINGS = {
 UNAVAILABLE = (
     {"distributed"} if torch.cuda.is_available() else {"distributed", "cuda"}
 )  # conditions that hold for no run here
-
-
-class ResidualBlock(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.norm(self.convolution(x))).relu()
 
 
 def residual(**changes) -> Task:

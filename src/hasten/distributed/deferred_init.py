@@ -224,7 +224,8 @@ class InitRecorder(TorchDispatchMode):
                 return func(*args, **_on_cpu(kwargs))  # takes no memory, and ``set_`` may give it a real storage
             recorded_kwargs["dtype"] = result.dtype
         if any(view and view.offset for view in new):
-            raise NotImplementedError(f"cannot record {_name(func)}: it returns views of a new tensor")
+            problem = f"the model calls {_name(func)}, which returns views of a new tensor"
+            raise ConfigurationError(f"{problem}, so it cannot be initialized in parts; {REMEDY}")
         if any(new) or (changed and torch.Tag.inplace_view not in func.tags):
             self._append(func, (recorded_args, _on_cpu(recorded_kwargs)), new, changed)
             self.meta_storages |= {storage_of(tensor): tensor.untyped_storage() for tensor in results}

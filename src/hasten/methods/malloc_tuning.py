@@ -76,7 +76,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _describe(libc: ctypes.CDLL) -> str:
-    """Allocates 64 MiB, which glibc serves by ``mmap`` unless it was told otherwise.
+    """Allocates 64 MiB, which glibc serves by ``mmap`` unless ``mallopt`` has forbidden it.
 
     Raises:
         NoEffectError: It did, or the memory came from another allocator, such as a preloaded one. Other threads may

@@ -11,6 +11,7 @@ import codecs
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,7 +60,7 @@ class Format(Protocol):
         """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
 
 
-class _ArrowFormat:
+class _ArrowFormat(ABC):
     """A format whose open files are held between two chunks."""
 
     def __init__(self) -> None:
@@ -68,8 +69,8 @@ class _ArrowFormat:
     def release(self) -> None:
         self._open_files = _OpenFile(self._open)
 
-    def _open(self, path: str, *columns: str) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, path: str, *columns: str) -> Any: ...
 
 
 class Parquet(_ArrowFormat):
