@@ -260,7 +260,7 @@ def main() -> int:
         options,
         "; ".join(waits),
         None if failed or not best else over == forbidden,
-        {"told": outcomes, "found": found, "failed": failed},
+        {"outcomes": outcomes, "found": found, "failed": failed},
     )
 
 
