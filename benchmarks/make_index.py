@@ -111,7 +111,8 @@ def _ratio(figure: str) -> dict | None:
 
 def _methods(claim: str, result: dict, trials: list[dict]) -> list[str]:
     names = {name for trial in trials if trial["verdict"] != "not tried" for name in _members(trial["what"])}
-    text = json.dumps(result.get("found", {})) + json.dumps(result.get("outcomes") or result.get("told", {})) + result.get("figure", "")
+    parts = [result.get(key, {}) for key in ("found", "outcomes", "told", "figure")]  # "told" in records of 2026-11-22
+    text = json.dumps(parts)
     names |= set(re.findall(r"[a-z_]+", text)) & {name for name in METHOD_FILES if "_" in name}
     return sorted(names.union(METHODS_OF_CLAIM.get(claim, [])) & METHOD_FILES)
 
