@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten._torch_compat import chained_schedulers
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates, takes_steps
 from hasten.core.types import OptimizerFactory
+from hasten.utils.accelerated_schedule import AcceleratedSchedule
 
 DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the steps left -> fraction of the peak learning rate
     "linear": lambda left: left,
@@ -90,32 +90,6 @@ class BudgetedSchedule(Method):
             return decay((steps - step) / (steps - warmup_steps))
 
         return LambdaLR(optimizer, lr_factor)
-
-
-class AcceleratedSchedule:
-    """Advances a schedule by 1 / ``factor`` of its steps for every step of the run."""
-
-    def __init__(self, schedule: Any, factor: float):
-        self.schedule, self.factor = schedule, factor
-        self.step_count = self.advanced = 0  # steps of the run; steps of the schedule
-
-    @property
-    def _schedulers(self) -> list[Any]:  # as torch's ChainedScheduler, so that scale_learning_rates finds them
-        return [self.schedule, *chained_schedulers(self.schedule)]
-
-    def step(self) -> None:
-        """Advances the task's schedule by as many of its steps as one step of the run stands for."""
-        self.step_count += 1
-        while self.advanced < round(self.step_count / self.factor):
-            self.schedule.step()
-            self.advanced += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict(), "step_count": self.step_count, "advanced": self.advanced}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
-        self.step_count, self.advanced = state["step_count"], state["advanced"]
 
 
 def _describe(usual: float, run: RunContext) -> str:

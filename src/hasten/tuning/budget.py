@@ -1,0 +1,70 @@
+"""The time that a search may take: a wall clock, shares for its parts, and a deadline for every trial."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+class OutOfBudgetError(Exception):
+    """Raised when the budget of the search, or of a part of it, is spent; what is known by then is the answer."""
+
+
+@dataclass
+class Budget:
+    """The seconds that a search may take, and those that are kept for its later parts.
+
+    Time passes by the wall clock. Trials that an interrupted search has stored count with the seconds that they took,
+    so that a search that continues makes the same decisions.
+    """
+
+    total: float
+    reserved: float = 0.0  # for later parts; a trial that runs into them is ended
+    withheld: float = 0.0  # for later parts; a trial that has begun may run into them
+    charged: float = 0.0  # of trials from the store
+    exhausted: bool = False  # a part of the search ended before all its candidates were tried
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the search began, in this process and in those that were interrupted."""
+        return self.clock() - self.began + self.charged
+
+    def left(self) -> float:
+        """Seconds within which a new trial may begin."""
+        return self.total - self.spent - self.reserved - self.withheld
+
+    def deadline(self) -> float:
+        """Reading of ``time.monotonic`` at which a trial that began now is ended."""
+        return self.clock() + max(0.0, self.total - self.spent - self.reserved)
+
+    def check(self, expected: float = 0.0) -> None:
+        """Raises OutOfBudgetError if a trial may not begin, or one of ``expected`` seconds would reach its deadline."""
+        if self.left() <= 0 or expected > self.total - self.spent - self.reserved:
+            raise OutOfBudgetError
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Context manager: trials begin inside for at most ``share`` (0 to 1) of the seconds left; then it ends."""
+        withheld = (1 - share) * max(0.0, self.left())
+        self.withheld += withheld
+        try:
+            yield
+        except OutOfBudgetError:
+            self.exhausted = True
+        finally:
+            self.withheld -= withheld
+
+    @contextmanager
+    def reserve(self, seconds: float) -> Iterator[None]:
+        """Context manager: ``seconds`` are kept for what follows it, half of what is left at most."""
+        kept = min(max(0.0, seconds), max(0.0, self.left()) / 2)
+        self.reserved += kept
+        try:
+            yield
+        finally:
+            self.reserved -= kept
