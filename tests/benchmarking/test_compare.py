@@ -8,9 +8,20 @@ import torch
 
 import hasten
 from hasten import ConfigurationError, RunError, Task
-from hasten.benchmarking.compare import ArmSamples, Comparison, _time_block, block_steps, check_blocks_are_fair
+from hasten.benchmarking.arm import estimate
+from hasten.benchmarking.compare import (
+    ArmSamples,
+    Comparison,
+    _time_block,
+    block_steps,
+    check_blocks_are_fair,
+    run_interleaved,
+)
+from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.step_profile import profile_steps
 from hasten.reporting.result_schema import CompareResult, validate
 
 
@@ -198,6 +209,39 @@ def test_check_blocks_are_fair_with_warmup_steps_raises():
     recipe, plan = Recipe.parse("local_sgd:warmup_steps=500"), {"step": 0.1, "sync_period": 8, "warmup_steps": 500}
     with pytest.raises(RunError, match="the first 500 steps of local_sgd:warmup_steps=500 differ from the others"):
         check_blocks_are_fair(recipe, plan, 8, longest=1e9)
+
+
+class Hanging(Sleepy):
+    """The dataset of a task whose construction does not end."""
+
+    def __init__(self):
+        time.sleep(3600)
+
+
+@pytest.mark.slow
+def test_run_interleaved_at_the_deadline_ends_with_the_blocks_it_has():
+    """The blocks take 0.3 s each, and the budget would allow far more."""
+    began = time.monotonic()
+    comparison = run_interleaved(
+        TaskRef.of(sleepy()), Recipe(), Recipe(), budget=600.0, device="cpu", looks=[1000], deadline=began + 5.0
+    )
+    assert time.monotonic() - began < 6.0
+    assert len(comparison.a.blocks) == len(comparison.b.blocks) >= 3
+
+
+@pytest.mark.parametrize("measure", ["compare", "profile", "estimate"])
+def test_measurement_of_a_task_that_does_not_load_ends_at_the_deadline(measure):
+    began = time.monotonic()
+    ref = TaskRef.of(lambda: dataclasses.replace(sleepy(), train_data=Hanging()))
+    limits = {"device": "cpu", "deadline": began + 1.0}
+    with pytest.raises(DeadlineError, match="the deadline passed"):
+        if measure == "compare":
+            run_interleaved(ref, Recipe(), Recipe(), budget=60.0, **limits)
+        elif measure == "profile":
+            profile_steps(ref, Recipe(), seed=0, budget=60.0, **limits)
+        else:
+            estimate(ref, **limits)
+    assert time.monotonic() - began < 2.0
 
 
 def test_compare_method_without_effect_raises():

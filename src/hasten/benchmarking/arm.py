@@ -200,18 +200,24 @@ class Arm:
 
 
 def estimate(
-    task: TaskRef, device: str, seed: int = 0, processes: int = 1, timeout: float | None = None
+    task: TaskRef,
+    device: str,
+    seed: int = 0,
+    processes: int = 1,
+    timeout: float | None = None,
+    deadline: float | None = None,
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
     Returns ``seconds``, and the ``plan`` of ``Arm.build``. After ``timeout`` seconds of silence a group of several
-    processes counts as hanging.
+    processes counts as hanging. ``deadline`` is a time of ``time.monotonic``.
 
     Raises:
         RunError, ConfigurationError: the unchanged training does not run.
+        DeadlineError: the estimate was not ready at the deadline.
     """
     arguments = {"task": task.to_json(), "methods": {}, "device": device, "seed": seed}
-    with start_workers(processes, "hasten.benchmarking.arm:Arm", timeout, **arguments) as worker:
+    with start_workers(processes, "hasten.benchmarking.arm:Arm", timeout, deadline, **arguments) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median_high
 from typing import Any, cast
 
-from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.fork_server import DeadlineError, Worker, mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.ratio import ERROR, LOOKS, SAME, UNSURE, Ratio, ratio_of, spread, verdict_of, with_evaluations
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
@@ -170,13 +170,19 @@ def run_interleaved(
     looks: Iterable[int] = LOOKS,
     timeout: float = TIMEOUT_S,
     longest: float | None = None,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Comparison:
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
     ``looks`` are the numbers of pairs after which the comparison may stop if it is sure. MIN_PAIRS blocks of a strategy
     that communicates seldom may take ``longest`` seconds, by default SYNC_PERIOD_BUDGETS budgets. The timeout does not
-    limit the building of an arm of one process, which waits for no other process.
+    limit the building of an arm of one process, which waits for no other process. At ``deadline``, a time of
+    ``time.monotonic``, the comparison ends with the blocks that it has.
+
+    Raises:
+        RunError: an arm could not run.
+        DeadlineError: there were fewer than MIN_PAIRS pairs at the deadline.
     """
     for recipe in (a, b):  # before processes are started
         check_conflicts(sort_methods(make_methods(recipe)))
@@ -188,7 +194,7 @@ def run_interleaved(
         for index, recipe in ((1, b), (0, a)):  # b first, to notice at once if it has no effect
             watch(f"building {recipe}", 0.0, None)
             arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
-            arm = start_workers(processes[index], "hasten.benchmarking.arm:Arm", timeout, **arguments)
+            arm = start_workers(processes[index], "hasten.benchmarking.arm:Arm", timeout, deadline, **arguments)
             arms.insert(0, stack.enter_context(arm))
             samples.insert(0, ArmSamples(recipe, arm.call("build"), processes[index]))
             arm.suspend()
@@ -196,21 +202,28 @@ def run_interleaved(
         for arm, count in zip(samples, steps, strict=True):
             check_blocks_are_fair(arm.recipe, arm.plan, count, longest or SYNC_PERIOD_BUDGETS * budget)
         started = time.monotonic()
+        ended = False  # by the deadline
         while True:
-            while _evaluation_is_due(samples, budget):
-                for turn in _order(len(samples[0].evaluations)):
-                    samples[turn].evaluations.append(arms[turn].call("evaluate", timeout=timeout))
+            try:
+                while _evaluation_is_due(samples, budget):
+                    for turn in _order(len(samples[0].evaluations)):
+                        samples[turn].evaluations.append(arms[turn].call("evaluate", timeout=timeout))
+                        arms[turn].suspend()
+                for turn in _order(len(samples[0].blocks)):
+                    expected = 2 * steps[turn] * samples[turn].plan["step"]
+                    samples[turn].blocks.append(_time_block(arms[turn], steps[turn], timeout + max(budget, expected)))
                     arms[turn].suspend()
-            for turn in _order(len(samples[0].blocks)):
-                expected = 2 * steps[turn] * samples[turn].plan["step"]
-                samples[turn].blocks.append(_time_block(arms[turn], steps[turn], timeout + max(budget, expected)))
-                arms[turn].suspend()
+            except DeadlineError:
+                _drop_unpaired(samples)
+                if len(samples[0].blocks) < MIN_PAIRS:
+                    raise
+                ended = True
             pairs = len(samples[0].blocks)
             spent = time.monotonic() - started
             left = min(budget, spent / pairs * looks[-1]) - spent
             watch(f"{a} against {b}", min(1.0, spent / max(spent + left, 1e-9)), max(0.0, left))
             limit = budget if pairs >= looks[0] else 2 * budget  # an interval from fewer pairs is too wide
-            out_of_budget = pairs >= MIN_PAIRS and spent + spent / pairs > limit
+            out_of_budget = ended or (pairs >= MIN_PAIRS and spent + spent / pairs > limit)
             if pairs in looks or out_of_budget:
                 ratio = _ratio(samples[0], samples[1], ERROR / len(looks))
                 verdict = verdict_of(ratio)
@@ -225,6 +238,13 @@ def run_interleaved(
 def _order(done: int) -> tuple[int, int]:
     """(first arm, second arm), 0 for a, 1 for b, of the pair after ``done`` pairs: ab, ba, ab, ..."""
     return (0, 1) if done % 2 == 0 else (1, 0)
+
+
+def _drop_unpaired(samples: list[ArmSamples]) -> None:
+    """Drops the last block or evaluation of an arm if the other arm could not run its own."""
+    for times in ([arm.blocks for arm in samples], [arm.evaluations for arm in samples]):
+        for each in times:
+            del each[min(map(len, times)) :]
 
 
 def _time_block(arm: Worker | WorkerGroup, steps: int, timeout: float) -> dict[str, float]:

@@ -85,6 +85,7 @@ def measure_allocator_ceiling(
     budget: float,
     plan: dict,
     processes: int = 1,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Ceilings:
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
@@ -102,7 +103,7 @@ def measure_allocator_ceiling(
         found.not_measured[SYSTEM_TIME] = f"the budget is spent; it would have taken {least:.0f} s"
         return found
     watch("the ceiling of the memory allocator", 0.0, budget)
-    where = {"device": device, "processes": (processes, processes), "seed": seed}
+    where = {"device": device, "processes": (processes, processes), "seed": seed, "deadline": deadline}
     try:
         tuned = recipe.with_method(name)
         comparison = run_interleaved(task, recipe, tuned, budget=budget - building, looks=LOOKS, **where)

@@ -100,6 +100,48 @@ class Trial(TypedDict, total=False):
     why: Text
 
 
+EVIDENCE_LEVELS = {  # strongest first
+    "exact": "bit-exact or the same formula, checked on this task",
+    "precision checked": "lower precision; gradients and loss checked on real steps",
+    "proven": "the quality gate over seeds was passed",
+    "estimated": "promising, but not enough evidence yet",
+}
+FRONTIER_ROLES = ("baseline", "strong baseline", "recommended", "")
+
+
+class FrontierRecipe(TypedDict, total=False):
+    """A non-dominated recipe, the baseline or the strong baseline.
+
+    ``evidence`` is one of EVIDENCE_LEVELS, or "" where nothing is claimed; ``role`` is one of FRONTIER_ROLES.
+    ``speedup`` is that of the whole training over the baseline. ``quality`` is None where none was measured.
+    """
+
+    recipe: Recipe
+    text: Text
+    role: Text
+    evidence: Text
+    speedup: Interval | None
+    quality: Difference | None
+    why: Text
+    to_prove: Text  # what is missing, such as "5 more seeds, about 12 min: --budget +12m"
+
+
+class TrainingSeconds(TypedDict, total=False):
+    """Seconds of the whole training, start-up and evaluation included; ``low`` and ``high`` are those of ``tuned``."""
+
+    baseline: Amount
+    tuned: Amount
+    low: Amount
+    high: Amount
+
+
+class Money(TypedDict, total=False):
+    """The price of one whole training, in the currency of ``price_per_hour``."""
+
+    baseline: Amount
+    tuned: Amount
+
+
 class Offered(TypedDict, total=False):
     """Outcome of a method that the user added with ``--with``."""
 
@@ -194,8 +236,20 @@ class Result(TypedDict, total=False):
 
 
 class TuneResult(Result, total=False):
-    """Result of ``tune``. Times to the target are in seconds."""
+    """Result of ``tune``. Times to the target are in seconds.
 
+    ``evidence`` is the level (of EVIDENCE_LEVELS) of the recommended recipe, "" without one. ``training_measured`` is
+    False where ``training_seconds`` is predicted from steps. ``is_partial`` is True while the search is running.
+    """
+
+    evidence: Text
+    frontier: Sequence[FrontierRecipe]
+    training_seconds: TrainingSeconds | None
+    training_measured: YesNo
+    price_per_hour: Amount
+    money: Money | None
+    is_partial: YesNo
+    margin_why: Text
     metric: Metric
     recipe: Recipe
     recipe_file: Text
