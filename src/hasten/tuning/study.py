@@ -5,12 +5,12 @@ A Study knows what has been tried and what it cost. It makes no decisions; ``sea
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.benchmarking.compare import TIMEOUT_S, evaluation_seconds_per_sample, run_interleaved
+from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, RunError
@@ -20,47 +20,13 @@ from hasten.engine.registry import make_method
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
+from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
 
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 CHECK_SECONDS = 20.0
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
 PROFILE_SECONDS = 3.0
-
-
-class OutOfBudgetError(Exception):
-    """Raised when the budget of the search, or of a part of it, is spent; what is proven by then is the answer."""
-
-
-@dataclass
-class Budget:
-    """The seconds that a search may spend, has spent, and keeps for the confirmation."""
-
-    total: float
-    spent: float = 0.0  # a trial from the store counts the seconds that it took when it was measured
-    reserved: float = 0.0  # not to be spent now, because the confirmation needs them
-    exhausted: bool = False  # a part of the search ended before all its candidates were tried
-
-    def left(self) -> float:
-        """Seconds that may be spent now."""
-        return self.total - self.spent - self.reserved
-
-    @contextmanager
-    def part(self, share: float) -> Iterator[None]:
-        """Context manager: at most ``share`` (0 to 1) of the seconds left is spent inside; then the block ends."""
-        withheld = (1 - share) * max(0.0, self.left())
-        self.reserved += withheld
-        try:
-            yield
-        except OutOfBudgetError:
-            self.exhausted = True
-        finally:
-            self.reserved -= withheld
-
-    def check(self) -> None:
-        """Raises OutOfBudgetError if nothing is left. Called before each trial; one that has begun is finished."""
-        if self.left() <= 0:
-            raise OutOfBudgetError
 
 
 @dataclass
@@ -77,28 +43,39 @@ class Study:
     timeout: float = TIMEOUT_S  # seconds without progress after which a job counts as hanging
     higher_is_better: bool = True
     target: float | None = None  # of the metric; None until the baseline has been run
+    horizon: float = 1.0  # fraction of the training that a run trains; 1: the whole
     source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
-    complete: dict[tuple[str, int], dict] = field(default_factory=dict)  # whole runs by (recipe, seed)
+    complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
-        """A whole run: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
-        outcome = self.complete.get((str(recipe), seed))
+        """A run to the horizon: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
+        key = (str(recipe), seed, self.horizon)
+        outcome = self.complete.get(key)
         if outcome is None:
+            what: dict[str, Any] = {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit}
             limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
+            if self.horizon < 1:
+                what["horizon"] = limits["horizon"] = self.horizon
             outcome = self._charge(
                 "run",
-                {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit},
-                f"training {recipe}, seed {seed}",
+                what,
+                f"training {recipe}, seed {seed}" + (f", {self.horizon:.2g} of the training" if self.horizon < 1 else ""),
                 lambda watch: self._in_worker(recipe, seed, "run", watch, **limits),
                 failure_lasts=bool(recipe),
+                expected=self._expected_seconds(recipe),
             )
         if "failed" in outcome:
             return outcome
         if not outcome["pruned"]:
-            self.complete[str(recipe), seed] = outcome
+            self.complete[key] = outcome
         return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
+
+    def _expected_seconds(self, recipe: Recipe) -> float:
+        """Seconds that a run of a recipe took before; 0 if unknown."""
+        known = [run["trial_seconds"] for key, run in self.complete.items() if key[::2] == (str(recipe), self.horizon)]
+        return min(known, default=0.0)
 
     def compare_speed(
         self,
@@ -121,7 +98,7 @@ class Study:
 
         def measure(watch: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            limits = {"budget": seconds, "looks": looks, "longest": longest}
+            limits = {"budget": seconds, "looks": looks, "longest": longest, "deadline": self.budget.deadline()}
             return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
@@ -149,7 +126,8 @@ class Study:
 
         def measure(watch: ProgressCallback) -> dict:
             where = {"device": self.device, "processes": self.processes, "timeout": self.timeout, "seed": self.seed}
-            profile = profile_steps(self.task, recipe, budget=PROFILE_SECONDS, watch=watch, **where)
+            limits = {"budget": PROFILE_SECONDS, "deadline": self.budget.deadline()}
+            profile = profile_steps(self.task, recipe, watch=watch, **limits, **where)
             seconds = 1000 * (profile.sample + evaluation_seconds_per_sample(profile.plan, profile.evaluation))
             return {"phases": {phase: share * seconds for phase, share in profile.phases.items()}}
 
@@ -176,27 +154,40 @@ class Study:
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:
         trial = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
         timeout = self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)  # one process cannot hang
-        with start_workers(self.processes, "hasten.tuning.trial:Trial", **trial) as worker:
-            return worker.call(method, watch=watch, timeout=timeout, **arguments)
+        deadline = self.budget.deadline()
+        with start_workers(self.processes, "hasten.tuning.trial:Trial", timeout, deadline, **trial) as worker:
+            return worker.call(method, watch=watch, **arguments)
 
     def _charge(
-        self, kind: str, what: dict, title: str, measure: Callable[[ProgressCallback], Any], failure_lasts: bool = True
+        self,
+        kind: str,
+        what: dict,
+        title: str,
+        measure: Callable[[ProgressCallback], Any],
+        failure_lasts: bool = True,
+        expected: float = 0.0,
     ) -> dict:
-        """A trial's outcome, stored or measured now, its seconds charged once; OutOfBudgetError if none are left."""
+        """A trial's outcome, stored or measured now; OutOfBudgetError if the budget ends before or in the middle of it.
+
+        ``expected``: seconds that it will take. One that would reach the deadline is not begun.
+        """
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what
-        if (kind, what) not in self.store:
-            self.budget.check()
+        is_stored = (kind, what) in self.store
+        if not is_stored:
+            self.budget.check(expected)
 
         def show_progress(_: str, done: float, left: float | None = None) -> None:
-            share = min(1.0, self.budget.spent / self.budget.total)
-            self.watch(title, share, max(0.0, self.budget.total - self.budget.spent))
+            spent = self.budget.spent
+            self.watch(title, min(1.0, spent / self.budget.total), max(0.0, self.budget.total - spent))
 
         def timed() -> dict:
             show_progress("", 0.0)
             began = time.monotonic()
             try:
                 outcome = measure(show_progress)
+            except DeadlineError:
+                raise OutOfBudgetError from None
             except (RunError, ConfigurationError) as error:  # out of memory, a NaN, no effect: a result, not a crash
                 outcome = {"failed": str(error), "refused": isinstance(error, ConfigurationError)}
             return {**outcome, "trial_seconds": time.monotonic() - began}
@@ -204,7 +195,7 @@ class Study:
         key, outcome = self.store.trial(kind, what, timed, failure_lasts)
         if key not in self.charged:
             self.charged.add(key)
-            self.budget.spent += outcome["trial_seconds"]
+            self.budget.charged += outcome["trial_seconds"] if is_stored else 0.0
         return outcome
 
 

@@ -16,6 +16,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
+from hasten.tuning.horizon import Horizon
 
 RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
 
@@ -27,15 +28,18 @@ class Trial:
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.watch = no_progress
 
-    def run(self, target: float | None = None, time_limit: float | None = None) -> dict:
-        """A whole run: RESULT_KEYS of the result of ``train``, and whether the run was ``pruned``.
+    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict:
+        """A run: RESULT_KEYS of the result of ``train``, and whether the run was ``pruned``.
 
+        It trains the fraction ``horizon`` of the training, or the whole.
         A run that has not reached the target of the metric after ``time_limit`` seconds is pruned: it can no longer
         win. Raises RunError if a method has no effect, or the metric is missing or not finite.
         """
         recipe = self.recipe
         if time_limit is not None and target is not None:
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", seconds=float(time_limit), target=float(target))
+        if horizon < 1:
+            recipe = recipe.with_method(f"{Horizon.__module__}:{Horizon.__name__}", fraction=float(horizon))
         where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S, "require_effect": True}
         result = train(self.task.load(), recipe, watch=self.watch, **where)
         if result["metric"] is None:

@@ -1,0 +1,93 @@
+"""What a search has found: recipes, each with its speed-up and the evidence for it, and which of them to recommend."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.recipe import Recipe
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, FrontierRecipe
+
+EXACT, PRECISION, PROVEN, ESTIMATED = EVIDENCE_LEVELS  # strongest first
+LEVELS = {"exact": EXACT, "precision": PRECISION, "proven": PROVEN, "estimated": ESTIMATED}  # as --evidence names them
+DEFAULT_LEVEL = PROVEN  # weaker evidence is shown, and recommended only to who asks for it
+SURELY_FASTER = 1.01
+
+
+@dataclass
+class Finding:
+    """A recipe that is faster than the task's own training, and how sure that is.
+
+    ``speedup`` is that of the whole training at the exact and precision levels, else that of the time to the target.
+    """
+
+    recipe: Recipe
+    evidence: str  # one of EVIDENCE_LEVELS
+    speedup: Ratio
+    why: str
+    quality: dict[str, float] | None = None  # difference of the metric: mean, low, high; positive is better
+    to_prove: str = ""  # what the next level of evidence would take
+    comparison: dict[str, Any] = field(default_factory=dict)  # of speed with the baseline, see ``Study.compare_speed``
+
+    @property
+    def is_surely_faster(self) -> bool:
+        return self.speedup.low > SURELY_FASTER
+
+    def dominates(self, other: "Finding") -> bool:
+        """Whether this recipe is at least as fast and as good as the other, on evidence that is as strong."""
+        as_sure = _rank(self.evidence) <= _rank(other.evidence)
+        as_good = _mean(self.quality) >= _mean(other.quality)
+        return as_sure and as_good and self.speedup.median >= other.speedup.median
+
+
+def frontier(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings that no other dominates, the fastest first; of the same recipe the one with the best evidence."""
+    best: dict[str, Finding] = {}
+    for finding in sorted(findings, key=lambda finding: _rank(finding.evidence)):
+        best.setdefault(str(finding.recipe), finding)
+    rest = [finding for finding in best.values() if finding.speedup.high > 1]
+    kept = [one for one in rest if not any(other is not one and other.dominates(one) for other in rest)]
+    return sorted(kept, key=lambda finding: -finding.speedup.median)
+
+
+def recommended(findings: Sequence[Finding], level: str = DEFAULT_LEVEL) -> Finding | None:
+    """The fastest finding with evidence at ``level`` or stronger that is surely faster; None if there is none."""
+    enough = [one for one in findings if one.is_surely_faster and _rank(one.evidence) <= _rank(level)]
+    return max(enough, key=lambda finding: finding.speedup.median, default=None)
+
+
+def frontier_rows(findings: Sequence[Finding], chosen: Finding | None, strong: Finding | None) -> list[FrontierRecipe]:
+    """The frontier for result.json, with the baseline and the strong baseline among its recipes."""
+    itself = {"median": 1.0, "low": 1.0, "high": 1.0}
+    rows: list[FrontierRecipe] = [_row(finding, "recommended" if finding is chosen else "") for finding in findings]
+    if strong is not None and strong.recipe:
+        rows = [row for row in rows if row["role"] or row["recipe"] != strong.recipe.methods]
+        rows.append(_row(strong, "strong baseline"))
+    rows.append(
+        FrontierRecipe(
+            recipe={}, text="baseline", role="baseline", evidence="", speedup=itself, quality=None, why="", to_prove=""
+        )
+    )
+    return rows
+
+
+def _row(finding: Finding, role: str) -> FrontierRecipe:
+    return FrontierRecipe(
+        recipe=finding.recipe.methods,
+        text=str(finding.recipe),
+        role=role,
+        evidence=finding.evidence,
+        speedup=finding.speedup.to_json(),
+        quality=finding.quality,  # pyright: ignore[reportArgumentType]
+        why=finding.why,
+        to_prove=finding.to_prove,
+    )
+
+
+def _rank(evidence: str) -> int:
+    return list(EVIDENCE_LEVELS).index(evidence)
+
+
+def _mean(quality: dict[str, float] | None) -> float:
+    """Mean change of the metric; 0 where the training is the same, so that none was measured."""
+    return quality["mean"] if quality else 0.0

@@ -1,0 +1,259 @@
+"""The search among methods that keep the numbers: greedy, each candidate measured against the best recipe so far.
+
+It needs steps only: no whole training, no metric. First compositions that won elsewhere, then one method after the
+other. Nothing found here is reported: ``confirm_speed`` measures the best recipe again, with fresh processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+from hasten.benchmarking.ratio import FASTER, SAME, UNSURE, Ratio
+from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
+from hasten.core.card import Card, Exactness
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.effects import NO_EFFECT
+from hasten.engine.registry import make_methods, method_class
+from hasten.tuning import finding
+from hasten.tuning.finding import Finding
+from hasten.tuning.study import Study, exactness_of
+
+EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
+MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
+PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
+MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
+MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
+MAX_LOSS_CHANGE = 0.02  # of the mean training loss over the compared steps, by lower precision
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method that the search may try, with its options."""
+
+    name: str
+    card: Card
+    presets: tuple[dict, ...]  # options to try, mildest first
+    bound: float | None = None  # the highest speed-up that it could give; None: unknown
+    offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
+
+
+def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
+    """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
+    card = method_class(name).card
+    return Candidate(name, card, (options,) if options else card.presets, bound, offered)
+
+
+@dataclass
+class Incumbents:
+    """The best recipes so far, each faster than the one before it or as fast and better; the last is the best."""
+
+    recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
+
+    @property
+    def best(self) -> Recipe:
+        return self.recipes[-1]
+
+    def push(self, recipe: Recipe) -> None:
+        self.recipes.append(recipe)
+
+
+def try_compositions(
+    study: Study, incumbents: Incumbents, recipes: Iterable[Recipe], samples: float, seconds: float
+) -> None:
+    """Tries whole recipes that won elsewhere, so that a search begins with a good one."""
+    for recipe in recipes:
+        merged = merge(incumbents.best, recipe)
+        if merged == incumbents.best or conflict_reason(merged):
+            continue
+        accepted = _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds)
+        if accepted:
+            incumbents.push(accepted[0])
+
+
+def search_systems(
+    study: Study, incumbents: Incumbents, candidates: list[Candidate], samples: float, seconds: float
+) -> None:
+    """Tries methods that only change the speed of the same steps.
+
+    A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run
+    trains, and passes its exactness check. ``seconds`` is the budget of each comparison.
+    """
+    for item in candidates:
+        base, best, losses = incumbents.best, None, 0
+        try:
+            for options in item.presets:
+                if base.methods.get(item.name) == options:
+                    continue  # part of a composition
+                accepted = _try_preset(study, base, item, options, samples, seconds)
+                if accepted and (best is None or accepted[1] > best[1]):
+                    best, losses = accepted, 0
+                elif (losses := losses + 1) == MAX_LOSSES:
+                    break
+        finally:  # also where the budget ends
+            if best:
+                incumbents.push(best[0])
+
+
+def _try_preset(
+    study: Study, base: Recipe, item: Candidate, options: dict, samples: float, seconds: float
+) -> tuple[Recipe, float] | None:
+    """Tries one preset: (``base`` with it, speed-up) if it is accepted, else None; notes the trial."""
+    text = str(Recipe({item.name: options}))
+    recipe = add_or_replace(base, item.name, options)
+    if isinstance(recipe, str):
+        return study.note(text, _stage(item.card.exactness), "not tried", recipe)
+    return _try_recipe(study, base, recipe, text, samples, seconds, item.card.exactness, check_first=item.offered)
+
+
+def _try_recipe(
+    study: Study,
+    base: Recipe,
+    recipe: Recipe,
+    text: str,
+    samples: float,
+    seconds: float,
+    exactness: Exactness | None = None,
+    check_first: bool = False,
+) -> tuple[Recipe, float] | None:
+    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
+    exactness = exactness or loosest_exactness(recipe)
+    spent, ratio = 0.0, None
+
+    def note(verdict: str, why: str) -> None:
+        study.note(text, _stage(exactness), verdict, why, ratio=ratio, seconds=spent)
+
+    if check_first:
+        check = study.check_exactness(base, recipe, exactness)
+        spent += check["trial_seconds"]
+        if not check.get("passed"):
+            return note(*check_verdict(check))
+    outcome = study.compare_speed(base, recipe, seconds=seconds)
+    spent += outcome["trial_seconds"]
+    if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
+        outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer")
+        spent += outcome["trial_seconds"]
+    if "failed" in outcome:
+        return note(failure_verdict(outcome["failed"]), outcome["failed"])
+    ratio = outcome["ratio"]
+    if outcome["verdict"] != FASTER:
+        return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
+    gain = run_speedup(outcome, samples)
+    if gain < MIN_GAIN:
+        longer = outcome["start_seconds"]["b"] - outcome["start_seconds"]["a"]
+        return note("no gain", f"its start takes {longer:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
+    check = study.check_exactness(base, recipe, exactness)
+    spent += 0.0 if check_first else check["trial_seconds"]
+    if not check.get("passed"):
+        return note(*check_verdict(check))
+    note("kept", f"{outcome['why']}; {check['why']}")
+    return recipe, gain
+
+
+def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: float) -> Finding | None:
+    """The best of ``recipes`` (the last is tried first) that is as exact as it claims, measured again against the task.
+
+    The comparison has fresh processes, and the exactness check is that of the whole recipe against the unchanged task.
+    """
+    for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
+        outcome = study.compare_speed(Recipe(), recipe, looks=SPEED_LOOKS, seconds=seconds, salt="confirmation")
+        spent, ratio = outcome["trial_seconds"], outcome.get("ratio")
+        if "failed" in outcome:
+            study.note(str(recipe), "confirmation", failure_verdict(outcome["failed"]), outcome["failed"], seconds=spent)
+            continue
+        exactness = loosest_exactness(recipe)
+        check = study.check_exactness(Recipe(), recipe, exactness)
+        spent += check["trial_seconds"]
+        verdict, why = ("passed", check["why"]) if check.get("passed") else check_verdict(check)
+        if verdict == "passed" and exactness is Exactness.REDUCED_PRECISION:
+            verdict, why = _compare_losses(outcome, why)
+        study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
+        if verdict == "passed":
+            level = finding.EXACT if exactness in EXACT else finding.PRECISION
+            return Finding(recipe, level, whole_run_ratio(outcome, samples), why, comparison=outcome)
+    return None
+
+
+def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:
+    """(verdict, reason): whether lower precision left the training losses of the compared steps as they were."""
+    losses = outcome.get("losses") or {}
+    a, b = losses.get("a") or [], losses.get("b") or []
+    if len(a) < 3 or len(a) != len(b):
+        return "refused", f"{why}; too few steps were compared to see the loss"
+    later = slice(len(a) // 2, None)
+    differences = [y - x for x, y in zip(a[later], b[later], strict=True)]
+    change, size = fmean(differences), abs(fmean(a[later])) or 1.0
+    noise = 2 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    text = f"{why}; over the compared steps the training loss changes by {change / size:+.2%}"
+    if change > MAX_LOSS_CHANGE * size + noise:
+        return "refused", text
+    return "passed", text
+
+
+def check_verdict(check: dict) -> tuple[str, str]:
+    """(verdict for the report, reason) of an exactness check that failed or could not be finished."""
+    return ("failed", check["failed"]) if "failed" in check else ("refused", check["why"])
+
+
+def failure_verdict(message: str) -> str:
+    return "no effect" if NO_EFFECT in message else "failed"
+
+
+def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
+    """Speed-up of a whole run of ``samples`` by b over a, the start of both included.
+
+    ``outcome`` is that of ``Study.compare_speed``; ``samples_of_a`` is the number that a trains, if different.
+    """
+    if math.isinf(samples):
+        return outcome["ratio"]["median"]
+    start, seconds_of_a = outcome["start_seconds"], outcome["seconds_per_1000_samples"]["a"]
+    a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * seconds_of_a
+    return a / (start["b"] + samples / 1000 * seconds_of_a / outcome["ratio"]["median"])
+
+
+def whole_run_ratio(outcome: dict, samples: float) -> Ratio:
+    """The interval of ``run_speedup``."""
+    scale = run_speedup(outcome, samples) / outcome["ratio"]["median"]
+    return Ratio(*(scale * outcome["ratio"][key] for key in ("median", "low", "high")))
+
+
+def merge(base: Recipe, other: Recipe) -> Recipe:
+    """``base`` with the methods of ``other`` that do not conflict with it; options of ``other`` win."""
+    recipe = base
+    for name, options in other.methods.items():
+        added: Any = add_or_replace(recipe, name, options)
+        recipe = recipe if isinstance(added, str) else added
+    return recipe
+
+
+def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
+    """``base`` with one more method, in place of one that it conflicts with; or, as text, why that is impossible."""
+    recipe = base.with_method(name, **options)
+    conflict = conflict_reason(recipe)
+    if conflict is None:
+        return recipe
+    replaced = (recipe.drop(member) for member in base.methods)
+    return next((recipe for recipe in replaced if conflict_reason(recipe) is None), conflict)
+
+
+def conflict_reason(recipe: Recipe) -> str | None:
+    """Why the methods of a recipe exclude each other; None if they do not."""
+    try:
+        check_conflicts(sort_methods(make_methods(recipe)))
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def loosest_exactness(recipe: Recipe) -> Exactness:
+    """The exactness class of the whole recipe: the loosest among its methods."""
+    return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
+
+
+def _stage(exactness: Exactness) -> str:
+    return "precision" if exactness is Exactness.REDUCED_PRECISION else "systems"
