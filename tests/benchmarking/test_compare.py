@@ -9,15 +9,11 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError, Task
 from hasten.benchmarking.arm import estimate
-from hasten.benchmarking.compare import (
-    ArmSamples,
-    Comparison,
-    _time_block,
-    block_steps,
-    check_blocks_are_fair,
-    run_interleaved,
-)
+from hasten.benchmarking.blocks import block_samples, block_steps, check_blocks_are_fair
+from hasten.benchmarking.compare import Comparison, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
+from hasten.benchmarking.measurement import ArmSamples
+from hasten.benchmarking.pair import Pair
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
@@ -175,14 +171,19 @@ class Late:
 
     def call(self, method: str, count: int, timeout: float) -> dict:
         self.times -= 1
-        time.sleep(0.5 if self.times >= 0 else 0.1)
-        return {"samples": 8, "seconds": 0.1}
+        time.sleep(0.3 if self.times >= 0 else 0.1)
+        return {"samples": 8, "seconds": 0.1, "position": 8}
+
+    def suspend(self) -> None:
+        pass
 
 
 def test_run_interleaved_late_result_is_measured_again():
-    assert _time_block(Late(2), 1, 3.0)["samples"] == 8
+    plan = {"samples": 0, "samples_per_step": 8, "sync_period": 1, "step": 0.1}
+    late, hopeless = (Pair([Late(times)], [plan], 3.0) for times in (2, 3))
+    assert late.time_blocks(8, (0,))[0]["samples"] == 8
     with pytest.raises(RunError, match="must not change the clock"):
-        _time_block(Late(3), 1, 3.0)
+        hopeless.time_blocks(8, (0,))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,22 @@ def test_run_interleaved_late_result_is_measured_again():
 def test_steps_per_block_is_multiple_of_sync_period(step, sync_period, steps):
     """Otherwise a method that communicates every few steps would be timed between two exchanges."""
     assert block_steps({"step": step, "sync_period": sync_period}) == steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "samples"),
+    [
+        (((0.1, 8, 1), (0.1, 8, 1)), 5 * 8),  # seconds and samples of a step, synchronization period
+        (((0.01, 10, 1), (0.01, 20, 1)), 600),  # 0.6 and 0.3 s: the faster arm would do with 0.15 s of 300 samples
+        (((0.01, 10, 1), (0.001, 10, 1)), 1500),  # 1.5 and 0.15 s
+        (((0.1, 10, 1), (0.0001, 10, 1)), 300),  # 3 and 0.003 s: not longer for the slower arm
+        (((0.1, 8, 16), (0.1, 8, 1)), 16 * 8),  # a whole period
+        (((5.0, 8, 1), (5.0, 8, 1)), 8),  # a whole step
+    ],
+)
+def test_samples_per_block_are_enough_for_both_arms(steps, samples):
+    plans = [dict(zip(("step", "samples_per_step", "sync_period"), values, strict=True)) for values in steps]
+    assert block_samples(plans) == samples
 
 
 def test_compare_repetitions_beyond_the_budget_raise():
@@ -260,16 +277,20 @@ def test_compare_invalid_request_raises_before_start(recipe):
 def test_comparison_to_json_is_read_back_without_a_loss():
     plan = {"evaluate_every": 64, "samples_per_epoch": 256, "start": 0.5}
     blocks = [
-        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1},
-        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0},
+        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1, "round": 1, "position": 90, "loss": 2.5},
+        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0, "round": 2, "position": 90, "loss": 2.5},
     ]
     arms = [ArmSamples(Recipe.parse(name), plan, 2, blocks, [0.1, 0.2]) for name in ("ema", "tf32")]
     noise = {"spread_percent": 1.0, "involuntary_switches": 1, "steal_percent": None, "load": 0.5}
-    written = Comparison("faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise).to_json()
+    written = Comparison(
+        "faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise, [(9, Ratio(1.0, 0.9, 1.1))]
+    ).to_json()
     assert written.keys() <= CompareResult.__annotations__.keys()
     read = validate(written)
     assert {key: read[key] for key in written if key != "cpu_ratio"} == {
         key: written[key] for key in written if key != "cpu_ratio"
     }
     assert read["cpu_ratio"] == {"median": 1.0, "low": None, "high": None}
+    assert written["rounds"] == 2
+    assert written["losses"] == {"samples": [90], "a": [2.5], "b": [2.5]}
     assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.15 / 64))
