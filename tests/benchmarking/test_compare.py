@@ -199,7 +199,7 @@ def test_steps_per_block_is_multiple_of_sync_period(step, sync_period, steps):
     ("steps", "samples"),
     [
         (((0.1, 8, 1), (0.1, 8, 1)), 5 * 8),  # seconds and samples of a step, synchronization period
-        (((0.01, 10, 1), (0.01, 20, 1)), 600),  # 0.6 and 0.3 s: the faster arm would do with 0.15 s of 300 samples
+        (((0.01, 10, 1), (0.01, 20, 1)), 300),  # 0.3 and 0.15 s
         (((0.01, 10, 1), (0.001, 10, 1)), 1500),  # 1.5 and 0.15 s
         (((0.1, 10, 1), (0.0001, 10, 1)), 300),  # 3 and 0.003 s: not longer for the slower arm
         (((0.1, 8, 16), (0.1, 8, 1)), 16 * 8),  # a whole period
