@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hasten.benchmarking.arm import estimate
 from hasten.benchmarking.blocks import block_samples, block_steps, check_blocks_are_fair
 from hasten.benchmarking.compare import Comparison, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
-from hasten.benchmarking.measurement import ArmSamples
+from hasten.benchmarking.measurement import ArmSamples, Measurement
 from hasten.benchmarking.pair import Pair
 from hasten.benchmarking.ratio import Ratio
+from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
@@ -244,6 +246,131 @@ def test_run_interleaved_at_the_deadline_ends_with_the_blocks_it_has():
     )
     assert time.monotonic() - began < 6.0
     assert len(comparison.a.blocks) == len(comparison.b.blocks) >= 3
+
+
+class HangingOnceBuilt(Sleepy):
+    """Its construction does not end if ``marker`` exists; it is made by the second construction."""
+
+    def __init__(self, marker: Path):
+        super().__init__(0.0)
+        if marker.exists():
+            time.sleep(3600)
+        count = marker.with_suffix(".count")
+        count.write_text(count.read_text() + "x" if count.exists() else "x")
+        if len(count.read_text()) == 2:
+            marker.touch()
+
+
+@pytest.mark.slow
+def test_run_interleaved_with_a_second_round_that_hangs_ends_with_the_first(tmp_path):
+    began, ref = time.monotonic(), TaskRef.of(lambda: replace_data(HangingOnceBuilt(tmp_path / "marker")))
+    comparison = run_interleaved(ref, Recipe(), Recipe(), budget=60.0, device="cpu", deadline=began + 9.0)
+    assert time.monotonic() - began < 10.0
+    assert comparison.to_json()["rounds"] == 1 and len(comparison.a.blocks) == 6
+    assert "with so few rounds it assumes that processes of one recipe differ by 3%" in comparison.why
+
+
+def replace_data(data) -> Task:
+    return dataclasses.replace(sleepy(), train_data=data)
+
+
+def test_run_interleaved_arms_are_at_the_same_position_from_the_first_step_asked_for():
+    """The batches of b are four times as large, so its warm-up takes it further."""
+    recipe, ref = Recipe.parse("batch_size:factor=4"), TaskRef.of(sleepy(0.0))
+    comparison = run_interleaved(
+        ref, Recipe(), recipe, budget=1.0, device="cpu", rounds=(1, 1), looks=[3], start_step=500
+    )
+    a, b = comparison.a.blocks, comparison.b.blocks
+    assert a[0]["position"] - a[0]["samples"] == pytest.approx(500 * 8, abs=16)
+    for one, other in zip(a, b, strict=True):
+        assert one["position"] == pytest.approx(other["position"], abs=16)
+        assert one["samples"] == pytest.approx(other["samples"], abs=32)
+    losses = comparison.losses()
+    assert [len(losses[key]) for key in ("samples", "a", "b")] == [3, 3, 3]
+    assert 0.1 < losses["b"][-1] < 0.8  # of a task that cannot be learned
+
+
+@pytest.mark.slow
+def test_run_interleaved_restarts_its_processes_and_keeps_the_positions():
+    comparison = run_interleaved(TaskRef.of(sleepy(0.0)), Recipe(), Recipe(), budget=12.0, device="cpu")
+    result, blocks = comparison.to_json(), comparison.a.blocks
+    assert 3 <= result["rounds"] <= 16
+    first, second = ([block["position"] for block in blocks if block["round"] == number] for number in (1, 2))
+    assert first[:3] == pytest.approx(second[:3], rel=0.2)
+    assert result["losses"]["samples"] == first
+
+
+LATE_METHOD = """
+import time
+from hasten import Card, Exactness, Method
+
+class Late(Method):
+    card = Card(summary="sleeps from step 2000 on", exactness=Exactness.BIT_EXACT)
+
+    def zero_grad(self, zero_grad, run):
+        def late():
+            zero_grad()
+            if run.progress.step > 2000:
+                time.sleep(0.0005)
+
+        return late
+"""
+
+
+@pytest.mark.slow
+def test_compare_of_a_long_training_looks_at_a_later_stretch(tmp_path):
+    (tmp_path / "late.py").write_text(LATE_METHOD)
+    task = dataclasses.replace(sleepy(0.0), epochs=10_000)
+    result = hasten.compare(task, "baseline", f"{tmp_path}/late.py:Late", budget=24)
+    first, later = result["by_position"]
+    assert first["step"] < 100 and later["step"] > 2000
+    assert later["ratio"]["high"] < first["ratio"]["low"]
+    assert "; the ratio depends on the position: " in result["why"]
+
+
+def measurement(**limits) -> Measurement:
+    arms = ArmSamples(Recipe()), ArmSamples(Recipe())
+    known = {"budget": 60.0, "min_rounds": 3, "max_rounds": 16, "looks": [6, 9], "longest": 240.0, "start_step": 0}
+    return Measurement(arms, **{**known, "later_seconds": 0.0, "watch": no_progress, **limits})
+
+
+def add_blocks(measured: Measurement, pairs: int) -> None:
+    """Adds a round of ``pairs`` pairs of blocks."""
+    measured.rounds += 1
+    for arm in measured.arms:
+        arm.blocks += [
+            {"seconds": 0.3 + 0.01 * index, "samples": 8, "round": measured.rounds} for index in range(pairs)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kept"), [([2], None), ([3], 1), ([6, 0], 1), ([6, 2], 1), ([6, 3], 2), ([6, 6, 1], 2)]
+)
+def test_measurement_that_ends_early_keeps_whole_rounds(rounds, kept):
+    measured = measurement()
+    measured.look_count = 3
+    for pairs in rounds:
+        add_blocks(measured, pairs)
+    assert measured.end_now() is (kept is not None)
+    if kept:
+        assert measured.rounds == kept and len(measured.arms[0].blocks) == sum(rounds[:kept])
+        assert measured.ratio.low < 1 < measured.ratio.high
+
+
+@pytest.mark.parametrize(
+    ("budget", "setup", "pair_seconds", "is_single", "pairs"),
+    [
+        (60.0, 2.0, 0.6, False, 6),
+        (20.0, 4.0, 0.8, False, 3),  # three rounds are 4 + 3 x 0.8 s each
+        (5.0, 8.0, 0.6, True, 9),  # no second round
+        (60.0, 4.0, 20.0, True, 9),
+    ],
+)
+def test_measurement_plans_rounds_that_the_budget_allows(budget, setup, pair_seconds, is_single, pairs):
+    measured = measurement(budget=budget)
+    measured.pair_seconds = pair_seconds
+    measured._plan_blocks(setup)
+    assert (measured.is_single, measured.most_pairs) == (is_single, pairs)
 
 
 @pytest.mark.parametrize("measure", ["compare", "profile", "estimate"])

@@ -84,11 +84,6 @@ class Measurement:
     began: float = field(init=False)  # time of the first block
     by_position: list[tuple[int, Ratio]] = field(default_factory=list)  # (step of the first arm, ratio of the steps)
 
-    def __post_init__(self):
-        self.is_single = self.max_rounds == 1
-        self.last_round = self.max_rounds  # that the budget allows, once that is known
-        self.look_count = len(self.looks)
-
     def run_round(self, pair: Pair) -> None:
         """Times the blocks of a fresh pair of processes, and decides whether this was the last round."""
         if not self.rounds:
@@ -97,9 +92,7 @@ class Measurement:
         pair.run_to(self.start)
         setup = pair.build_seconds + time.monotonic() - built
         if not self.rounds:
-            self.began = time.monotonic()
-            share = (self.budget - self.later_seconds) / self.min_rounds - setup
-            self.pairs_per_round = min(self.looks[0], max(MIN_PAIRS, int(share / self.pair_seconds)))
+            self._plan_blocks(setup)
         self.rounds += 1
         self._time_blocks(pair)
         if self.rounds == 1 and not self.is_single:
@@ -110,7 +103,7 @@ class Measurement:
 
     def end_now(self) -> bool:
         """Ends the measurement with the blocks that it has; False if they are too few."""
-        if 0 < len(self.arms[0].seconds_per_sample(self.rounds)) < MIN_PAIRS < len(self.arms[0].blocks):
+        if self.rounds > 1 and len(self.arms[0].seconds_per_sample(self.rounds)) < MIN_PAIRS:
             for arm in self.arms:
                 arm.blocks = [block for block in arm.blocks if block["round"] < self.rounds]
             self.rounds -= 1
@@ -152,7 +145,7 @@ class Measurement:
     def _time_blocks(self, pair: Pair) -> None:
         """Times the blocks of a round: as many as a round has, or until a single round is sure."""
         began, pairs = time.monotonic(), 0
-        while pairs < (self.looks[-1] if self.is_single else self.pairs_per_round):
+        while pairs < self.most_pairs:
             while self._evaluation_is_due():
                 seconds = pair.time_evaluations(order_of(len(self.arms[0].evaluations)))
                 for arm, each in zip(self.arms, seconds, strict=True):
@@ -166,9 +159,22 @@ class Measurement:
             if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
                 return
 
+    def _plan_blocks(self, setup: float) -> None:
+        """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""
+        self.began = time.monotonic()
+        left, shortest = self._left(), MIN_PAIRS * self.pair_seconds
+        self.last_round = self.max_rounds
+        self.is_single = self.max_rounds == 1 or left < shortest + self._shortest_round(setup)
+        if self.is_single:
+            self.last_round, self.most_pairs = 1, self.looks[-1]
+            self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
+        else:
+            affordable = int((left / self.min_rounds - setup) / self.pair_seconds)
+            self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
+
     def _plan_rounds(self, setup: float) -> None:
         """After the first round it is known how many the budget allows; the error is divided among so many looks."""
-        further, rest = divmod(self._left(), setup + self.pairs_per_round * self.pair_seconds)
+        further, rest = divmod(self._left(), setup + self.most_pairs * self.pair_seconds)
         further += rest > self._shortest_round(setup)
         self.last_round = min(self.max_rounds, 1 + max(0, int(further)))
         self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)
