@@ -30,7 +30,9 @@ from hasten.core.recipe import Recipe
 
 MIN_ROUNDS, MAX_ROUNDS = 3, ROUND_LOOKS[-1]  # of a comparison, unless the caller wants others
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
-BEYOND_DOUBT = 1.25  # a ratio surely beyond this, or its inverse, needs no further rounds
+BEYOND_DOUBT = 1.25  # a ratio surely beyond this, or its inverse, needs no further rounds ...
+NARROW = 1.5  # ... if the ends of its interval differ by a smaller factor
+SLACK = 1.2  # by which blocks may take longer than the first steps, for the fewest rounds to fit into the budget
 CHUNK_BLOCKS = 4  # blocks between two looks at the clock while both arms train on to a later position
 
 
@@ -126,7 +128,9 @@ class Measurement:
         else:
             why = f"{measured} the whole interval {low} to {high} lies on one side of 1"
         if self.rounds < MIN_ROUNDS:
-            why += f"; with so few rounds it assumes that processes of one recipe differ by {PROCESS_SPREAD:.0%}"
+            why += (
+                f"; with so few rounds it assumes that processes of one recipe differ by {100 * PROCESS_SPREAD:.0f} %"
+            )
         return why + self._change()
 
     def _inspect(self, pair: Pair) -> None:
@@ -169,7 +173,8 @@ class Measurement:
             self.last_round, self.most_pairs = 1, self.looks[-1]
             self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
         else:
-            affordable = int((left / self.min_rounds - setup) / self.pair_seconds)
+            self.look_count = 1  # until it is known how many rounds there are
+            affordable = int((left / self.min_rounds / SLACK - setup) / self.pair_seconds)
             self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
 
     def _plan_rounds(self, setup: float) -> None:
@@ -189,8 +194,9 @@ class Measurement:
             self.out_of_budget |= self.rounds < self.max_rounds
             self._judge()
         elif self.rounds in ROUND_LOOKS and self._judge() != UNSURE:
-            surely = self.ratio.low > BEYOND_DOUBT or self.ratio.high < 1 / BEYOND_DOUBT
-            self.is_over = surely or self.rounds >= self.min_rounds
+            low, high = self.ratio.low, self.ratio.high
+            beyond_doubt = max(low, 1 / high) > BEYOND_DOUBT and high / low < NARROW
+            self.is_over = beyond_doubt or self.rounds >= self.min_rounds
 
     def _judge(self) -> str:
         """Sets and returns the verdict from all rounds, with the error of one look."""
@@ -228,9 +234,9 @@ class Measurement:
 
     def _look_later(self, pair: Pair) -> None:
         """Trains both arms on and times blocks there: the ratio may depend on the position in the training."""
-        pairs = min(self.looks[0], int(self.later_seconds / 2 / self.pair_seconds))
-        if pairs < MIN_PAIRS:
+        if self.later_seconds < 2 * MIN_PAIRS * self.pair_seconds:
             return
+        pairs = min(self.looks[0], max(MIN_PAIRS, int(self.later_seconds / 3 / self.pair_seconds)))
         began = time.monotonic()
         last = self.training_samples - pairs * self.block_samples
         while time.monotonic() < began + self.later_seconds - pairs * self.pair_seconds:
