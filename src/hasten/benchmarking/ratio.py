@@ -21,8 +21,9 @@ TRIMMED = 0.1  # fraction of the pairs dropped at each end, against bursts of ot
 TRIMMED_OF_ROUND = 0.2  # the same within a round, which has few pairs
 
 # Standard deviation of the log ratio of two processes of the same recipe, and the degrees of freedom that this prior
-# knowledge counts for beside the rounds of a comparison. Seen in 16 self-comparisons each of steps of 0.5, 2 and 18 ms
-# on two cores: 0.015, 0.045 and 0.037, so it differs from task to task.
+# knowledge counts for beside the rounds of a comparison. It differs from task to task: seen in 16 self-comparisons each
+# of steps of 0.5, 2 and 18 ms on two cores, 0.015, 0.045 and 0.037; by benchmarks/a_against_a.py in 194 rounds of steps
+# of 0.5, 3 and 30 ms on two busy cores, 0.021, 0.036 and 0.056, where 2 of the single rounds gave a verdict.
 PROCESS_SPREAD = 0.03
 PROCESS_SPREAD_DEGREES = 6
 
