@@ -16,6 +16,7 @@ from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.measurement import ArmSamples, Measurement
 from hasten.benchmarking.pair import Pair
 from hasten.benchmarking.ratio import Ratio
+from hasten.benchmarking.worker_group import start_workers
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
@@ -288,6 +289,24 @@ def test_run_interleaved_arms_are_at_the_same_position_from_the_first_step_asked
     losses = comparison.losses()
     assert [len(losses[key]) for key in ("samples", "a", "b")] == [3, 3, 3]
     assert 0.1 < losses["b"][-1] < 0.8  # of a task that cannot be learned
+
+
+@pytest.mark.parametrize(("seconds", "needed"), [(None, True), (0.1, True), (0.5, False)])
+def test_measurement_times_long_evaluations_in_the_first_round_only(seconds, needed):
+    measured = measurement()
+    assert measured.needs_evaluations()
+    measured.arms[0].plan["evaluation"] = measured.arms[1].plan["evaluation"] = seconds
+    measured.rounds = 1
+    assert measured.needs_evaluations() is needed
+
+
+def test_arm_built_without_evaluation_has_none():
+    task = dataclasses.replace(sleepy(0.0), validation_data=Sleepy(0.0), metric="accuracy")
+    arguments = {"task": TaskRef.of(task).to_json(), "methods": {}, "device": "cpu", "seed": 0}
+    for with_evaluation in (True, False):
+        with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
+            plan = arm.call("build", with_evaluation=with_evaluation)
+            assert (plan["evaluation"] is not None) is with_evaluation
 
 
 @pytest.mark.slow

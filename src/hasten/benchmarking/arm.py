@@ -58,8 +58,10 @@ class Arm:
         self.losses: list[float] = []  # of the steps of the current block
         self.epoch_start: dict[str, Any] | None = None  # random state at the start of the epoch
 
-    def build(self) -> dict[str, Any]:
+    def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Builds the run and warms it up. Loading the task is not timed: it takes the same time under every recipe.
+
+        Without ``with_evaluation`` there are no evaluations, as if the task had no validation data.
 
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
@@ -90,7 +92,7 @@ class Arm:
         step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
         start = built + max(0.0, first - step * WARM_UP_STEPS)
         evaluation = None
-        if program.validation is not None:
+        if with_evaluation and program.validation is not None:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)

@@ -194,7 +194,8 @@ def run_interleaved(
     try:
         while not done.is_over:
             # b first in the first round, to notice at once if it has no effect
-            with build_pair(task, (a, b), order=order_of(done.rounds + 1), watch=watch, **where) as pair:
+            what = {"order": order_of(done.rounds + 1), "with_evaluation": done.needs_evaluations()}
+            with build_pair(task, (a, b), watch=watch, **what, **where) as pair:
                 done.run_round(pair)
     except DeadlineError:
         if not done.end_now():

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, median_high
 from typing import Any
 
-from hasten.benchmarking.blocks import MIN_PAIRS, block_samples, check_blocks_are_fair, evaluation_seconds_per_sample
+from hasten.benchmarking.blocks import (
+    BLOCK_SECONDS,
+    MIN_PAIRS,
+    block_samples,
+    check_blocks_are_fair,
+    evaluation_seconds_per_sample,
+)
 from hasten.benchmarking.pair import Pair
 from hasten.benchmarking.ratio import (
     ERROR,
@@ -103,6 +109,10 @@ class Measurement:
         if self.is_over and self.later_seconds:
             self._look_later(pair)
 
+    def needs_evaluations(self) -> bool:
+        """Whether the next round times evaluations: not if the first has, and they take as long as many blocks."""
+        return not self.rounds or max(arm.plan["evaluation"] or 0.0 for arm in self.arms) < BLOCK_SECONDS
+
     def end_now(self) -> bool:
         """Ends the measurement with the blocks that it has; False if they are too few."""
         if self.rounds > 1 and len(self.arms[0].seconds_per_sample(self.rounds)) < MIN_PAIRS:
@@ -150,7 +160,7 @@ class Measurement:
         """Times the blocks of a round: as many as a round has, or until a single round is sure."""
         began, pairs = time.monotonic(), 0
         while pairs < self.most_pairs:
-            while self._evaluation_is_due():
+            while pair.plans[0]["evaluation"] is not None and self._evaluation_is_due():
                 seconds = pair.time_evaluations(order_of(len(self.arms[0].evaluations)))
                 for arm, each in zip(self.arms, seconds, strict=True):
                     arm.evaluations.append(each)
@@ -224,8 +234,6 @@ class Measurement:
 
     def _evaluation_is_due(self) -> bool:
         """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
-        if self.arms[0].plan["evaluation"] is None:
-            return False
         evaluated = sum(sum(arm.evaluations) for arm in self.arms)
         if len(self.arms[0].evaluations) < FIRST_EVALUATIONS:
             return evaluated <= self.budget / 8

@@ -32,9 +32,13 @@ def build_pair(
     processes: tuple[int, int],
     timeout: float,
     deadline: float | None,
+    with_evaluation: bool,
     watch: ProgressCallback,
 ) -> "Iterator[Pair]":
-    """Context manager: builds both arms, in the given order, each in processes of its own that end with the block."""
+    """Context manager: builds both arms, in the given order, each in processes of its own that end with the block.
+
+    See ``Arm.build`` for ``with_evaluation``.
+    """
     with ExitStack() as stack:
         built, seconds = {}, 0.0
         for index in order:
@@ -43,7 +47,7 @@ def build_pair(
             started = start_workers(processes[index], "hasten.benchmarking.arm:Arm", timeout, deadline, **arguments)
             arm = stack.enter_context(started)
             began = time.monotonic()  # not sooner: the first worker waits for torch to be imported
-            built[index] = arm, arm.call("build")
+            built[index] = arm, arm.call("build", with_evaluation=with_evaluation)
             arm.suspend()
             seconds += time.monotonic() - began
         arms, plans = zip(built[0], built[1], strict=True)
