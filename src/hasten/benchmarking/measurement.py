@@ -177,10 +177,9 @@ class Measurement:
         """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""
         self.began = time.monotonic()
         left, shortest = self._left(), MIN_PAIRS * self.pair_seconds
-        self.last_round = self.max_rounds
         self.is_single = self.max_rounds == 1 or left < shortest + self._shortest_round(setup)
         if self.is_single:
-            self.last_round, self.most_pairs = 1, self.looks[-1]
+            self.most_pairs = self.looks[-1]
             self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
         else:
             self.look_count = 1  # until it is known how many rounds there are
@@ -188,22 +187,25 @@ class Measurement:
             self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
 
     def _plan_rounds(self, setup: float) -> None:
-        """After the first round it is known how many the budget allows; the error is divided among so many looks."""
+        """After the first round it is known how many the budget should allow; the error is divided among their looks.
+
+        There may be more in the end, but not more looks.
+        """
         further, rest = divmod(self._left(), setup + self.most_pairs * self.pair_seconds)
         further += rest > self._shortest_round(setup)
         self.last_round = min(self.max_rounds, 1 + max(0, int(further)))
-        self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)
+        self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)  # the last is at the end
 
     def _shortest_round(self, setup: float) -> float:
         return setup + MIN_PAIRS * self.pair_seconds
 
     def _decide(self, setup: float) -> None:
         """After a round: is it the last one?"""
-        if self.rounds >= self.last_round or self._left() < self._shortest_round(setup):
+        if self.rounds >= self.max_rounds or self.is_single or self._left() < self._shortest_round(setup):
             self.is_over = True
             self.out_of_budget |= self.rounds < self.max_rounds
             self._judge()
-        elif self.rounds in ROUND_LOOKS and self._judge() != UNSURE:
+        elif self.rounds in ROUND_LOOKS and self.rounds < self.last_round and self._judge() != UNSURE:
             low, high = self.ratio.low, self.ratio.high
             beyond_doubt = max(low, 1 / high) > BEYOND_DOUBT and high / low < NARROW
             self.is_over = beyond_doubt or self.rounds >= self.min_rounds
