@@ -74,7 +74,7 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "2.6 to 2.8×",
                 "24 blocks",
                 "in 4 rounds",
-                "from step 2,900 1.50× (1.40 to 1.60×)",
+                "from step 2,900 1.50× (1.35 to 1.65×)",
                 "730 ms",
                 "270 ms",
             ],
