@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from hasten.benchmarking.fork_server import Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.fork_server import DeadlineError, Worker, mark_warnings_shown, reset_shown_warnings
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.io.paths import FileMissingError
 
@@ -28,7 +28,8 @@ class ProcessIds(torch.utils.data.Dataset):
 class Service:
     """Runs in a worker, which imports it through this file's directory on sys.path."""
 
-    def __init__(self, start: int = 0):
+    def __init__(self, start: int = 0, pause: float = 0.0):
+        time.sleep(pause)
         self.count = start
 
     def add(self, number: int) -> int:
@@ -53,6 +54,13 @@ class Service:
 
     def surroundings(self) -> tuple:
         return os.getcwd(), sys.path, multiprocessing.get_start_method(), multiprocessing.current_process().name
+
+    def report_for(self, seconds: float) -> None:
+        """Sends progress all the time, so that no timeout ends it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.watch("working", 0.5)
+            time.sleep(0.01)
 
     def sleep(self, seconds: float) -> str:
         time.sleep(seconds)
@@ -247,6 +255,35 @@ def test_watch_that_raises_is_not_reported_as_worker_death():
 def test_worker_call_beyond_the_timeout_is_ended():
     with worker() as one, pytest.raises(RunError, match="took longer"):
         one.call("sleep", seconds=30, timeout=0.3)
+
+
+@pytest.mark.parametrize("method", ["sleep", "report_for"])
+def test_worker_call_beyond_the_deadline_is_ended(method):
+    with worker() as one:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"^the deadline passed before it was finished$"):
+            one.call(method, seconds=30.0, timeout=20.0, deadline=began + 0.3)
+        assert time.monotonic() - began < 1.5
+        wait_until([one.pid], "gone")
+        with pytest.raises(DeadlineError):  # also of a worker that is gone: its death is not the reason
+            one.call("add", number=1, deadline=began)
+
+
+def test_worker_whose_object_is_not_ready_at_the_deadline_is_ended():
+    with worker():  # starts the fork server
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            Worker(HERE, {}, None, began + 0.3, pause=30.0)
+        assert time.monotonic() - began < 1.5
+
+
+def test_worker_call_within_timeout_and_deadline_returns():
+    with worker() as one:
+        one.deadline = time.monotonic() + 60
+        assert one.call("add", number=1) == 1
+        with pytest.raises(RunError, match=r"^took longer than 0 s") as raised:
+            one.call("sleep", seconds=30, timeout=0.2)
+        assert not isinstance(raised.value, DeadlineError)
 
 
 def test_worker_output_of_user_code_does_not_disturb_answers():

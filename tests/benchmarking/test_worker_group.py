@@ -9,7 +9,7 @@ from functools import cached_property
 import psutil
 import pytest
 
-from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.fork_server import DeadlineError, Worker
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
 from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, RunError
 from hasten.core.process_group_info import ProcessGroupInfo
@@ -108,6 +108,15 @@ def test_group_with_failing_rank_ends_all_ranks(how, kind, message):
         with pytest.raises(kind, match=message):
             two.call("fail_on", rank=1, how=how, timeout=2.0)
         assert time.monotonic() - began < 20
+        assert processes_ended(pids)
+
+
+def test_group_at_its_deadline_ends_all_ranks():
+    with job() as two:
+        pids, two.deadline = two.call("pids"), time.monotonic() + 0.3
+        with pytest.raises(DeadlineError):
+            two.call("fail_on", rank=1, how="hang", timeout=20.0)
+        assert time.monotonic() < two.deadline + 1.5
         assert processes_ended(pids)
 
 

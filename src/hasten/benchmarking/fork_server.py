@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -58,6 +59,10 @@ ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunE
 MAX_REQUEST_BYTES = 1 << 20  # to the fork server
 
 
+class DeadlineError(RunError):
+    """The time at which a measurement must end has come while a worker was still busy; the worker was killed."""
+
+
 class Worker:
     """An object in its own process. As a context manager it kills the whole process group at the end.
 
@@ -65,10 +70,12 @@ class Worker:
         service: ``module:Class`` of the object. The class is called in the worker.
         environment: variables to set in the worker, besides those of this process.
         timeout: default of ``call``, in seconds; None waits forever.
+        deadline: default of ``call``, as a time of ``time.monotonic``; also limits the creation of the object.
         **arguments: arguments of the class.
 
     Raises:
         ConfigurationError, RunError: raised by the class, or the process could not be started.
+        DeadlineError: the object was not ready at the deadline.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Worker:
         service: str,
         environment: Mapping[str, str] = MappingProxyType({}),
         timeout: float | None = None,
+        deadline: float | None = None,
         /,
         **arguments: Any,
     ):
@@ -84,7 +92,7 @@ class Worker:
         self.pid = self.server.fork(theirs, environment)
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.timeout = timeout
+        self.timeout, self.deadline = timeout, deadline
         try:
             self.call("__init__", _service=service, **arguments)
         except BaseException:
@@ -92,22 +100,41 @@ class Worker:
             raise
 
     def call(
-        self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any
+        self,
+        method: str,
+        *,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        watch: ProgressCallback = no_progress,
+        **arguments: Any,
     ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
 
-        After ``timeout`` seconds without a message the worker is killed; None waits for ever.
+        The worker is killed after ``timeout`` seconds without a message, and at ``deadline`` (a time of
+        ``time.monotonic``) in any case; with None, which both are by default, it is not.
 
         Raises:
             ConfigurationError, RunError: raised by the method.
             RunError: the process died, or was silent for ``timeout`` seconds.
+            DeadlineError: the method had not returned at the deadline.
         """
         timeout = self.timeout if timeout is None else timeout
-        self.send(method, arguments)
+        deadline = self.deadline if deadline is None else deadline
+        try:
+            seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
+            self.send(method, arguments)
+            return self._result(timeout, deadline, watch)
+        except DeadlineError:
+            self.kill()
+            raise
+
+    def _result(self, timeout: float | None, deadline: float | None, watch: ProgressCallback) -> Any:
         while True:
+            seconds = seconds_to_wait(timeout, deadline)
             with self._explain_death():
-                has_message = self.connection.poll(timeout)
+                has_message = self.connection.poll(seconds)
             if not has_message:
+                seconds_to_wait(timeout, deadline)
                 self.kill()
                 raise timeout_error(timeout)
             kind, content = self.recv()
@@ -266,6 +293,16 @@ def _forward_warning(text: str, is_progress: bool, filename: str, lineno: int) -
 
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "", text)
+
+
+def seconds_to_wait(timeout: float | None, deadline: float | None) -> float | None:
+    """Seconds until ``timeout`` or ``deadline``, whichever is first; None for ever. DeadlineError if it has passed."""
+    if deadline is None:
+        return timeout
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineError("the deadline passed before it was finished")
+    return left if timeout is None else min(timeout, left)
 
 
 def timeout_error(seconds: float | None) -> RunError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, timeout_error
+from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.launch.rendezvous import LOOPBACK, interface_of
@@ -26,13 +26,16 @@ ROOT_CAUSE_WAIT_S = 5.0  # for the failing rank to report, after ranks that only
 
 
 def start_workers(
-    processes: int, service: str, timeout: float | None = None, /, **arguments: Any
+    processes: int, service: str, timeout: float | None = None, deadline: float | None = None, /, **arguments: Any
 ) -> Worker | WorkerGroup:
     """Starts one Worker (``processes`` 1) or a WorkerGroup with an object of class ``service`` on each rank.
 
-    ``timeout`` (seconds) is the default of a group's calls; calls of a single process have no timeout.
+    ``timeout`` (seconds) is the default of a group's calls; calls of a single process have no timeout. ``deadline`` (a
+    time of ``time.monotonic``) is the default of the calls of both, see ``Worker.call``.
     """
-    return Worker(service, **arguments) if processes == 1 else WorkerGroup(processes, service, timeout, **arguments)
+    if processes == 1:
+        return Worker(service, {}, None, deadline, **arguments)
+    return WorkerGroup(processes, service, timeout, deadline, **arguments)
 
 
 class WorkerGroup:
@@ -42,19 +45,33 @@ class WorkerGroup:
     Worker.
     """
 
-    def __init__(self, processes: int, service: str, timeout: float | None = None, /, **arguments: Any):
-        self.store, self.timeout = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False), timeout
+    def __init__(
+        self,
+        processes: int,
+        service: str,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        /,
+        **arguments: Any,
+    ):
+        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.timeout, self.deadline = timeout, deadline
+        environments = [_rank_environment(rank, processes, self.store.port) for rank in range(processes)]
         with ExitStack() as stack:
             self.ranks = [
-                stack.enter_context(
-                    Worker(service, _rank_environment(rank, processes, self.store.port), timeout, **arguments)
-                )
-                for rank in range(processes)
+                stack.enter_context(Worker(service, environment, timeout, deadline, **arguments))
+                for environment in environments
             ]
             self.stack = stack.pop_all()
 
     def call(
-        self, method: str, *, timeout: float | None = None, watch: ProgressCallback = no_progress, **arguments: Any
+        self,
+        method: str,
+        *,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        watch: ProgressCallback = no_progress,
+        **arguments: Any,
     ) -> Any:
         """Calls a method on all ranks and returns the result of rank 0. Arguments: see ``Worker.call``.
 
@@ -62,21 +79,26 @@ class WorkerGroup:
             ConfigurationError, RunError: the error of the first rank that failed by its own error.
             RunError: a rank died, or those that have not returned were silent for ``timeout`` seconds. All ranks are
                 killed.
+            DeadlineError: a rank had not returned at the deadline. All ranks are killed.
         """
+        timeout = self.timeout if timeout is None else timeout
+        deadline = self.deadline if deadline is None else deadline
         try:
+            seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             for rank in self.ranks:
                 rank.send(method, arguments)
-            return self._collect_results(self.timeout if timeout is None else timeout, watch)
+            return self._collect_results(timeout, deadline, watch)
         except BaseException:
             self.kill()
             raise
 
-    def _collect_results(self, timeout: float | None, watch: ProgressCallback) -> Any:
+    def _collect_results(self, timeout: float | None, deadline: float | None, watch: ProgressCallback) -> Any:
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         while len(results) < len(self.ranks):
-            messages = self._recv(results, errors, timeout)
+            messages = self._recv(results, errors, seconds_to_wait(timeout, deadline))
             if not messages:
+                seconds_to_wait(timeout, deadline)
                 raise timeout_error(timeout)
             if errors:
                 raise self._root_cause(results, errors)

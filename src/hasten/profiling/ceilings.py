@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hasten.benchmarking.arm import WARM_UP_STEPS
-from hasten.benchmarking.compare import BLOCK_SECONDS, BLOCK_STEPS, run_interleaved
+from hasten.benchmarking.blocks import BLOCK_SECONDS, BLOCK_STEPS
+from hasten.benchmarking.compare import run_interleaved
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.benchmarking.worker_group import WorkerGroup
@@ -85,6 +86,7 @@ def measure_allocator_ceiling(
     budget: float,
     plan: dict,
     processes: int = 1,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Ceilings:
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
@@ -102,10 +104,10 @@ def measure_allocator_ceiling(
         found.not_measured[SYSTEM_TIME] = f"the budget is spent; it would have taken {least:.0f} s"
         return found
     watch("the ceiling of the memory allocator", 0.0, budget)
-    where = {"device": device, "processes": (processes, processes), "seed": seed}
+    where = {"device": device, "processes": (processes, processes), "seed": seed, "deadline": deadline}
     try:
         tuned = recipe.with_method(name)
-        comparison = run_interleaved(task, recipe, tuned, budget=budget - building, looks=LOOKS, **where)
+        comparison = run_interleaved(task, recipe, tuned, budget=budget - building, rounds=(1, 1), looks=LOOKS, **where)
         found.ratios[SYSTEM_TIME] = comparison.ratio
     except (RunError, ConfigurationError) as error:  # for example, the method has no effect here
         found.not_measured[SYSTEM_TIME] = str(error)

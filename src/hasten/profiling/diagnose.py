@@ -33,6 +33,7 @@ def diagnose(
     budget: float | str = 60.0,
     processes: int = 1,
     timeout: float | None = None,
+    deadline: float | None = None,
     device: str | None = None,
     seed: int = 0,
     ops: bool = False,
@@ -46,6 +47,7 @@ def diagnose(
         budget: seconds, or a text such as "10m"; exceeded by one experiment at most.
         processes: number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
         timeout: seconds without progress after which several processes count as hanging; None for the default.
+        deadline: time of ``time.monotonic`` at which the diagnosis ends; what is not measured then is missing.
         device: "cpu" or "cuda"; None picks one.
         seed: seed of the run that is measured.
         ops: also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
@@ -81,6 +83,7 @@ def diagnose(
         input_budget=budget * INPUT_SHARE,
         ceilings=processes == 1,
         timeout=timeout,
+        deadline=deadline,
         watch=_part(watch, 0.0, PROFILE_SHARE + INPUT_SHARE),
     )
     allocator = measure_allocator_ceiling(
@@ -91,6 +94,7 @@ def diagnose(
         seed=seed,
         processes=processes,
         budget=budget - (time.monotonic() - began),
+        deadline=deadline,
         plan=profile.plan,
         watch=_part(watch, PROFILE_SHARE + INPUT_SHARE, 1.0),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.benchmarking.compare import (
+from hasten.benchmarking.blocks import (
     SYNC_PERIOD_BUDGETS,
     block_steps,
     check_blocks_are_fair,
@@ -76,21 +76,24 @@ def profile_steps(
     ceilings: bool = False,
     processes: int = 1,
     timeout: float | None = None,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> StepProfile:
     """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
     With ``ceilings`` the larger part of the budget goes to the ceilings of phases. ``input_budget`` is for the
     throughput of the input pipeline, beside ``budget``; 0: it is not measured. With several processes the phases are
-    those of rank 0, and ``timeout`` seconds without progress count as hanging.
+    those of rank 0, and ``timeout`` seconds without progress count as hanging. What is not measured at ``deadline`` (a
+    time of ``time.monotonic``) is missing.
 
     Raises:
+        DeadlineError: the phases were not measured at the deadline.
         RunError: the run could not be built or trained.
     """
     methods = {**recipe.methods, **{import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
     arguments = {"task": task.to_json(), "methods": methods, "device": device, "seed": seed}
-    with start_workers(processes, "hasten.profiling.probe:Probe", timeout, **arguments) as probe:
+    with start_workers(processes, "hasten.profiling.probe:Probe", timeout, deadline, **arguments) as probe:
         began = time.monotonic()
         plan = probe.call("build")
         plan["build_seconds"] = time.monotonic() - began
@@ -99,6 +102,7 @@ def profile_steps(
         watch("timing the phases of the step", 0.1, budget)
         timed, plain = _run_blocks(probe, count, budget * TIMING_SHARE if ceilings else budget)
         evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
+        facts = probe.call("facts")
         extra = evaluation_seconds_per_sample(plan, evaluation)
         phases, measured = _phase_shares(timed, extra), Ceilings()
         if ceilings:
@@ -107,7 +111,6 @@ def profile_steps(
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
             measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
-        facts = probe.call("facts")
         operations = _call_if_possible(probe, "operations", count=COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
         watch("the stages of the input pipeline", 1.0, input_budget)

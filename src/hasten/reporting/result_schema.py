@@ -228,13 +228,23 @@ class TuneResult(Result, total=False):
     expected_runs: Amount
 
 
+class PositionRatio(TypedDict, total=False):
+    """The ratio of the training steps from a step of the training on."""
+
+    step: Amount
+    ratio: Interval
+
+
 class CompareResult(Result, total=False):
-    """Result of ``compare``. ``ratio``: time of a divided by time of b."""
+    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``."""
 
     a: Text
     b: Text
     ratio: Interval
+    by_position: Sequence[PositionRatio]
+    losses: Mapping[str, Sequence[Number]]
     cpu_ratio: Interval | Amount
+    rounds: Amount
     blocks: Amount
     seconds_per_1000_samples: Mapping[str, Amount]
     evaluation_seconds: Mapping[str, Amount]

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hasten.benchmarking.compare import TIMEOUT_S, evaluation_seconds_per_sample, run_interleaved
+from hasten.benchmarking.blocks import evaluation_seconds_per_sample
+from hasten.benchmarking.compare import TIMEOUT_S, run_interleaved
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, RunError
