@@ -39,7 +39,9 @@ class FlushDenormals(Method):
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"cpu"},
         after=("num_threads",),  # the threads to end are those that the run will use
+        remedy_for={"denormals": {}},
         trial_priority=6,
+        ceiling="denormals",
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
