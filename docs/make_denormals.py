@@ -36,7 +36,8 @@ def main() -> None:
     before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     page.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]), encoding="utf-8")
-    (DOCS / "denormals.svg").write_text(curves(trainings["fashion_network"]) + "\n", encoding="utf-8")
+    name = "fashion_network" if "fashion_network" in trainings else next(iter(trainings))
+    (DOCS / "denormals.svg").write_text(curves(name, trainings[name]) + "\n", encoding="utf-8")
 
 
 def row(name: str, runs: dict) -> str:
@@ -62,14 +63,14 @@ def _stretches(runs: list[dict]) -> tuple[list[float], list[list[float]]]:
 
 def _at(points: list[list[float]], step: float) -> float:
     """Seconds at a step, by linear interpolation between the log points; evaluations share the step of a point."""
-    points = [[0, points[0][1] * 0], *points]
+    points = [[0, 0.0], *points]
     for (a, before), (b, after) in pairwise(points):
         if a <= step <= b and b > a:
             return before + (after - before) * (step - a) / (b - a)
     return points[-1][1]
 
 
-def curves(runs: dict) -> str:
+def curves(name: str, runs: dict) -> str:
     by_arm = {arm: curve(runs[arm])[1:] for arm in COLORS}  # the first stretch contains the start
     steps = max(step for points in by_arm.values() for step, _ in points)
     top = 1.2 * max(ms for points in by_arm.values() for _, ms in points)
@@ -85,14 +86,12 @@ def curves(runs: dict) -> str:
     parts += [text(LEFT, 14, "ms a step", "name"), text(WIDTH / 2, HEIGHT - 4, "step", "name")]
     for index, (arm, points) in enumerate(by_arm.items()):
         drawn = " ".join(",".join(f"{value:.1f}" for value in place(*point)) for point in points)
-        parts.append(
-            element("polyline", points=drawn, fill="none", stroke=COLORS[arm], stroke_width=None, class_="curve")
-        )
+        parts.append(element("polyline", points=drawn, fill="none", stroke=COLORS[arm], class_="curve"))
         parts.append(element("text", arm, x=WIDTH - 100, y=16 + 18 * index, fill=COLORS[arm]))
     style = (
         ".axis{stroke:#888}.curve{stroke-width:2}.tick,.name{fill:#666}.tick{text-anchor:end}text{font:13px sans-serif}"
     )
-    title = "Step time of the Fashion-MNIST network with and without flushed denormal numbers"
+    title = f"Step time of {name}, with and without flushed denormal numbers"
     drawing = element(
         "svg",
         element("title", title),
