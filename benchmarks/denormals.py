@@ -129,14 +129,15 @@ def main() -> int:
             for name in options.names
         }
         costs = operation_costs()
-    rows, reached = [], True
+    rows, reached = [], True if FIGURES.keys() <= trainings.keys() else None  # None: not measured
     for name, runs in trainings.items():
         plain, flushed = ([one["seconds"] for one in runs[arm]] for arm in RECIPES)
         ratio = interval(a / b for a, b in zip(plain, flushed, strict=True))
         outcomes = [runs[arm][0]["metric"] or runs[arm][0]["loss"] for arm in RECIPES]
         seconds = (f"{median(plain):.1f}", f"{median(flushed):.1f}", f"{ratio:.2f}")
         rows.append((name, *seconds, *(f"{value:.6g}" for value in outcomes)))
-        reached &= ratio.median >= FIGURES.get(name, 0.0)
+        if reached and ratio.median < FIGURES.get(name, 0.0):
+            reached = False
     show(("training", "s as it is", "s flushed", "times as fast", "metric or loss as it is", "flushed"), rows)
     print_line()
     print_line("On denormal numbers, operations of this processor take, relative to ones:")
