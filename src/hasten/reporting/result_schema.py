@@ -141,6 +141,23 @@ class Operation(TypedDict):
     time_share: Amount
 
 
+class DriftRow(TypedDict, total=False):
+    """A stretch of the training: its last step, and numbers of values by kind of tensor ("weights", "exp_avg")."""
+
+    step: Amount
+    seconds_per_step: Amount
+    denormal: Mapping[str, Amount]
+    values: Mapping[str, Amount]
+    rss: Amount
+
+
+class Drift(TypedDict, total=False):
+    """How the training changes while it goes on; ``text`` is empty if nothing of note does."""
+
+    rows: Sequence[DriftRow]
+    text: Text
+
+
 class LossScaleStep(TypedDict):
     """The loss scale after a step, and whether the gradients of the step overflowed."""
 
@@ -275,6 +292,7 @@ class DiagnoseResult(Result, total=False):
     not_advised: Sequence[NotAdvised]
     causes: Mapping[str, Fact]
     operations: Operations | None
+    drift: Drift
 
 
 class TrainResult(Result, total=False):

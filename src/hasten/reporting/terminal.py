@@ -95,6 +95,7 @@ def diagnose_answer(result: Json) -> RenderableType:
     return Group(
         headline("Where the time goes", result["task"], False),
         Text(result["verdict"]),
+        *([Text(result["drift"]["text"])] if result["drift"]["text"] else []),
         Text(),
         indented(phases),
         Text(),
