@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,6 +166,20 @@ def test_patch_trunc_normal_replaces_the_implementation_and_restores_it():
     with compat.patch_trunc_normal(make):
         assert nn.init.trunc_normal_(torch.zeros(1)).item() == 7.0
     assert abs(nn.init.trunc_normal_(torch.zeros(1)).item()) <= 2.0
+
+
+def test_end_intra_op_threads_leaves_only_this_thread_to_compute():
+    tasks, values = Path("/proc/self/task"), torch.ones(1 << 18)
+    torch.set_num_threads(2)
+    try:
+        values.mul(2)
+        running = len([*tasks.iterdir()])
+        assert compat.end_intra_op_threads()
+        assert len([*tasks.iterdir()]) == running - 1
+        assert values.mul(2).sum() == 2 * len(values)  # starts it again
+        assert len([*tasks.iterdir()]) == running and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 # ── DataLoader ───────────────────────────────────────────────────────────────────────────────────

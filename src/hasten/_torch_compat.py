@@ -9,6 +9,7 @@ test per name below. ``make test-matrix`` runs those tests on every supported ve
 message texts are those on which the text was seen.
 """
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -147,6 +148,18 @@ def patch_trunc_normal(make: Callable[[Callable], Callable]) -> Iterator[None]:
     finally:
         nn.init._no_grad_trunc_normal_ = original
 
+
+def end_intra_op_threads() -> bool:
+    """Ends the threads that compute operations beside this one; the next operation starts them anew.
+
+    They then inherit the floating-point mode of this thread, which running threads of GNU's OpenMP never read again.
+    False if torch does not use OpenMP, or this thread is one of them.
+    """
+    pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)
+    return pause is not None and pause(_OMP_PAUSE_HARD) == 0
+
+
+_OMP_PAUSE_HARD = 2  # <omp.h>; GNU's runtime treats a soft pause alike, others keep their threads after one
 
 # ── DataLoader ───────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,16 +10,14 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError, Task
 from hasten.benchmarking.arm import estimate
-from hasten.benchmarking.compare import (
-    ArmSamples,
-    Comparison,
-    _time_block,
-    block_steps,
-    check_blocks_are_fair,
-    run_interleaved,
-)
+from hasten.benchmarking.blocks import block_samples, block_steps, check_blocks_are_fair
+from hasten.benchmarking.compare import Comparison, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
+from hasten.benchmarking.measurement import ArmSamples, Measurement
+from hasten.benchmarking.pair import Pair
 from hasten.benchmarking.ratio import Ratio
+from hasten.benchmarking.worker_group import start_workers
+from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
@@ -175,14 +174,19 @@ class Late:
 
     def call(self, method: str, count: int, timeout: float) -> dict:
         self.times -= 1
-        time.sleep(0.5 if self.times >= 0 else 0.1)
-        return {"samples": 8, "seconds": 0.1}
+        time.sleep(0.3 if self.times >= 0 else 0.1)
+        return {"samples": 8, "seconds": 0.1, "position": 8}
+
+    def suspend(self) -> None:
+        pass
 
 
 def test_run_interleaved_late_result_is_measured_again():
-    assert _time_block(Late(2), 1, 3.0)["samples"] == 8
+    plan = {"samples": 0, "samples_per_step": 8, "sync_period": 1, "step": 0.1}
+    late, hopeless = (Pair([Late(times)], [plan], 3.0) for times in (2, 3))
+    assert late.time_blocks(8, (0,))[0]["samples"] == 8
     with pytest.raises(RunError, match="must not change the clock"):
-        _time_block(Late(3), 1, 3.0)
+        hopeless.time_blocks(8, (0,))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,22 @@ def test_run_interleaved_late_result_is_measured_again():
 def test_steps_per_block_is_multiple_of_sync_period(step, sync_period, steps):
     """Otherwise a method that communicates every few steps would be timed between two exchanges."""
     assert block_steps({"step": step, "sync_period": sync_period}) == steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "samples"),
+    [
+        (((0.1, 8, 1), (0.1, 8, 1)), 5 * 8),  # seconds and samples of a step, synchronization period
+        (((0.01, 10, 1), (0.01, 20, 1)), 300),  # 0.3 and 0.15 s
+        (((0.01, 10, 1), (0.001, 10, 1)), 1500),  # 1.5 and 0.15 s
+        (((0.1, 10, 1), (0.0001, 10, 1)), 300),  # 3 and 0.003 s: not longer for the slower arm
+        (((0.1, 8, 16), (0.1, 8, 1)), 16 * 8),  # a whole period
+        (((5.0, 8, 1), (5.0, 8, 1)), 8),  # a whole step
+    ],
+)
+def test_samples_per_block_are_enough_for_both_arms(steps, samples):
+    plans = [dict(zip(("step", "samples_per_step", "sync_period"), values, strict=True)) for values in steps]
+    assert block_samples(plans) == samples
 
 
 def test_compare_repetitions_beyond_the_budget_raise():
@@ -229,6 +249,149 @@ def test_run_interleaved_at_the_deadline_ends_with_the_blocks_it_has():
     assert len(comparison.a.blocks) == len(comparison.b.blocks) >= 3
 
 
+class HangingOnceBuilt(Sleepy):
+    """Its construction does not end if ``marker`` exists; it is made by the second construction."""
+
+    def __init__(self, marker: Path):
+        super().__init__(0.0)
+        if marker.exists():
+            time.sleep(3600)
+        count = marker.with_suffix(".count")
+        count.write_text(count.read_text() + "x" if count.exists() else "x")
+        if len(count.read_text()) == 2:
+            marker.touch()
+
+
+@pytest.mark.slow
+def test_run_interleaved_with_a_second_round_that_hangs_ends_with_the_first(tmp_path):
+    began, ref = time.monotonic(), TaskRef.of(lambda: replace_data(HangingOnceBuilt(tmp_path / "marker")))
+    comparison = run_interleaved(ref, Recipe(), Recipe(), budget=60.0, device="cpu", deadline=began + 9.0)
+    assert time.monotonic() - began < 10.0
+    assert comparison.to_json()["rounds"] == 1 and len(comparison.a.blocks) == 6
+    assert "with so few rounds it assumes that processes of one recipe differ by 3 %" in comparison.why
+
+
+def replace_data(data) -> Task:
+    return dataclasses.replace(sleepy(), train_data=data)
+
+
+def test_run_interleaved_arms_are_at_the_same_position_from_the_first_step_asked_for():
+    """The batches of b are four times as large, so its warm-up takes it further."""
+    recipe, ref = Recipe.parse("batch_size:factor=4"), TaskRef.of(sleepy(0.0))
+    comparison = run_interleaved(
+        ref, Recipe(), recipe, budget=1.0, device="cpu", rounds=(1, 1), looks=[3], start_step=500
+    )
+    a, b = comparison.a.blocks, comparison.b.blocks
+    assert a[0]["position"] - a[0]["samples"] == pytest.approx(500 * 8, abs=16)
+    for one, other in zip(a, b, strict=True):
+        assert one["position"] == pytest.approx(other["position"], abs=16)
+        assert one["samples"] == pytest.approx(other["samples"], abs=32)
+    losses = comparison.losses()
+    assert [len(losses[key]) for key in ("samples", "a", "b")] == [3, 3, 3]
+    assert 0.1 < losses["b"][-1] < 0.8  # of a task that cannot be learned
+
+
+@pytest.mark.parametrize(("seconds", "needed"), [(None, True), (0.1, True), (0.5, False)])
+def test_measurement_times_long_evaluations_in_the_first_round_only(seconds, needed):
+    measured = measurement()
+    assert measured.needs_evaluations()
+    measured.arms[0].plan["evaluation"] = measured.arms[1].plan["evaluation"] = seconds
+    measured.rounds = 1
+    assert measured.needs_evaluations() is needed
+
+
+def test_arm_built_without_evaluation_has_none():
+    task = dataclasses.replace(sleepy(0.0), validation_data=Sleepy(0.0), metric="accuracy")
+    arguments = {"task": TaskRef.of(task).to_json(), "methods": {}, "device": "cpu", "seed": 0}
+    for with_evaluation in (True, False):
+        with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
+            plan = arm.call("build", with_evaluation=with_evaluation)
+            assert (plan["evaluation"] is not None) is with_evaluation
+
+
+@pytest.mark.slow
+def test_run_interleaved_restarts_its_processes_and_keeps_the_positions():
+    comparison = run_interleaved(TaskRef.of(sleepy(0.0)), Recipe(), Recipe(), budget=16.0, device="cpu")
+    result, blocks = comparison.to_json(), comparison.a.blocks
+    assert 3 <= result["rounds"] <= 16
+    first, second = ([block["position"] for block in blocks if block["round"] == number] for number in (1, 2))
+    assert first[:3] == pytest.approx(second[:3], rel=0.2)
+    assert result["losses"]["samples"] == first
+
+
+LATE_METHOD = """
+import time
+from hasten import Card, Exactness, Method
+
+class Late(Method):
+    card = Card(summary="sleeps from step 1000 on", exactness=Exactness.BIT_EXACT)
+
+    def zero_grad(self, zero_grad, run):
+        def late():
+            zero_grad()
+            if run.progress.step > 1000:
+                time.sleep(0.004)
+
+        return late
+"""
+
+
+@pytest.mark.slow
+def test_compare_of_a_long_training_looks_at_a_later_stretch(tmp_path):
+    (tmp_path / "late.py").write_text(LATE_METHOD)
+    task = dataclasses.replace(sleepy(0.002), epochs=10_000)
+    result = hasten.compare(task, "baseline", f"{tmp_path}/late.py:Late", budget=24)
+    first, later = result["by_position"]
+    assert first["step"] < 100 and later["step"] > 1000
+    assert later["ratio"]["high"] < first["ratio"]["low"]
+    assert "; the ratio depends on the position: " in result["why"]
+
+
+def measurement(**limits) -> Measurement:
+    arms = ArmSamples(Recipe()), ArmSamples(Recipe())
+    known = {"budget": 60.0, "min_rounds": 3, "max_rounds": 16, "looks": [6, 9], "longest": 240.0, "start_step": 0}
+    return Measurement(arms, **{**known, "later_seconds": 0.0, "watch": no_progress, **limits})
+
+
+def add_blocks(measured: Measurement, pairs: int) -> None:
+    """Adds a round of ``pairs`` pairs of blocks."""
+    measured.rounds += 1
+    for arm in measured.arms:
+        arm.blocks += [
+            {"seconds": 0.3 + 0.01 * index, "samples": 8, "round": measured.rounds} for index in range(pairs)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kept"), [([2], None), ([3], 1), ([6, 0], 1), ([6, 2], 1), ([6, 3], 2), ([6, 6, 1], 2)]
+)
+def test_measurement_that_ends_early_keeps_whole_rounds(rounds, kept):
+    measured = measurement()
+    measured.look_count = 3
+    for pairs in rounds:
+        add_blocks(measured, pairs)
+    assert measured.end_now() is (kept is not None)
+    if kept:
+        assert measured.rounds == kept and len(measured.arms[0].blocks) == sum(rounds[:kept])
+        assert measured.ratio.low < 1 < measured.ratio.high
+
+
+@pytest.mark.parametrize(
+    ("budget", "setup", "pair_seconds", "is_single", "pairs"),
+    [
+        (60.0, 2.0, 0.6, False, 6),
+        (24.0, 4.0, 0.8, False, 3),  # three rounds of 4 + 3 x 0.8 s, and 20 % more
+        (5.0, 8.0, 0.6, True, 9),  # no second round
+        (60.0, 4.0, 20.0, True, 9),
+    ],
+)
+def test_measurement_plans_rounds_that_the_budget_allows(budget, setup, pair_seconds, is_single, pairs):
+    measured = measurement(budget=budget)
+    measured.pair_seconds = pair_seconds
+    measured._plan_blocks(setup)
+    assert (measured.is_single, measured.most_pairs) == (is_single, pairs)
+
+
 @pytest.mark.parametrize("measure", ["compare", "profile", "estimate"])
 def test_measurement_of_a_task_that_does_not_load_ends_at_the_deadline(measure):
     began = time.monotonic()
@@ -260,16 +423,20 @@ def test_compare_invalid_request_raises_before_start(recipe):
 def test_comparison_to_json_is_read_back_without_a_loss():
     plan = {"evaluate_every": 64, "samples_per_epoch": 256, "start": 0.5}
     blocks = [
-        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1},
-        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0},
+        {"seconds": 0.3, "samples": 40, "cpu": 0.2, "switches": 1, "round": 1, "position": 90, "loss": 2.5},
+        {"seconds": 0.4, "samples": 40, "cpu": 0.3, "switches": 0, "round": 2, "position": 90, "loss": 2.5},
     ]
     arms = [ArmSamples(Recipe.parse(name), plan, 2, blocks, [0.1, 0.2]) for name in ("ema", "tf32")]
     noise = {"spread_percent": 1.0, "involuntary_switches": 1, "steal_percent": None, "load": 0.5}
-    written = Comparison("faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise).to_json()
+    written = Comparison(
+        "faster", Ratio(1.2, 1.1, 1.3), *arms, "why", 3.0, noise, [(9, Ratio(1.0, 0.9, 1.1))]
+    ).to_json()
     assert written.keys() <= CompareResult.__annotations__.keys()
     read = validate(written)
     assert {key: read[key] for key in written if key != "cpu_ratio"} == {
         key: written[key] for key in written if key != "cpu_ratio"
     }
     assert read["cpu_ratio"] == {"median": 1.0, "low": None, "high": None}
+    assert written["rounds"] == 2
+    assert written["losses"] == {"samples": [90], "a": [2.5], "b": [2.5]}
     assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.15 / 64))

@@ -4,7 +4,20 @@ import random
 
 import pytest
 
-from hasten.benchmarking.ratio import FASTER, LOOKS, SAME, SLOWER, UNSURE, Ratio, ratio_of, verdict_of
+from hasten.benchmarking.ratio import (
+    ERROR,
+    FASTER,
+    LOOKS,
+    PROCESS_SPREAD,
+    ROUND_LOOKS,
+    SAME,
+    SLOWER,
+    UNSURE,
+    Ratio,
+    ratio_of,
+    ratio_of_rounds,
+    verdict_of,
+)
 
 
 def blocks(count: int, ratio: float, noise: float, seed: int) -> tuple[list[float], list[float]]:
@@ -31,6 +44,51 @@ def test_verdict_at_every_stopping_point_is_wrong_in_at_most_one_of_twenty():
         a, b = blocks(LOOKS[-1], 1.0, 0.05, seed)
         wrong += any(verdict_of(ratio_of(a[:look], b[:look])) in (FASTER, SLOWER) for look in LOOKS)
     assert wrong <= 0.05 * 400
+
+
+def rounds(count: int, ratio: float, between: float, seed: int) -> list[tuple[list[float], list[float]]]:
+    """Rounds of 6 pairs of blocks that differ by 4 %; the log ratio of a round's processes differs by ``between``."""
+    draw = random.Random(seed)
+    return [blocks(6, ratio * draw.lognormvariate(0, between), 0.04, draw.randrange(10**9)) for _ in range(count)]
+
+
+def verdict_at_looks(drawn: list) -> str:
+    """The first verdict at the looks of a comparison of at least three rounds, without its rule for great ratios."""
+    error = ERROR / len(ROUND_LOOKS)
+    found = (verdict_of(ratio_of_rounds(drawn[:look], error)) for look in ROUND_LOOKS if look >= 3)
+    return next((verdict for verdict in found if verdict != UNSURE), UNSURE)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.015, 0.03, 0.045])
+def test_self_comparison_with_processes_that_differ_is_wrong_in_at_most_one_of_twenty(between):
+    verdicts = [verdict_at_looks(rounds(ROUND_LOOKS[-1], 1.0, between, seed)) for seed in range(200)]
+    assert sum(verdict in (FASTER, SLOWER) for verdict in verdicts) <= 0.05 * 200
+
+
+@pytest.mark.parametrize(("between", "found"), [(0.01, 0.9), (0.03, 0.8)])
+def test_true_ratio_of_five_per_cent_is_found(between, found):
+    verdicts = [verdict_at_looks(rounds(ROUND_LOOKS[-1], 1.05, between, seed)) for seed in range(100)]
+    assert sum(verdict == FASTER for verdict in verdicts) >= found * 100
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_interval_of_rounds_contains_the_true_ratio_at_the_stated_rate(count):
+    drawn = [ratio_of_rounds(rounds(count, 1.2, PROCESS_SPREAD, seed), ERROR) for seed in range(400)]
+    assert sum(ratio.low <= 1.2 <= ratio.high for ratio in drawn) >= 0.94 * 400
+
+
+def test_interval_of_one_round_knows_that_processes_differ():
+    """Blocks that agree to the last digit leave the borrowed spread of processes."""
+    ratio = ratio_of_rounds([([1.0] * 6, [1.0] * 6)], ERROR)
+    assert ratio.high > 1 + 2 * PROCESS_SPREAD and ratio.low < 1 / ratio.high + 1e-9
+
+
+def test_interval_of_rounds_with_one_burst_of_load_is_hardly_wider():
+    a, b = zip(*rounds(6, 1.0, 0.01, seed=3), strict=True)
+    calm = ratio_of_rounds(list(zip(a, b, strict=True)), ERROR)
+    a[2][4] *= 10
+    disturbed = ratio_of_rounds(list(zip(a, b, strict=True)), ERROR)
+    assert disturbed.high / disturbed.low < 1.02 * calm.high / calm.low
 
 
 def test_verdict_with_one_burst_of_load_is_unchanged():

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hasten import Recipe
-from hasten.benchmarking.compare import MIN_PAIRS
+from hasten.benchmarking.blocks import MIN_PAIRS
 from hasten.cli.main import main
 from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS

@@ -19,7 +19,7 @@ def test_card_applies_to_accepts_any_words():
 )
 def test_card_unknown_trait_is_refused_with_the_known_ones(field, known):
     assert getattr(card(**{field: [known]}), field) == {known}
-    with pytest.raises(ConfigurationError, match=rf"{field}=\['skip connections'\], but the known words are .*{known}"):
+    with pytest.raises(ConfigurationError, match=rf"{field}=\['skip connections'\]; the known words are .*{known}"):
         card(**{field: {"skip connections"}})
 
 

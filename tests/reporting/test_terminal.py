@@ -67,7 +67,18 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "Run directory: runs/tune-digits; report: hasten report runs/tune-digits",
             ],
         ),
-        ("compare", ["b is 2.7× faster", "2.6 to 2.8×", "24 blocks", "730 ms", "270 ms"]),
+        (
+            "compare",
+            [
+                "b is 2.7× faster",
+                "2.6 to 2.8×",
+                "24 blocks",
+                "in 4 rounds",
+                "from step 2,900 1.50× (1.35 to 1.65×)",
+                "730 ms",
+                "270 ms",
+            ],
+        ),
         (
             "diagnose",
             [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -54,15 +55,18 @@ class Arm:
         self.recipe, self.device, self.seed = Recipe(methods), device, seed
         self.joins_group, self.ranks = ranks is None, ranks or SINGLE_PROCESS
         self.unread: list[tuple[torch.Tensor, int, int]] = []  # (loss on the device, epoch, batch)
+        self.losses: list[float] = []  # of the steps of the current block
         self.epoch_start: dict[str, Any] | None = None  # random state at the start of the epoch
 
-    def build(self) -> dict[str, Any]:
+    def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Builds the run and warms it up. Loading the task is not timed: it takes the same time under every recipe.
+
+        Without ``with_evaluation`` there are no evaluations, as if the task had no validation data.
 
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
             and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
-            ``evaluate_every``, ``effects``.
+            ``evaluate_every``, ``effects``. ``samples``: trained on in the warm-up; ``samples_per_step``: their mean.
 
         Raises:
             RunError: a method has no effect, or a loss is not finite.
@@ -88,14 +92,14 @@ class Arm:
         step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
         start = built + max(0.0, first - step * WARM_UP_STEPS)
         evaluation = None
-        if program.validation is not None:
+        if with_evaluation and program.validation is not None:
             self.validation_batches = program.validation.length
             first, evaluation = (self._evaluate(None) for _ in range(2))
             start += max(0.0, first - evaluation)
             self.evaluated_batches = None  # all
             if self.validation_batches and evaluation > EVALUATION_SECONDS:
                 self.evaluated_batches = max(1, round(self.validation_batches * EVALUATION_SECONDS / evaluation))
-        plan, parallel = program.plan, program.run.parallel
+        plan, parallel, progress = program.plan, program.run.parallel, program.run.progress
         return {
             "start": start,
             "step": step,
@@ -104,6 +108,8 @@ class Arm:
             "evaluation": evaluation,
             "samples_per_epoch": plan.samples or (program.train.length and program.train.length * plan.batch_size),
             "batch_size": plan.batch_size,
+            "samples": progress.samples,
+            "samples_per_step": progress.samples / progress.step,
             "steps": plan.steps,
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
@@ -118,13 +124,14 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and
-            switches (involuntary context switches).
+            seconds, samples, ``position`` (samples since the start of the run), ``loss`` (mean over the steps and the
+            ranks; NaN if the losses are not read) and, summed over all ranks: cpu and system (CPU seconds), faults
+            (minor page faults) and switches (involuntary context switches).
 
         Raises:
             RunError: a loss is not finite.
         """
-        progress = self.program.run.progress
+        progress, self.losses = self.program.run.progress, []
         self._synchronize()
         samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         for _ in range(count):
@@ -140,9 +147,11 @@ class Arm:
             "system": after.ru_stime - before.ru_stime,
             "faults": after.ru_minflt - before.ru_minflt,
             "switches": after.ru_nivcsw - before.ru_nivcsw,
+            "loss": fmean(self.losses) / self.ranks.world_size if self.losses else math.nan,
         }
         sums = self.ranks.all_reduce_sum(list(usage.values()))
-        return {"seconds": seconds, "samples": progress.samples - samples} | dict(zip(usage, sums, strict=True))
+        block = {"seconds": seconds, "samples": progress.samples - samples, "position": progress.samples}
+        return block | dict(zip(usage, sums, strict=True))
 
     def evaluate(self) -> float:
         """Seconds of one evaluation, extrapolated from some of its batches if it is long."""
@@ -162,7 +171,12 @@ class Arm:
         return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
 
     def _read_losses(self) -> list[float]:
-        """Reads the losses since the last call. RunError if one is not finite; PeerFailure if another rank's is."""
+        """Adds the losses since the last call to ``losses`` and returns them.
+
+        Raises:
+            RunError: one is not finite.
+            PeerFailure: another rank's is not finite.
+        """
         unread, self.unread = self.unread, []
         if not unread:
             return []
@@ -176,6 +190,7 @@ class Arm:
                 raise PeerFailure(f"the loss of another rank is not finite at {where}")
             read_again = partial(checkpoint.read_again, self.program.source, self.epoch_start, epoch, batch)
             raise non_finite_loss_error(losses[finite], where, read_again)
+        self.losses += losses
         return losses
 
     def _epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hasten.utils.denormals import flushes_denormals
 from hasten.utils.rng import get_rng_state, set_rng_state
 from hasten.utils.tree import bitwise_equal
 
@@ -49,6 +50,7 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
 
 _SETTINGS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
+    "denormal numbers": (flushes_denormals, torch.set_flush_denormal),
     "matrix product precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),

@@ -71,14 +71,15 @@ TRAITS = {
 REMEDIES = {
     "out_of_memory": "a step does not fit into memory",
     "divergence": "the loss or the weights are no longer finite",
+    "denormals": "values of the training state are denormal numbers",
     "unused_parameters": "some parameters have no gradient in a step, and the ranks wait for all of them",
 }
 
 CEILINGS = {
+    "denormals": "no value is a denormal number",
     "system_time": "no CPU time is spent in the operating system",
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
-
 
 _KNOWN_WORDS = {
     "accelerates": PHASES,
@@ -150,8 +151,7 @@ class Card:
             object.__setattr__(self, name, frozenset(words))
         for name, known in _KNOWN_WORDS.items():  # the engine and the tuner compute with these
             if unknown := sorted(set(getattr(self, name)) - known.keys()):
-                words = ", ".join(known)
-                raise ConfigurationError(f"the card states {name}={unknown}, but the known words are {words}")
+                raise ConfigurationError(f"the card states {name}={unknown}; the known words are {', '.join(known)}")
         if self.ceiling and self.ceiling not in CEILINGS:
             known = ", ".join(CEILINGS)
             raise ConfigurationError(f"the card states ceiling={self.ceiling!r}, but the known words are {known}")

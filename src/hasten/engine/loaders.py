@@ -18,6 +18,7 @@ from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import IndexShard
+from hasten.utils.denormals import flushes_denormals
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
 SampleFinder = Callable[[int, str], int | None]  # (batch index, error text) -> index of the sample that raised it
@@ -42,7 +43,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
             pin_memory=spec.pin_memory,
             persistent_workers=spec.persistent_workers and spec.num_workers > 0,
-            worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn),
+            worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn, flushes_denormals()),
             generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
         )
         if built.persistent_workers:
@@ -63,12 +64,14 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
     )
 
 
-def _init_worker(init: Callable[[int], None] | None, worker: int) -> None:
+def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -> None:
     """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
     torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
-    forever.
+    forever. A forked worker inherits how the training process treats denormal numbers; to any other, ``flush`` says it.
     """
+    if flush:
+        torch.set_flush_denormal(True)
     if init is not None:
         init(worker)
     parent = multiprocessing.parent_process()
@@ -104,7 +107,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
         find = _sample_finder(spec, epoch) if spec is not None and loader.num_workers else None  # before iter() draws
-        return islice(_with_clear_errors(iter(loader), find), start, None)
+        return islice(_with_clear_errors(_start(loader), find), start, None)
 
     return BatchSource(
         epoch=epoch,
@@ -114,6 +117,18 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         seekable=False,
         generators=_generators_of(loader),
     )
+
+
+def _start(loader: Any) -> Iterator[Batch]:
+    """``iter(loader)``, whose workers flush denormal numbers if this process does, also if they are spawned."""
+    init = loader.worker_init_fn
+    if not flushes_denormals():
+        return iter(loader)
+    loader.worker_init_fn = partial(_init_worker, init, True)
+    try:
+        return iter(loader)
+    finally:
+        loader.worker_init_fn = init
 
 
 def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, seed: int) -> BatchSource:

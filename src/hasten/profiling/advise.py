@@ -5,7 +5,7 @@ Works from shares of the time, measured ceilings and cards; no method's code is 
 
 from collections.abc import Mapping
 
-from hasten.core.card import FACTS, PHASES, Card
+from hasten.core.card import FACTS, PHASES, REMEDIES, Card
 from hasten.reporting.result_schema import Advice, NotAdvised
 
 MIN_BOUND = 1.02  # a method whose bound is lower is not worth a trial
@@ -13,7 +13,11 @@ MIN_REMAINDER = 1e-3  # share of the time that always remains, so that every bou
 
 
 def advise(
-    phases: Mapping[str, float], ceilings: Mapping[str, float], facts: frozenset[str], cards: Mapping[str, Card]
+    phases: Mapping[str, float],
+    ceilings: Mapping[str, float],
+    facts: frozenset[str],
+    cards: Mapping[str, Card],
+    problems: frozenset[str] = frozenset(),
 ) -> tuple[list[Advice], list[NotAdvised]]:
     """Sorts methods into those that could pay and those that cannot.
 
@@ -22,6 +26,7 @@ def advise(
         ceilings: measured ceilings (time with / time without), by phase or by the name that a card gives its ceiling.
         facts: the keys of ``FACTS`` that hold for the run.
         cards: the methods to consider, by name.
+        problems: the keys of ``REMEDIES`` that were found in the run; their remedies come first.
 
     Returns:
         Advice ``{method, bound, why}``, the highest bound first; methods that save whole steps have the bound None and
@@ -39,14 +44,22 @@ def advise(
             not_advised.append({"method": name, "why": "it shortens no phase of the step"})
             continue
         bound, why = bound_of(name, card, phases, ceilings)
+        if found := sorted(problems & card.remedy_for.keys()):
+            why = f"{'; '.join(REMEDIES[problem] for problem in found)}; {why}"
         if bound is not None and bound < MIN_BOUND:
             not_advised.append({"method": name, "why": why})
         else:
             advice.append({"method": name, "bound": bound, "why": why})
 
-    def order(entry: Advice) -> tuple[float, float, str]:
-        gain = cards[entry["method"]].gain
-        return -(entry["bound"] or 0.0), -(gain[1] if gain else 1.0), entry["method"]
+    def order(entry: Advice) -> tuple[bool, float, float, str]:
+        card = cards[entry["method"]]
+        gain = card.gain
+        return (
+            not problems & card.remedy_for.keys(),
+            -(entry["bound"] or 0.0),
+            -(gain[1] if gain else 1.0),
+            entry["method"],
+        )
 
     return sorted(advice, key=order), not_advised
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hasten.benchmarking.arm import WARM_UP_STEPS
-from hasten.benchmarking.compare import BLOCK_SECONDS, BLOCK_STEPS, run_interleaved
+from hasten.benchmarking.blocks import BLOCK_SECONDS, BLOCK_STEPS
+from hasten.benchmarking.compare import run_interleaved
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.benchmarking.worker_group import WorkerGroup
@@ -106,7 +107,7 @@ def measure_allocator_ceiling(
     where = {"device": device, "processes": (processes, processes), "seed": seed, "deadline": deadline}
     try:
         tuned = recipe.with_method(name)
-        comparison = run_interleaved(task, recipe, tuned, budget=budget - building, looks=LOOKS, **where)
+        comparison = run_interleaved(task, recipe, tuned, budget=budget - building, rounds=(1, 1), looks=LOOKS, **where)
         found.ratios[SYSTEM_TIME] = comparison.ratio
     except (RunError, ConfigurationError) as error:  # for example, the method has no effect here
         found.not_measured[SYSTEM_TIME] = str(error)

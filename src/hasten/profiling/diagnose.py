@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
@@ -16,14 +17,18 @@ from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
 from hasten.profiling.ceilings import measure_allocator_ceiling
+from hasten.profiling.drift import Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import possible_gains, verdict_of
-from hasten.reporting.result_schema import DiagnoseResult, Interval
+from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval
 from hasten.utils.durations import parse_budget
 
-PROFILE_SHARE = 0.6  # of the budget, for the step profile; the allocator's ceiling gets what remains
+PROFILE_SHARE = 0.5  # of the budget, for the step profile; the allocator's ceiling gets what remains
 INPUT_SHARE = 0.1  # of the budget, for the throughput of the input pipeline
+DRIFT_SHARE = 0.2  # of the budget, for running the training on
+
+ONE_PROCESS_DRIFT = "measured in one process only; leave --processes out"
 
 
 def diagnose(
@@ -59,6 +64,7 @@ def diagnose(
         / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
         of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
         speed of the run in seconds and samples. ``operations``: see ``measure_operations``; None without ``ops``.
+        ``drift``: see ``measure_drift``.
 
     Raises:
         ConfigurationError: a wrong request.
@@ -86,6 +92,11 @@ def diagnose(
         deadline=deadline,
         watch=_part(watch, 0.0, PROFILE_SHARE + INPUT_SHARE),
     )
+    before_drift = PROFILE_SHARE + INPUT_SHARE
+    drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
+    if processes == 1:
+        part = _part(watch, before_drift, before_drift + DRIFT_SHARE)
+        drift, no_drift = _measure_drift(task, recipe, device, seed, budget * DRIFT_SHARE, part)
     allocator = measure_allocator_ceiling(
         task,
         recipe,
@@ -96,12 +107,14 @@ def diagnose(
         budget=budget - (time.monotonic() - began),
         deadline=deadline,
         plan=profile.plan,
-        watch=_part(watch, PROFILE_SHARE + INPUT_SHARE, 1.0),
+        watch=_part(watch, before_drift + DRIFT_SHARE, 1.0),
     )
     ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items()}
     gains = possible_gains(profile, medians)
-    advice, not_advised = advise(profile.phases, {"system_time": gains["system_time"]} | medians, profile.facts, cards)
+    bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
+    problems = frozenset({"denormals"} if drift.has_denormals else ())
+    advice, not_advised = advise(profile.phases, bounds, profile.facts, cards, problems)
     return {
         "kind": "diagnose",
         "task": str(task),
@@ -110,7 +123,7 @@ def diagnose(
         "verdict": verdict_of(profile, gains),
         "phases": profile.phases,
         "ceilings": ceilings,
-        "not_measured": profile.ceilings.not_measured | allocator.not_measured,
+        "not_measured": profile.ceilings.not_measured | allocator.not_measured | no_drift,
         "advice": advice,
         "not_advised": not_advised,
         "causes": {
@@ -122,6 +135,7 @@ def diagnose(
         "input": profile.input,
         "flops": profile.flops,
         "operations": operations,
+        "drift": {"rows": [DriftRow(**asdict(row)) for row in drift.rows], "text": describe(drift) or ""},
         "facts": sorted(profile.facts),
         "batch_size": profile.plan["batch_size"],
         "seconds_per_step": profile.step,
@@ -132,6 +146,23 @@ def diagnose(
         "system_noise": profile.system_noise,
         "seconds": time.monotonic() - began,
     }
+
+
+def _measure_drift(
+    task: TaskRef, recipe: Recipe, device: str, seed: int, seconds: float, watch: ProgressCallback
+) -> tuple[Drift, dict[str, str]]:
+    """The drift, and why it was not measured: a training that fails later on can still be diagnosed."""
+    try:
+        return measure_drift(task, recipe, device=device, seed=seed, seconds=seconds, watch=watch), {}
+    except RunError as error:
+        return Drift(), {"drift": str(error)}
+
+
+def _denormals_ceiling(drift: Drift) -> dict[str, float]:
+    """The ceiling of a training without denormal numbers; none where they were there from the start."""
+    if not drift.rows or (drift.has_denormals and drift.ratio is None):
+        return {}
+    return {"denormals": drift.ratio.median if drift.has_denormals and drift.ratio else 1.0}
 
 
 def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, Interval]:

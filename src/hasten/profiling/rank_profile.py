@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten._torch_compat import ddp_bucket_sizes
 from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.compare import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
+from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
 from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card

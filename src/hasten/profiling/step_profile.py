@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hasten.benchmarking.compare import (
+from hasten.benchmarking.blocks import (
     SYNC_PERIOD_BUDGETS,
     block_steps,
     check_blocks_are_fair,

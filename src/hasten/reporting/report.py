@@ -107,7 +107,8 @@ def _train(result: Json) -> Json:
 
 def _compare(result: Json) -> Json:
     headline = view_model.compare_headline(result)
-    return {"title": f"{headline}: {result['task']}", "headline": headline}
+    by_position = view_model.ratios_by_position(result)
+    return {"title": f"{headline}: {result['task']}", "headline": headline, "by_position": by_position}
 
 
 def _diagnose(result: Json) -> Json:

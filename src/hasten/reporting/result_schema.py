@@ -183,6 +183,23 @@ class Operation(TypedDict):
     time_share: Amount
 
 
+class DriftRow(TypedDict, total=False):
+    """A stretch of the training: its last step, and numbers of values by kind of tensor ("weights", "exp_avg")."""
+
+    step: Amount
+    seconds_per_step: Amount
+    denormal: Mapping[str, Amount]
+    values: Mapping[str, Amount]
+    rss: Amount
+
+
+class Drift(TypedDict, total=False):
+    """How the training changes while it goes on; ``text`` is empty if nothing of note does."""
+
+    rows: Sequence[DriftRow]
+    text: Text
+
+
 class LossScaleStep(TypedDict):
     """The loss scale after a step, and whether the gradients of the step overflowed."""
 
@@ -282,13 +299,23 @@ class TuneResult(Result, total=False):
     expected_runs: Amount
 
 
+class PositionRatio(TypedDict, total=False):
+    """The ratio of the training steps from a step of the training on."""
+
+    step: Amount
+    ratio: Interval
+
+
 class CompareResult(Result, total=False):
-    """Result of ``compare``. ``ratio``: time of a divided by time of b."""
+    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``."""
 
     a: Text
     b: Text
     ratio: Interval
+    by_position: Sequence[PositionRatio]
+    losses: Mapping[str, Sequence[Number]]
     cpu_ratio: Interval | Amount
+    rounds: Amount
     blocks: Amount
     seconds_per_1000_samples: Mapping[str, Amount]
     evaluation_seconds: Mapping[str, Amount]
@@ -319,6 +346,7 @@ class DiagnoseResult(Result, total=False):
     not_advised: Sequence[NotAdvised]
     causes: Mapping[str, Fact]
     operations: Operations | None
+    drift: Drift
 
 
 class TrainResult(Result, total=False):

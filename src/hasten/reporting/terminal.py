@@ -65,8 +65,11 @@ def compare_answer(result: Json) -> RenderableType:
         rows.append(("in CPU seconds", formatting.with_interval(result["cpu_ratio"])))
     if (result["processes"] or 1) > 1:
         rows.append(("processes", f"{result['processes']:.0f} in each arm"))
+    rows += view_model.ratios_by_position(result)
     blocks = formatting.count(result["blocks"], "block", "blocks")
-    rows.append(("measured", f"{blocks}, arms interleaved{_noise(result['system_noise'])}"))
+    rounds = formatting.count(result["rounds"], "round", "rounds")
+    measured = f"{blocks}, arms interleaved, in {rounds} of fresh processes"
+    rows.append(("measured", measured + _noise(result["system_noise"])))
     rows += _effects(result["effects"].get("a", {}) | result["effects"].get("b", {}))
     return Group(
         headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster"),
@@ -92,6 +95,7 @@ def diagnose_answer(result: Json) -> RenderableType:
     return Group(
         headline("Where the time goes", result["task"], False),
         Text(result["verdict"]),
+        *([Text(result["drift"]["text"])] if result["drift"]["text"] else []),
         Text(),
         indented(phases),
         Text(),

@@ -64,6 +64,13 @@ def compare_headline(result: Json) -> str:
     return verdict.capitalize() or "No verdict"
 
 
+def ratios_by_position(result: Json) -> list[tuple[str, str]]:
+    """("from step 900", ratio of the training steps) of each position that a comparison looked at."""
+    return [
+        (f"from step {row['step'] or 0:,.0f}", formatting.with_interval(row["ratio"])) for row in result["by_position"]
+    ]
+
+
 def break_even(result: Json) -> str:
     """After how many runs the search has paid for itself, compared with the number of runs that the user expects."""
     runs, expected = result["break_even_runs"], result["expected_runs"]

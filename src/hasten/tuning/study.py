@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hasten.benchmarking.compare import TIMEOUT_S, evaluation_seconds_per_sample, run_interleaved
+from hasten.benchmarking.blocks import evaluation_seconds_per_sample
+from hasten.benchmarking.compare import TIMEOUT_S, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.card import Exactness
@@ -25,6 +26,7 @@ from hasten.tuning.trial_store import TrialStore
 
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 CHECK_SECONDS = 20.0
+ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
 PROFILE_SECONDS = 3.0
 
@@ -86,22 +88,24 @@ class Study:
         seconds: float = 12.0,
         salt: str = "",
         single_process: bool = False,
+        rounds: tuple[int, int] = ONE_ROUND,
     ) -> dict:
         """Which of two recipes trains the same samples faster: ``run_interleaved`` as plain data, or ``failed``.
 
         A ratio above 1 means that ``b`` is faster; with ``single_process`` it trains in one process. The comparison
-        stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``. Another ``salt`` makes a new
-        trial of a comparison that is in the store.
+        stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``; ``rounds`` are the fewest and
+        the most fresh pairs of processes. Another ``salt`` makes a new trial of a comparison that is in the store.
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
 
         def measure(watch: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            limits = {"budget": seconds, "looks": looks, "longest": longest, "deadline": self.budget.deadline()}
+            limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "deadline": self.budget.deadline()}
             return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
+        what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:

@@ -1,0 +1,285 @@
+"""A comparison while it is measured: the samples of both arms, round by round, and the decision when it is over.
+
+A round is a fresh pair of processes with its blocks. Two processes of the same recipe keep different speeds, so the
+spread of the rounds decides how much is known, and not only that of the blocks.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from statistics import fmean, median_high
+from typing import Any
+
+from hasten.benchmarking.blocks import (
+    BLOCK_SECONDS,
+    MIN_PAIRS,
+    block_samples,
+    check_blocks_are_fair,
+    evaluation_seconds_per_sample,
+)
+from hasten.benchmarking.pair import Pair
+from hasten.benchmarking.ratio import (
+    ERROR,
+    PROCESS_SPREAD,
+    ROUND_LOOKS,
+    SAME,
+    UNSURE,
+    Ratio,
+    degrees_of_rounds,
+    ratio_of_rounds,
+    spread,
+    verdict_of,
+    with_evaluations,
+)
+from hasten.core.progress import ProgressCallback
+from hasten.core.recipe import Recipe
+
+MIN_ROUNDS, MAX_ROUNDS = 3, ROUND_LOOKS[-1]  # of a comparison, unless the caller wants others
+FIRST_EVALUATIONS = 2  # of each arm, before the first block
+BEYOND_DOUBT = 1.25  # a ratio surely beyond this, or its inverse, needs no further rounds ...
+NARROW = 1.5  # ... if the ends of its interval differ by a smaller factor
+SLACK = 1.2  # by which blocks may take longer than the first steps, for the fewest rounds to fit into the budget
+CHUNK_BLOCKS = 4  # blocks between two looks at the clock while both arms train on to a later position
+
+
+@dataclass
+class ArmSamples:
+    """The plan of one arm, as ``Arm.build`` returns it, and its measured times in seconds."""
+
+    recipe: Recipe
+    plan: dict[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    blocks: list[dict[str, float]] = field(default_factory=list)  # as ``Arm.train`` returns them, and their "round"
+    evaluations: list[float] = field(default_factory=list)
+
+    def seconds_per_sample(self, number: int | None = None) -> list[float]:
+        """Seconds per training sample of each block, or of each block of one round, without evaluations."""
+        return [block["seconds"] / block["samples"] for block in self.blocks if number in (None, block["round"])]
+
+    def cpu_seconds_per_sample(self) -> list[float]:
+        return [block["cpu"] / block["samples"] for block in self.blocks]
+
+    def evaluation_seconds_per_sample(self) -> float:
+        return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
+
+    def evaluation_ratio(self) -> float:
+        """Seconds of evaluation per second of training steps, for this arm in a whole run."""
+        return self.evaluation_seconds_per_sample() / fmean(self.seconds_per_sample())
+
+    def seconds_per_1000_samples(self) -> float:
+        """Seconds per 1000 training samples: median over the blocks, plus the share of evaluations."""
+        return 1000 * (median_high(self.seconds_per_sample()) + self.evaluation_seconds_per_sample())
+
+
+@dataclass
+class Measurement:
+    """Measures two arms round by round until ``is_over``; see ``run_interleaved`` for the meaning of the fields."""
+
+    arms: tuple[ArmSamples, ArmSamples]
+    budget: float
+    min_rounds: int
+    max_rounds: int
+    looks: list[int]
+    longest: float
+    start_step: int
+    later_seconds: float
+    watch: ProgressCallback
+    rounds: int = 0
+    is_over: bool = False
+    out_of_budget: bool = False
+    verdict: str = UNSURE
+    ratio: Ratio = field(init=False)
+    began: float = field(init=False)  # time of the first block
+    by_position: list[tuple[int, Ratio]] = field(default_factory=list)  # (step of the first arm, ratio of the steps)
+
+    def run_round(self, pair: Pair) -> None:
+        """Times the blocks of a fresh pair of processes, and decides whether this was the last round."""
+        if not self.rounds:
+            self._inspect(pair)
+        built = time.monotonic()
+        pair.run_to(self.start)
+        setup = pair.build_seconds + time.monotonic() - built
+        if not self.rounds:
+            self._plan_blocks(setup)
+        self.rounds += 1
+        self._time_blocks(pair)
+        if self.rounds == 1 and not self.is_single:
+            self._plan_rounds(setup)
+        self._decide(setup)
+        if self.is_over and self.later_seconds:
+            self._look_later(pair)
+
+    def needs_evaluations(self) -> bool:
+        """Whether the next round times evaluations: not if the first has, and they take as long as many blocks."""
+        return not self.rounds or max(arm.plan["evaluation"] or 0.0 for arm in self.arms) < BLOCK_SECONDS
+
+    def end_now(self) -> bool:
+        """Ends the measurement with the blocks that it has; False if they are too few."""
+        if self.rounds > 1 and len(self.arms[0].seconds_per_sample(self.rounds)) < MIN_PAIRS:
+            for arm in self.arms:
+                arm.blocks = [block for block in arm.blocks if block["round"] < self.rounds]
+            self.rounds -= 1
+        if len(self.arms[0].blocks) < MIN_PAIRS:
+            return False
+        self.is_over = self.out_of_budget = True
+        self._judge()
+        return True
+
+    def why(self) -> str:
+        """The verdict in a sentence."""
+        low, high = f"{self.ratio.low:.3f}", f"{self.ratio.high:.3f}"
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        measured = f"after {len(self.arms[0].blocks)} pairs of blocks in {rounds} of fresh processes"
+        if self.verdict == UNSURE:
+            end = ", and the budget is spent" if self.out_of_budget else ""
+            why = f"the interval {low} to {high} is too wide for a verdict {measured}{end}"
+        elif self.verdict == SAME:
+            why = f"{measured} the ratio is known to lie between {low} and {high}"
+        else:
+            why = f"{measured} the whole interval {low} to {high} lies on one side of 1"
+        if self.rounds < MIN_ROUNDS:
+            why += (
+                f"; with so few rounds it assumes that processes of one recipe differ by {100 * PROCESS_SPREAD:.0f} %"
+            )
+        return why + self._change()
+
+    def _inspect(self, pair: Pair) -> None:
+        """Reads the plans of the arms: length and fairness of blocks, where they begin, whether there is a later."""
+        self.block_samples = block_samples(pair.plans)
+        for arm, plan in zip(self.arms, pair.plans, strict=True):
+            arm.plan = plan
+            check_blocks_are_fair(arm.recipe, plan, round(self.block_samples / plan["samples_per_step"]), self.longest)
+        plan = self.arms[0].plan
+        self.start = max(self.start_step * plan["samples_per_step"], *pair.positions)
+        self.training_samples = (plan["steps"] or 0) * plan["samples_per_step"]
+        self.pair_seconds = self.block_samples * sum(each["step"] / each["samples_per_step"] for each in pair.plans)
+        if self.training_samples < 2 * (self.start + self.looks[0] * self.block_samples):
+            self.later_seconds = 0.0
+
+    def _time_blocks(self, pair: Pair) -> None:
+        """Times the blocks of a round: as many as a round has, or until a single round is sure."""
+        began, pairs = time.monotonic(), 0
+        while pairs < self.most_pairs:
+            while pair.plans[0]["evaluation"] is not None and self._evaluation_is_due():
+                seconds = pair.time_evaluations(order_of(len(self.arms[0].evaluations)))
+                for arm, each in zip(self.arms, seconds, strict=True):
+                    arm.evaluations.append(each)
+            for arm, block in zip(self.arms, pair.time_blocks(self.block_samples, order_of(pairs)), strict=True):
+                arm.blocks.append({**block, "round": self.rounds})
+            pairs += 1
+            self.pair_seconds = (time.monotonic() - began) / pairs
+            self._report()
+            self.out_of_budget = pairs >= MIN_PAIRS and self._left() < self.pair_seconds
+            if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
+                return
+
+    def _plan_blocks(self, setup: float) -> None:
+        """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""
+        self.began = time.monotonic()
+        left, shortest = self._left(), MIN_PAIRS * self.pair_seconds
+        self.is_single = self.max_rounds == 1 or left < shortest + self._shortest_round(setup)
+        if self.is_single:
+            self.most_pairs = self.looks[-1]
+            self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
+        else:
+            self.look_count = 1  # until it is known how many rounds there are
+            affordable = int((left / self.min_rounds / SLACK - setup) / self.pair_seconds)
+            self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
+
+    def _plan_rounds(self, setup: float) -> None:
+        """After the first round it is known how many the budget should allow; the error is divided among their looks.
+
+        There may be more in the end, but not more looks.
+        """
+        further, rest = divmod(self._left(), setup + self.most_pairs * self.pair_seconds)
+        further += rest > self._shortest_round(setup)
+        self.last_round = min(self.max_rounds, 1 + max(0, int(further)))
+        self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)  # the last is at the end
+
+    def _shortest_round(self, setup: float) -> float:
+        return setup + MIN_PAIRS * self.pair_seconds
+
+    def _decide(self, setup: float) -> None:
+        """After a round: is it the last one?"""
+        if self.rounds >= self.max_rounds or self.is_single or self._left() < self._shortest_round(setup):
+            self.is_over = True
+            self.out_of_budget |= self.rounds < self.max_rounds
+            self._judge()
+        elif self.rounds in ROUND_LOOKS and self.rounds < self.last_round and self._judge() != UNSURE:
+            low, high = self.ratio.low, self.ratio.high
+            beyond_doubt = max(low, 1 / high) > BEYOND_DOUBT and high / low < NARROW
+            self.is_over = beyond_doubt or self.rounds >= self.min_rounds
+
+    def _judge(self) -> str:
+        """Sets and returns the verdict from all rounds, with the error of one look."""
+        self.ratio = self._with_evaluations(self._ratio_of_steps())
+        self.verdict = verdict_of(self.ratio)
+        return self.verdict
+
+    def _error(self) -> float:
+        """The probability of error of one look, so that all looks together have ERROR (Bonferroni)."""
+        return ERROR / self.look_count
+
+    def _ratio_of_steps(self) -> Ratio:
+        times = [[arm.seconds_per_sample(number + 1) for arm in self.arms] for number in range(self.rounds)]
+        return ratio_of_rounds([(a, b) for a, b in times], self._error())
+
+    def _with_evaluations(self, steps: Ratio) -> Ratio:
+        """The ratio of whole runs, from that of the training steps and the timed evaluations."""
+        a, b = self.arms
+        if not a.evaluations:
+            return steps
+        spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in self.arms]
+        errors = [math.hypot(each / math.sqrt(len(a.evaluations)), PROCESS_SPREAD / math.sqrt(2)) for each in spreads]
+        shares = a.evaluation_ratio(), b.evaluation_ratio()
+        return with_evaluations(steps, shares, errors, degrees_of_rounds(self.rounds), self._error())
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
+        evaluated = sum(sum(arm.evaluations) for arm in self.arms)
+        if len(self.arms[0].evaluations) < FIRST_EVALUATIONS:
+            return evaluated <= self.budget / 8
+        trained = sum(block["seconds"] for arm in self.arms for block in arm.blocks)
+        return trained > 0 and evaluated < fmean(arm.evaluation_ratio() for arm in self.arms) * trained
+
+    def _look_later(self, pair: Pair) -> None:
+        """Trains both arms on and times blocks there: the ratio may depend on the position in the training."""
+        if self.later_seconds < 2 * MIN_PAIRS * self.pair_seconds:
+            return
+        pairs = min(self.looks[0], max(MIN_PAIRS, int(self.later_seconds / 3 / self.pair_seconds)))
+        began = time.monotonic()
+        last = self.training_samples - pairs * self.block_samples
+        while time.monotonic() < began + self.later_seconds - pairs * self.pair_seconds:
+            position = max(pair.positions) + CHUNK_BLOCKS * self.block_samples
+            if position > last:
+                break
+            self.watch("training on, to compare later in the training", 1.0, None)
+            pair.run_to(position)
+        position = max(pair.positions)
+        blocks = [pair.time_blocks(self.block_samples, order_of(number)) for number in range(pairs)]
+        a, b = ([block["seconds"] / block["samples"] for block in arm] for arm in zip(*blocks, strict=True))
+        ratios = {self.start: self._ratio_of_steps(), position: ratio_of_rounds([(a, b)], self._error())}
+        samples_per_step = self.arms[0].plan["samples_per_step"]
+        self.by_position = [(round(each / samples_per_step), ratio) for each, ratio in ratios.items()]
+
+    def _change(self) -> str:
+        """The end of the sentence ``why``: how the ratio depends on the position, if it does."""
+        if not self.by_position:
+            return ""
+        (first, early), (later, late) = self.by_position
+        if early.low <= late.high and late.low <= early.high:
+            return ""
+        return f"; the ratio depends on the position: {early.median:.2f} at step {first}, {late.median:.2f} at {later}"
+
+    def _left(self) -> float:
+        """Seconds left for rounds."""
+        return self.began + self.budget - self.later_seconds - time.monotonic()
+
+    def _report(self) -> None:
+        left, (a, b) = max(0.0, self._left()), self.arms
+        self.watch(f"{a.recipe} against {b.recipe}", 1 - left / self.budget, left)
+
+
+def order_of(done: int) -> tuple[int, int]:
+    """(first arm, second arm), 0 for a, 1 for b, of the pair after ``done`` pairs: ab, ba, ab, ..."""
+    return (0, 1) if done % 2 == 0 else (1, 0)

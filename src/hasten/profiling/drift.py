@@ -1,0 +1,230 @@
+"""Drift: how the time of a step, the denormal numbers and the memory change while a training goes on.
+
+The real training runs on, block by block. If its last blocks are slower than its first ones, a fresh run of the same
+training takes turns with it: only what is slower than a run at the start, in the same seconds, is no disturbance of the
+machine.
+"""
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from hasten.benchmarking.arm import Arm
+from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.ratio import Ratio, ratio_of
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from hasten.utils.denormals import count_denormals
+
+RUN_SHARE = 0.7  # of the time for running the training on; the rest is for the comparison with a fresh run
+BLOCKS, STRETCHES = 72, 8  # blocks of steps are timed; the state is counted once per stretch of blocks
+MIN_BLOCK_SECONDS = 0.02
+PAIRS = 8  # of blocks, in the comparison with a fresh run
+MIN_RATIO = 1.1  # of step times; processes of one recipe differ by 2 to 3 %
+MIN_SHARE = 1e-3  # of the values, that are denormal
+MIN_GROWTH = 16 << 20  # bytes of memory
+
+STATE_NAMES = {
+    "exp_avg": "the optimizer's first moment (exp_avg)",
+    "exp_avg_sq": "the optimizer's second moment (exp_avg_sq)",
+    "momentum_buffer": "the optimizer's momentum (momentum_buffer)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A stretch of a training, and the state at its end.
+
+    Attributes:
+        step: The last step.
+        seconds_per_step: The median over its blocks.
+        denormal: Number of denormal values by kind of tensor, such as "weights", "gradients" or "exp_avg".
+        values: Number of all values by kind of tensor.
+        rss: Bytes of memory of the process.
+    """
+
+    step: int
+    seconds_per_step: float
+    denormal: dict[str, int]
+    values: dict[str, int]
+    rss: int
+
+    def denormal_kinds(self) -> list[str]:
+        """Kinds of tensors of which at least MIN_SHARE of the values are denormal, the most first."""
+        kinds = [kind for kind, number in self.denormal.items() if number > MIN_SHARE * self.values[kind]]
+        return sorted(kinds, key=lambda kind: -self.denormal[kind])
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was measured of a training at several positions.
+
+    Attributes:
+        rows: The stretches.
+        slow_from: The step from which steps are slower than at the start; None without a drift.
+        ratio: Time of a step at the end / at the start of a training, measured in turns; None without a drift.
+    """
+
+    rows: list[Stretch] = field(default_factory=list[Stretch])
+    slow_from: int | None = None
+    ratio: Ratio | None = None
+
+    @property
+    def has_denormals(self) -> bool:
+        """Whether some kind of tensor holds denormal numbers in any stretch."""
+        return any(row.denormal_kinds() for row in self.rows)
+
+
+def measure_drift(
+    task: TaskRef,
+    recipe: Recipe,
+    *,
+    device: str,
+    seed: int,
+    seconds: float,
+    watch: ProgressCallback = no_progress,
+) -> Drift:
+    """Runs a training on for about ``seconds`` or to its end, and returns what changes.
+
+    Raises:
+        RunError: The run could not be built or trained.
+    """
+    arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
+    watch("running the training on", 0.0, seconds)
+    with Worker("hasten.profiling.drift:DriftProbe", **arguments) as probe:
+        plan = probe.call("build")
+        count = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
+        if plan["steps"]:
+            count = min(count, max(1, plan["steps"] // BLOCKS))
+        blocks, rows = _run_on(probe, count, plan["steps"], RUN_SHARE * seconds)
+        times = [taken for _, taken in blocks]
+        sixth = max(1, len(times) // 6)
+        if len(times) < 6 or median(times[-sixth:]) < MIN_RATIO * median(times[:sixth]):
+            return Drift(rows)
+        watch("comparing the training with its start", RUN_SHARE, (1 - RUN_SHARE) * seconds)
+        ratio = _compare_with_start(probe, arguments, count, (1 - RUN_SHARE) * seconds)
+    if ratio.median < MIN_RATIO or (ratio.low or 0.0) <= 1.0:
+        return Drift(rows)
+    return Drift(rows, _slow_from(blocks), ratio)
+
+
+def describe(drift: Drift) -> str | None:
+    """The drift in one sentence; None without one. Only denormal numbers are named as a cause."""
+    parts = [part for part in (_describe_time(drift), _describe_memory(drift.rows)) if part]
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else None
+
+
+class DriftProbe(Arm):
+    """An arm that also counts the denormal numbers in its state."""
+
+    def state(self) -> dict[str, Any]:
+        """Trains one step, and returns ``step``, ``denormal``, ``values`` and ``rss``, see ``Drift.rows``."""
+        run, tensors = self.program.run, defaultdict[str, list[torch.Tensor]](list)
+
+        def count_gradients(*_: Any) -> None:
+            gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+            counts["gradients"] = count_denormals(gradients)
+
+        counts: dict[str, tuple[int, int]] = {}
+        hooks = hasattr(run.optimizer, "register_step_pre_hook")  # not of an optimizer that is no torch optimizer
+        handle = run.optimizer.register_step_pre_hook(count_gradients) if hooks else None
+        try:
+            self.train(1)
+        finally:
+            if handle:
+                handle.remove()
+        tensors["weights"] = [*run.model.parameters()]
+        for state in getattr(run.optimizer, "state", {}).values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    tensors[name].append(value)
+        counts |= {kind: count_denormals(values) for kind, values in tensors.items()}
+        return {
+            "step": run.progress.step,
+            "denormal": {kind: denormal for kind, (denormal, _) in counts.items()},
+            "values": {kind: values for kind, (_, values) in counts.items()},
+            "rss": _resident_bytes(),
+        }
+
+
+def _run_on(
+    probe: Worker, count: int, last_step: int | None, seconds: float
+) -> tuple[list[tuple[int, float]], list[Stretch]]:
+    """Trains blocks of ``count`` steps: (first step, seconds of a step) of each, and a row for each stretch."""
+    blocks: list[tuple[int, float]] = []
+    rows: list[Stretch] = []
+    began, step = time.monotonic(), probe.call("state")["step"]
+    while time.monotonic() - began < seconds and (last_step is None or step + count <= last_step):
+        blocks.append((step, probe.call("train", count=count)["seconds"] / count))
+        step += count
+        done = max((time.monotonic() - began) / seconds, step / last_step if last_step else 0.0)
+        if done >= (len(rows) + 1) / STRETCHES:
+            since, state = rows[-1].step if rows else 0, probe.call("state")
+            rows.append(Stretch(seconds_per_step=median(taken for at, taken in blocks if at >= since), **state))
+            step = state["step"]
+    return blocks, rows
+
+
+def _compare_with_start(probe: Worker, arguments: dict[str, Any], count: int, seconds: float) -> Ratio:
+    """Time of a step of the training that ran on / of a fresh one, from blocks of both in turns."""
+    probe.suspend()
+    with Worker("hasten.benchmarking.arm:Arm", **arguments) as fresh:
+        fresh.call("build")
+        times: dict[Worker, list[float]] = {probe: [], fresh: []}
+        began = time.monotonic()
+        while len(times[fresh]) < 3 or (time.monotonic() - began < seconds and len(times[fresh]) < PAIRS):
+            order = (probe, fresh) if len(times[fresh]) % 2 == 0 else (fresh, probe)
+            for arm in order:
+                times[arm].append(arm.call("train", count=count)["seconds"])
+                arm.suspend()
+    return ratio_of(times[probe], times[fresh], 0.05)
+
+
+def _slow_from(blocks: list[tuple[int, float]]) -> int:
+    """The first step after the last block that is nearer to the start's time than to the end's, single ones aside."""
+    times = [taken for _, taken in blocks]
+    smooth = [median(times[max(0, i - 1) : i + 2]) for i in range(len(times))]
+    sixth = max(1, len(times) // 6)
+    level = math.sqrt(median(times[:sixth]) * median(times[-sixth:]))
+    last = max((i for i, taken in enumerate(smooth) if taken < level), default=-1)
+    return blocks[min(last + 1, len(blocks) - 1)][0]
+
+
+def _describe_time(drift: Drift) -> str | None:
+    slower = f"steps take {drift.ratio.median:.1f} times as long as at the start" if drift.ratio else ""
+    denormal = [row for row in drift.rows if row.denormal_kinds()]
+    if not denormal:
+        return f"from about step {drift.slow_from:,} on, {slower}" if slower else None
+    last = denormal[-1]
+    kind = last.denormal_kinds()[0]
+    start = denormal[0].step if drift.slow_from is None else drift.slow_from
+    numbers = f"{last.denormal[kind]:,} of {last.values[kind]:,} values of {STATE_NAMES.get(kind, f'the {kind}')}"
+    return f"from about step {start:,} on, {numbers} are denormal; {slower or 'steps take no longer than at the start'}"
+
+
+def _describe_memory(rows: list[Stretch]) -> str | None:
+    """Growth that goes on through all stretches after the first; caches and pools stop growing."""
+    rows = rows[1:]
+    growth = rows[-1].rss - rows[0].rss if len(rows) > 2 else 0
+    if growth < MIN_GROWTH or any(
+        after.rss - before.rss < growth / (4 * len(rows)) for before, after in pairwise(rows)
+    ):
+        return None
+    start, end = (f"{row.rss / (1 << 20):,.0f} MiB at step {row.step:,}" for row in (rows[0], rows[-1]))
+    return f"the memory of the process grows from {start} to {end}"
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+    except OSError:  # not Linux
+        return 0

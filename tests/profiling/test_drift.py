@@ -1,0 +1,167 @@
+"""Drift: what is said of measured stretches, what a real run shows, and that a steady training shows nothing."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.recipe import Recipe
+from hasten.core.task import Task
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.advise import advise
+from hasten.profiling.diagnose import diagnose
+from hasten.profiling.drift import Drift, Stretch, describe, measure_drift
+from hasten.testing.tasks import perceptron
+from hasten.utils.denormals import count_denormals, smallest_denormals
+
+MIB = 1 << 20
+CPU = {"device": "cpu", "seed": 0}
+
+
+def stretch(step: int, denormal: int = 0, rss: int = 100) -> Stretch:
+    counts = {"weights": 0, "exp_avg": denormal}
+    values = {"weights": 283_000, "exp_avg": 283_000}
+    return Stretch(step=step, seconds_per_step=0.003, denormal=counts, values=values, rss=rss * MIB)
+
+
+def test_describe_steady_training_is_none():
+    assert describe(Drift([stretch(100), stretch(200), stretch(300)])) is None
+
+
+def test_describe_slow_training_with_denormals_names_them():
+    rows = [stretch(400), stretch(900, 12_000), stretch(1300, 16_000)]
+    text = describe(Drift(rows, 800, Ratio(2.6, 2.4, 2.8)))
+    assert text == (
+        "From about step 800 on, 16,000 of 283,000 values of the optimizer's first moment (exp_avg) are denormal; "
+        "steps take 2.6 times as long as at the start."
+    )
+
+
+def test_describe_slow_training_without_denormals_names_no_cause():
+    text = describe(Drift([stretch(400), stretch(900)], 500, Ratio(1.5, 1.4, 1.6)))
+    assert text == "From about step 500 on, steps take 1.5 times as long as at the start."
+
+
+def test_describe_denormals_that_cost_nothing():
+    text = describe(Drift([stretch(400), stretch(900, 12_000)]))
+    assert text is not None and text.startswith("From about step 900 on, 12,000 of 283,000")
+    assert text.endswith("steps take no longer than at the start.")
+
+
+def test_describe_few_denormals_is_none():
+    assert describe(Drift([stretch(400, 10), stretch(900, 200)])) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grows"), [([100, 110, 120, 130, 140], True), ([100, 300, 300, 300, 300], False), ([100] * 5, False)]
+)
+def test_describe_memory_that_grows_in_every_stretch(sizes, grows):
+    text = describe(Drift([stretch(100 * (i + 1), rss=rss) for i, rss in enumerate(sizes)]))
+    assert text == (
+        "The memory of the process grows from 110 MiB at step 200 to 140 MiB at step 500." if grows else None
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_count_denormals(dtype):
+    tiny = torch.finfo(dtype).smallest_normal
+    values = torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 2, -tiny / 4, 1.0, float("nan"), float("inf")], dtype=dtype)
+    assert count_denormals([values, torch.ones(3, dtype=torch.int64)]) == (2, 9)
+
+
+def test_count_denormals_of_many_values_is_about_right():
+    many = torch.cat([smallest_denormals(1 << 20), torch.ones(1 << 20)])
+    assert count_denormals([many]) == (1 << 20, 1 << 21)
+
+
+def test_advice_begins_with_the_remedy_of_a_problem():
+    from hasten.engine.registry import cards_that_state
+
+    cards = cards_that_state("applies_to")
+    phases = {"forward": 0.3, "backward": 0.5, "optimizer_step": 0.2}
+    remedy = next(name for name, card in cards.items() if "denormals" in card.remedy_for)
+    found, _ = advise(phases, {"denormals": 1.1}, frozenset({"cpu"}), cards, frozenset({"denormals"}))
+    assert found[0]["method"] == remedy and found[0]["why"].startswith("values of the training state are denormal")
+    others, not_advised = advise(phases, {"denormals": 1.0}, frozenset({"cpu"}), cards)
+    assert remedy not in [entry["method"] for entry in others]
+    assert remedy in [entry["method"] for entry in not_advised]
+
+
+class Planted(torch.optim.SGD):
+    """An optimizer with denormal numbers in its state."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["exp_avg"] = smallest_denormals(parameter.numel()).view_as(parameter)
+        return super().step(closure)
+
+
+def with_planted_denormals() -> Task:
+    return perceptron(optimizer=lambda model: Planted(model.parameters(), lr=0.1), epochs=1000)
+
+
+def test_measure_drift_counts_planted_denormals():
+    drift = measure_drift(TaskRef.of(with_planted_denormals()), Recipe(), seconds=0.6, **CPU)
+    assert drift.has_denormals and "(exp_avg) are denormal" in (describe(drift) or "")
+    assert all(row.denormal["exp_avg"] == row.values["exp_avg"] == row.values["gradients"] for row in drift.rows)
+    assert [row.step for row in drift.rows] == sorted({row.step for row in drift.rows})
+
+
+def test_measure_drift_ends_with_the_training():
+    task = perceptron(epochs=100)
+    last = 100 * len(task.train_data) // task.batch_size
+    drift = measure_drift(TaskRef.of(task), Recipe(), seconds=60.0, **CPU)
+    assert len(drift.rows) > 3 and last / 2 < drift.rows[-1].step <= last + 1
+
+
+@pytest.mark.slow
+def test_diagnose_begins_its_advice_with_the_denormals():
+    result = diagnose(with_planted_denormals(), budget=5.0)
+    assert "denormal" in result["drift"]["text"] and len(result["drift"]["rows"]) > 2
+    assert result["advice"][0]["why"].startswith("values of the training state are denormal")
+
+
+class Slept(nn.Module):
+    """A network whose forward pass takes 2 ms longer from step 500 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = perceptron().model(), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls > 500:
+            time.sleep(0.002)
+        return self.net(x)
+
+
+class Grown(Slept):
+    """A network that keeps a tensor of every step, and reads all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, x):
+        if self.training:
+            self.kept.append(torch.ones(10_000))
+        return self.net(x) + 0 * sum(float(kept[0]) for kept in self.kept)
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "words"), [(Slept, "From about step"), (Grown, "the memory of the process grows")])
+def test_measure_drift_of_a_planted_drift(model, words):
+    drift = measure_drift(TaskRef.of(perceptron(model=model, epochs=10_000)), Recipe(), seconds=8.0, **CPU)
+    assert words in (describe(drift) or "") and drift.ratio is not None and "denormal" not in (describe(drift) or "")
+    assert model is Grown or 400 <= (drift.slow_from or 0) <= 700
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_measure_drift_of_a_steady_training_finds_none(seed):
+    drift = measure_drift(TaskRef.of(perceptron(epochs=10_000)), Recipe(), device="cpu", seed=seed, seconds=6.0)
+    assert describe(drift) is None
