@@ -53,7 +53,7 @@ def report(folder: str | Path) -> Path:
 def _tune(result: Json) -> Json:
     metric, quality = result["metric"], result["quality"]
     higher = metric["higher_is_better"] is not False
-    won, headline = view_model.is_proven_faster(result), view_model.tune_headline(result)
+    won, headline = view_model.is_recommended(result), view_model.tune_headline(result)
     arms = view_model.arms(result["curves"], metric["target"], higher, result["time_to_target"])
     phases, ceilings = result["step_profile"], view_model.ceiling_medians(result["ceilings"])
     rows = view_model.step_profile(phases.get("baseline", {}), phases.get("tuned", {}))

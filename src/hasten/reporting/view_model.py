@@ -5,12 +5,14 @@ The result has passed ``result_schema.validate``: every key of its schema exists
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import log
+from math import ceil, log
 from statistics import median
 from typing import Any
 
 from hasten.core.card import PHASES
+from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
+from hasten.reporting.result_schema import EVIDENCE_LEVELS
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
 MIN_GAIN = 1.005  # a smaller contribution is reported as none
@@ -23,31 +25,112 @@ NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that w
 Json = dict[str, Any]
 
 
-def is_proven_faster(result: Json) -> bool:
-    """Whether the verdict is "faster" and the quality gate passed. A missing gate counts as failed."""
-    passed, speedup = result["quality"]["passed"], result["speedup"]["median"]
-    return result["verdict"] == "faster" and passed is True and speedup is not None
+def is_recommended(result: Json) -> bool:
+    """Whether the verdict is "faster". Where the quality is the evidence, the gate must have been passed."""
+    needs_gate = result["evidence"] not in ("exact", "precision checked", "estimated")
+    is_supported = result["quality"]["passed"] is True or not needs_gate
+    return result["verdict"] == "faster" and is_supported and result["speedup"]["median"] is not None
 
 
 def tune_headline(result: Json) -> str:
-    """The headline of the report of ``tune``."""
-    if is_proven_faster(result):
-        return f"{formatting.ratio(result['speedup']['median'])} faster"
-    if result["verdict"] == "faster":
-        return "Faster, but worse quality" if result["quality"]["passed"] is False else "Faster, but quality not tested"
-    return result["verdict"].capitalize() or "No verdict"
+    """The headline of ``tune``: the seconds of a whole training before and after, the speed-up, or the verdict."""
+    if not is_recommended(result):
+        if result["verdict"] == "faster":
+            failed = result["quality"]["passed"] is False
+            return "Faster, but worse quality" if failed else "Faster, but quality not tested"
+        verdict = result["verdict"].capitalize()
+        return _so_far(verdict or ("No answer yet" if result["is_partial"] else "No verdict"), result)
+    before, after = training_times(result)
+    text = f"{after} instead of {before}" if before else f"{formatting.ratio(result['speedup']['median'])} faster"
+    return _so_far(f"{text}, estimated" if result["evidence"] == "estimated" else text, result)
+
+
+def _so_far(text: str, result: Json) -> str:
+    return f"{text}, so far" if result["is_partial"] and result["verdict"] else text
+
+
+def training_times(result: Json) -> tuple[str, str]:
+    """The whole training without the recipe and with it as texts (``12 h 4 min``); empty texts if one is unknown."""
+    seconds = result["training_seconds"]
+    if seconds["baseline"] is None or seconds["tuned"] is None:
+        return "", ""
+    return formatting.seconds(seconds["baseline"]), formatting.seconds(seconds["tuned"])
 
 
 def tune_sentence(result: Json) -> str:
     """The gain in seconds and the quality, or the reason why there is no gain."""
-    if not is_proven_faster(result):
+    if not is_recommended(result):
         return result["why"] or "No method that was tried made the training faster at equal quality."
-    times, metric = result["time_to_target"], result["metric"]
-    quality = quality_sentence(result["quality"], metric["unit"])
-    if not times.get("baseline") or not times.get("tuned"):
-        return quality
-    tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
-    return f"Reaches {target_text(metric)} in {tuned} instead of {baseline}. {quality}"
+    return " ".join(filter(None, (_training_sentence(result), _target_sentence(result))))
+
+
+def _training_sentence(result: Json) -> str:
+    """``A whole training takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3x faster (2.1 to 2.5x).``"""
+    seconds = result["training_seconds"]
+    limits = formatting.seconds_between(seconds["low"], seconds["high"])
+    if limits == formatting.UNKNOWN:
+        return ""
+    source = "measured" if result["training_measured"] else "predicted from measured steps"
+    median, interval = formatting.ratio(result["speedup"]["median"]), formatting.between(result["speedup"])
+    return f"A whole training takes {limits}, {source}: {median} faster ({interval})."
+
+
+def _target_sentence(result: Json) -> str:
+    """``Reaches accuracy 0.97 in 1.6 s instead of 8.2 s. The quality gate was passed ...``, where that was measured."""
+    times, metric, quality = result["time_to_target"], result["metric"], result["quality"]
+    parts = [quality_sentence(quality, metric["unit"])] if quality["passed"] is not None else []
+    if times.get("baseline") and times.get("tuned"):
+        tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
+        parts.insert(0, f"Reaches {target_text(metric)} in {tuned} instead of {baseline}.")
+    return " ".join(parts)
+
+
+def evidence_text(level: str) -> str:
+    """An evidence level with its meaning: ``exact (bit-exact or the same formula, checked on this task)``."""
+    return f"{level} ({EVIDENCE_LEVELS[level]})" if level in EVIDENCE_LEVELS else level
+
+
+def frontier(result: Json) -> list[Json]:
+    """The recipes of the frontier, slowest first; those of an older result are made from its speed-ups.
+
+    Returns:
+        The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` is the quality as text, and ``height`` its
+        mean: 0 for the baseline and for exact recipes without a measurement, None if it is unknown.
+    """
+    recipes = result["frontier"] or _frontier_of_older(result)
+    known = [recipe for recipe in recipes if recipe["speedup"]["median"]]
+    ordered = sorted(known, key=lambda recipe: (recipe["speedup"]["median"], recipe["role"] != "baseline"))
+    rows = []
+    for number, recipe in enumerate(ordered, 1):
+        mean = recipe["quality"]["mean"]
+        unchanged = mean is None and (recipe["evidence"] == "exact" or recipe["role"] == "baseline")
+        change = formatting.difference(recipe["quality"], result["metric"]["unit"])
+        if unchanged:
+            change = formatting.UNKNOWN if recipe["role"] == "baseline" else "unchanged"
+        name = recipe["text"] or str(Recipe(recipe["recipe"]))
+        shown = "the task as it is" if recipe["role"] == "baseline" and not recipe["recipe"] else name
+        speedup = recipe["speedup"] | ({"low": None, "high": None} if recipe["role"] == "baseline" else {})
+        values = {"speedup": speedup, "change": change, "height": 0.0 if unchanged else mean}
+        rows.append(recipe | {"number": number, "text": shown} | values)
+    return rows
+
+
+def _frontier_of_older(result: Json) -> list[Json]:
+    if not is_recommended(result):
+        return []
+    speedup, over_strong = result["speedup"], result["speedup_over_strong_baseline"]["median"]
+    none: Json = {"median": 1.0, "low": None, "high": None}
+    unknown: Json = {"mean": None, "low": None, "high": None}
+
+    def row(role: str, methods: Json, speedup: Json, evidence: str = "", quality: Json = unknown) -> Json:
+        texts = {"text": "", "why": "", "to_prove": ""}
+        return {"recipe": methods, "role": role, "speedup": speedup, "evidence": evidence, "quality": quality} | texts
+
+    rows = [row("baseline", {}, none)]
+    if over_strong and result["strong_baseline_recipe"]:
+        strong = none | {"median": speedup["median"] / over_strong}
+        rows.append(row("strong baseline", result["strong_baseline_recipe"], strong))
+    return [*rows, row("recommended", result["recipe"], speedup, "proven", result["quality"]["difference"])]
 
 
 def target_text(metric: Json) -> str:
@@ -65,15 +148,26 @@ def compare_headline(result: Json) -> str:
 
 
 def break_even(result: Json) -> str:
-    """After how many runs the search has paid for itself, compared with the number of runs that the user expects."""
+    """After how many trainings the search pays, and how many the user expects."""
     runs, expected = result["break_even_runs"], result["expected_runs"]
-    if not is_proven_faster(result) or runs is None:
-        return "It found nothing that saves time, so there is no break-even."
-    text = f"Break-even after {formatting.count(max(runs, 1), 'run', 'runs')}"
-    if expected is None:
+    if not is_recommended(result) or runs is None:
+        return "" if result["is_partial"] else "It found nothing that saves time, so it does not pay."
+    needed = max(1, ceil(runs))
+    text = f"It pays after {formatting.count(needed, 'training', 'trainings')}"
+    if expected is None or needed <= expected:
         return f"{text}."
-    verdict = "the search pays" if runs <= expected else "the search does not pay for these alone"
-    return f"{text}; {formatting.count(expected, 'run is', 'runs are')} expected, so {verdict}."
+    return f"{text}, but only {formatting.count(expected, 'is', 'are')} expected."
+
+
+def money_sentence(result: Json) -> str:
+    """The price of a training: ``12.06 instead of 26.80 for a training, at 2.50 an hour``; empty if unknown."""
+    money, price = result["money"], result["price_per_hour"]
+    if money["baseline"] is None or price is None:
+        return ""
+    before = formatting.money(money["baseline"])
+    has_tuned = money["tuned"] is not None and is_recommended(result)
+    amount = f"{formatting.money(money['tuned'])} instead of {before}" if has_tuned else before
+    return f"{amount} for a training, at {formatting.money(price)} an hour"
 
 
 def quality_sentence(quality: Json, unit: str) -> str:
