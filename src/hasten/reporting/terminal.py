@@ -249,8 +249,10 @@ def _facts(result: Json) -> list[tuple[str, str]]:
     if seconds is not None and not view_model.is_recommended(result):
         source = "" if result["training_measured"] else ", predicted from measured steps"
         rows.append(("a training", f"takes {formatting.seconds(seconds)}{source}"))
-    if money := view_model.money_sentence(result):
-        rows.append(("price", money))
+    if prices := view_model.prices(result):
+        before, tuned, hour = prices
+        amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
+        rows.append(("price", f"{amount} for a training, at {hour} an hour"))
     return [*rows, *_single_process(result), *_search_cost(result)]
 
 

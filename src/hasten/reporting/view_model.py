@@ -147,27 +147,30 @@ def compare_headline(result: Json) -> str:
     return verdict.capitalize() or "No verdict"
 
 
+def break_even_runs(result: Json) -> int | None:
+    """Number of trainings after which the search has paid for itself; None if it does not."""
+    runs = result["break_even_runs"]
+    return None if runs is None or not is_recommended(result) else max(1, ceil(runs))
+
+
 def break_even(result: Json) -> str:
     """After how many trainings the search pays, and how many the user expects."""
-    runs, expected = result["break_even_runs"], result["expected_runs"]
-    if not is_recommended(result) or runs is None:
+    runs, expected = break_even_runs(result), result["expected_runs"]
+    if runs is None:
         return "" if result["is_partial"] else "It found nothing that saves time, so it does not pay."
-    needed = max(1, ceil(runs))
-    text = f"It pays after {formatting.count(needed, 'training', 'trainings')}"
-    if expected is None or needed <= expected:
+    text = f"It pays after {formatting.count(runs, 'training', 'trainings')}"
+    if expected is None or runs <= expected:
         return f"{text}."
     return f"{text}, but only {formatting.count(expected, 'is', 'are')} expected."
 
 
-def money_sentence(result: Json) -> str:
-    """The price of a training: ``12.06 instead of 26.80 for a training, at 2.50 an hour``; empty if unknown."""
-    money, price = result["money"], result["price_per_hour"]
-    if money["baseline"] is None or price is None:
-        return ""
-    before = formatting.money(money["baseline"])
-    has_tuned = money["tuned"] is not None and is_recommended(result)
-    amount = f"{formatting.money(money['tuned'])} instead of {before}" if has_tuned else before
-    return f"{amount} for a training, at {formatting.money(price)} an hour"
+def prices(result: Json) -> list[str]:
+    """The prices of a training without the recipe and with it, and that of an hour, as texts; empty if unknown."""
+    money = result["money"]
+    amounts = (money["baseline"], money["tuned"] if is_recommended(result) else None, result["price_per_hour"])
+    if None in (amounts[0], amounts[2]):
+        return []
+    return [formatting.money(amount) for amount in amounts]
 
 
 def quality_sentence(quality: Json, unit: str) -> str:
