@@ -120,6 +120,7 @@ def test_frontier_goes_from_the_slowest_to_the_fastest():
 def test_quality_that_nobody_measured_has_no_height():
     rows = view_model.frontier(validate(samples.exact_only()))
     assert [row["change"] for row in rows] == ["\u2013", "unchanged", "unchanged", "\u2013"]
+    assert not any(row["change_interval"] for row in rows)
     assert rows[-1]["height"] is None, "an estimated recipe may change the quality"
 
 

@@ -58,11 +58,11 @@ def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
     return f"{number} {unit}".strip()
 
 
-def difference(change: Mapping[str, float | None], unit: str = "") -> str:
-    """Mean and interval of a difference as text: ``+0.0021 (-0.0011 to +0.0053)``; an en dash if it is unknown."""
-    mean, low, high = (metric(change[key], signed=True) for key in ("mean", "low", "high"))
-    limits = "" if UNKNOWN in (low, high) else f" ({low} to {high})"
-    return f"{mean}{limits} {unit}".strip()
+def differences_between(low: float | None, high: float | None) -> str:
+    """The interval of a difference as text: ``-0.0011 to +0.0053``; empty if an end is unknown."""
+    if low is None or high is None:
+        return ""
+    return f"{metric(low, signed=True)} to {metric(high, signed=True)}"
 
 
 def money(value: float | None) -> str:

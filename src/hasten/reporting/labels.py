@@ -55,7 +55,8 @@ def best_box(
         own, area = candidate
         return own + 50 * (area.area - area.overlap(inside) + sum(map(area.overlap, forbidden)))
 
-    ordered = sorted((cost(candidate), candidate[1]) for candidate in candidates)
+    priced = [(cost(candidate), candidate[1]) for candidate in candidates]
+    ordered = sorted(priced, key=lambda candidate: candidate[0])
     best, least = ordered[0][1], float("inf")
     for known, area in ordered:
         if known >= least:  # no later one can be cheaper

@@ -53,8 +53,9 @@ def frontier_table(rows: Sequence[Json]) -> list[RenderableType]:
         return []
     cells = [("speed-up", "", "quality", "", "evidence")]
     for row in rows:
-        ratio, interval = _split_interval(formatting.with_interval(row["speedup"]))
-        cells.append((ratio, interval, *_split_interval(row["change"]), row["evidence"]))
+        ratio, interval = formatting.ratio(row["speedup"]["median"]), formatting.between(row["speedup"])
+        interval, change_interval = map(_in_brackets, (interval, row["change_interval"]))
+        cells.append((ratio, interval, row["change"], change_interval, row["evidence"]))
     if all(row["change"] == formatting.UNKNOWN for row in rows):
         cells = [(*row[:2], "", "", row[-1]) for row in cells]
     head, *lines = aligned(cells, right=(0, 2))
@@ -68,10 +69,8 @@ def frontier_table(rows: Sequence[Json]) -> list[RenderableType]:
     return parts
 
 
-def _split_interval(text: str) -> tuple[str, str]:
-    """``2.3x (2.1 to 2.5x)`` as ("2.3x", "(2.1 to 2.5x)")."""
-    value, bracket, interval = text.partition(" (")
-    return value, f"({interval}" if bracket else ""
+def _in_brackets(interval: str) -> str:
+    return "" if interval in ("", formatting.UNKNOWN) else f"({interval})"
 
 
 def compare_answer(result: Json) -> RenderableType:

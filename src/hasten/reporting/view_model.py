@@ -94,25 +94,28 @@ def frontier(result: Json) -> list[Json]:
     """The recipes of the frontier, slowest first; those of an older result are made from its speed-ups.
 
     Returns:
-        The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` is the quality as text, and ``height`` its
-        mean: 0 for the baseline and for exact recipes without a measurement, None if it is unknown.
+        The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` and ``change_interval`` are the quality as
+        texts, ``height`` is its mean: 0 for the baseline and for exact recipes without a measurement, else None if it
+        is unknown.
     """
     recipes = result["frontier"] or _frontier_of_older(result)
     known = [recipe for recipe in recipes if recipe["speedup"]["median"]]
     ordered = sorted(known, key=lambda recipe: (recipe["speedup"]["median"], recipe["role"] != "baseline"))
-    rows = []
-    for number, recipe in enumerate(ordered, 1):
-        mean = recipe["quality"]["mean"]
-        unchanged = mean is None and (recipe["evidence"] == "exact" or recipe["role"] == "baseline")
-        change = formatting.difference(recipe["quality"], result["metric"]["unit"])
-        if unchanged:
-            change = formatting.UNKNOWN if recipe["role"] == "baseline" else "unchanged"
-        name = recipe["text"] or str(Recipe(recipe["recipe"]))
-        shown = "the task as it is" if recipe["role"] == "baseline" and not recipe["recipe"] else name
-        speedup = recipe["speedup"] | ({"low": None, "high": None} if recipe["role"] == "baseline" else {})
-        values = {"speedup": speedup, "change": change, "height": 0.0 if unchanged else mean}
-        rows.append(recipe | {"number": number, "text": shown} | values)
-    return rows
+    return [recipe | _shown(recipe, result["metric"]["unit"]) | {"number": n} for n, recipe in enumerate(ordered, 1)]
+
+
+def _shown(recipe: Json, unit: str) -> Json:
+    quality, is_baseline = recipe["quality"], recipe["role"] == "baseline"
+    is_unchanged = quality["mean"] is None and (is_baseline or recipe["evidence"] == "exact")
+    change = formatting.metric(quality["mean"], unit, signed=True)
+    text = recipe["text"] or str(Recipe(recipe["recipe"]))
+    return {
+        "text": "the task as it is" if is_baseline and not recipe["recipe"] else text,
+        "change": "unchanged" if is_unchanged and not is_baseline else change,
+        "change_interval": formatting.differences_between(quality["low"], quality["high"]),
+        "height": 0.0 if is_unchanged else quality["mean"],
+        "speedup": recipe["speedup"] | ({"low": None, "high": None} if is_baseline else {}),
+    }
 
 
 def _frontier_of_older(result: Json) -> list[Json]:
