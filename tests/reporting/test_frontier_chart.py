@@ -13,7 +13,7 @@ from helpers import sample_results as samples
 
 METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}
 WIDTHS = (charts.WIDE, charts.NARROW)
-SAMPLES = (samples.proven, samples.exact_only, samples.only_estimates, samples.faster)
+SAMPLES = (samples.proven, samples.searched, samples.exact_only, samples.only_estimates, samples.faster)
 
 
 def drawn(sample, width: int, margin: float | None = 0.005) -> ET.Element:

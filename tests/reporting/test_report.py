@@ -15,7 +15,7 @@ from hasten.core.recipe import Recipe
 from hasten.reporting.report import report
 from helpers import sample_results as samples
 
-TUNED = ("faster", "no_improvement", "exact_only", "proven", "only_estimates")
+TUNED = ("faster", "no_improvement", "exact_only", "proven", "only_estimates", "searched")
 KINDS = (*TUNED, "compared", "diagnosed", "trained")
 EVERY = {name: getattr(samples, name) for name in KINDS}
 HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"
@@ -72,7 +72,7 @@ def test_report_leads_with_the_times_of_a_training(tmp_path):
     top = text[: text.index("The frontier")]
     for needed in (
         "5 h 20 min instead of 12 h 4 min",
-        "takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3× faster",
+        "takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3× faster (2.1 to 2.5×)",
         "Exact bit-exact or the same formula",
         "pays after 1 training",
         "13.33 instead of 30.17, at 2.50 an hour",
@@ -97,6 +97,13 @@ def test_report_without_improvement_lists_what_is_estimated(tmp_path):
     assert "No improvement, so far" in text and "A training 1 min 22 s measured" in text
     assert text.count("To prove it: 3 more seeds, about 4 min: --budget +4m") == 3
     assert "Use the recipe" not in text and "recommended" not in text
+
+
+def test_report_of_a_real_search_states_what_it_found(tmp_path):
+    text = text_of(page_of(tmp_path, samples.searched()))
+    assert "1 s instead of 3.6 s" in text and "takes 880 ms to 1.2 s, measured: 3.5× faster (3.0 to 4.1×)" in text
+    assert "Reaches accuracy 0.96 in 246 ms instead of 2 s: 8.3× faster (4.1 to 16.8×)." in text
+    assert "pays after 71 trainings" in text and "To prove it: 6 more seeds, about 40 s: --budget +40s" in text
 
 
 def test_report_of_an_older_result_has_a_frontier_of_its_speedups(tmp_path):
@@ -200,7 +207,7 @@ def page_or_one_line(tmp_path, result: dict, path: tuple, value) -> None:
         raise AssertionError(f"{path} = {value!r}") from error
 
 
-@pytest.mark.parametrize("kind", sorted(EVERY.keys() - {"proven", "only_estimates"}))
+@pytest.mark.parametrize("kind", sorted(EVERY.keys() - {"proven", "only_estimates", "searched"}))
 def test_report_with_one_wrong_value_is_a_page_or_one_error_line(tmp_path, kind):
     for index, path in enumerate(list(value_paths(EVERY[kind]()))[1:]):
         page_or_one_line(tmp_path, EVERY[kind](), path, SPOILERS[index % len(SPOILERS)])
@@ -230,7 +237,7 @@ def test_report_accepts_extreme_numbers(tmp_path, value):
             assert "\n" not in str(refused)
 
 
-@pytest.mark.parametrize("kind", sorted(EVERY.keys() - {"only_estimates"}))
+@pytest.mark.parametrize("kind", sorted(EVERY.keys() - {"only_estimates", "searched"}))
 def test_report_accepts_a_missing_key(tmp_path, kind):
     make = EVERY[kind]
     for key in make():

@@ -76,7 +76,7 @@ def _plane(rows: Sequence[Json], metric: Json, margin: float | None, width: int)
         parts.append(line(plot.left, plot.bottom, plot.right, plot.bottom, "axis"))
         parts.append(text(plot.left - 8, floor - 9, "unknown", "tick end"))
     parts += [*_ratio_grid(ratios, at, top, floor), line(plot.left, floor, plot.right, floor, "axis")]
-    parts.append(text(plot.right, height - 4, "speed-up of the whole training", "tick end"))
+    parts.append(text(plot.right, height - 4, "speed-up", "tick end"))
     points = [
         (at(row["speedup"]["median"]), floor - 13 if row["height"] is None else up(row["height"])) for row in rows
     ]
@@ -118,7 +118,7 @@ def _intervals(rows: Sequence[Json], width: int) -> Markup:
     floor = top + len(rows) * step
     ratios, at = _ratio_axis(rows, left + 12, width - right - 12)
     parts = _ratio_grid(ratios, at, top, floor)
-    parts.append(text(width - right, floor + 36, "speed-up of the whole training", "tick end"))
+    parts.append(text(width - right, floor + 36, "speed-up", "tick end"))
     for index, row in enumerate(rows):
         text_y = top + index * step + (23 if wide else 15)
         y = text_y - 4 if wide else text_y + 18

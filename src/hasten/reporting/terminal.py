@@ -244,7 +244,7 @@ def _facts(result: Json) -> list[tuple[str, str]]:
     rows, quality, seconds = [], result["quality"], result["training_seconds"]["baseline"]
     if quality["margin"] is not None:
         margin = formatting.plain(quality["margin"], result["metric"]["unit"], 2)
-        rows.append(("margin", f"{margin}{': ' if result['margin_why'] else ''}{result['margin_why']}"))
+        rows.append(("margin", f"{margin}{', ' if result['margin_why'] else ''}{result['margin_why']}"))
     if seconds is not None and not view_model.is_recommended(result):
         source = "" if result["training_measured"] else ", predicted from measured steps"
         rows.append(("a training", f"takes {formatting.seconds(seconds)}{source}"))

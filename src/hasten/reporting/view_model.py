@@ -66,13 +66,12 @@ def tune_sentence(result: Json) -> str:
 
 def _training_sentence(result: Json) -> str:
     """``A whole training takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3x faster (2.1 to 2.5x).``"""
-    seconds = result["training_seconds"]
-    limits = formatting.seconds_between(seconds["low"], seconds["high"])
-    if limits == formatting.UNKNOWN:
+    baseline, tuned, low, high = (result["training_seconds"][key] for key in ("baseline", "tuned", "low", "high"))
+    if not (baseline and tuned and low and high):
         return ""
     source = "measured" if result["training_measured"] else "predicted from measured steps"
-    median, interval = formatting.ratio(result["speedup"]["median"]), formatting.between(result["speedup"])
-    return f"A whole training takes {limits}, {source}: {median} faster ({interval})."
+    ratio = {"median": baseline / tuned, "low": baseline / high, "high": baseline / low}
+    return f"A whole training takes {formatting.seconds_between(low, high)}, {source}: {_faster(ratio)}."
 
 
 def _target_sentence(result: Json) -> str:
@@ -81,8 +80,14 @@ def _target_sentence(result: Json) -> str:
     parts = [quality_sentence(quality, metric["unit"])] if quality["passed"] is not None else []
     if times.get("baseline") and times.get("tuned"):
         tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
-        parts.insert(0, f"Reaches {target_text(metric)} in {tuned} instead of {baseline}.")
+        speedup = f": {_faster(result['speedup'])}" if training_times(result)[0] else ""  # else it is the headline
+        parts.insert(0, f"Reaches {target_text(metric)} in {tuned} instead of {baseline}{speedup}.")
     return " ".join(parts)
+
+
+def _faster(ratio: Json) -> str:
+    interval = formatting.between(ratio)
+    return f"{formatting.ratio(ratio['median'])} faster" + ("" if interval == formatting.UNKNOWN else f" ({interval})")
 
 
 def evidence_text(level: str) -> str:
@@ -91,7 +96,7 @@ def evidence_text(level: str) -> str:
 
 
 def frontier(result: Json) -> list[Json]:
-    """The recipes of the frontier, slowest first; those of an older result are made from its speed-ups.
+    """The recipes of the frontier, baseline and slowest first; those of an older result are made from its speed-ups.
 
     Returns:
         The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` and ``change_interval`` are the quality as
@@ -100,7 +105,7 @@ def frontier(result: Json) -> list[Json]:
     """
     recipes = result["frontier"] or _frontier_of_older(result)
     known = [recipe for recipe in recipes if recipe["speedup"]["median"]]
-    ordered = sorted(known, key=lambda recipe: (recipe["speedup"]["median"], recipe["role"] != "baseline"))
+    ordered = sorted(known, key=lambda recipe: (recipe["role"] != "baseline", recipe["speedup"]["median"]))
     return [recipe | _shown(recipe, result["metric"]["unit"]) | {"number": n} for n, recipe in enumerate(ordered, 1)]
 
 
