@@ -5,7 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.reporting import charts, frontier_chart, view_model
+from hasten.reporting import charts, frontier_chart
+from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.frontier_chart import frontier, place_labels
 from hasten.reporting.labels import LETTER, LINE, Box
 from hasten.reporting.result_schema import validate
@@ -17,7 +18,7 @@ SAMPLES = (samples.proven, samples.searched, samples.exact_only, samples.only_es
 
 
 def drawn(sample, width: int, margin: float | None = 0.005) -> ET.Element:
-    return ET.fromstring(str(frontier(view_model.frontier(validate(sample())), METRIC, margin, width=width)))
+    return ET.fromstring(str(frontier(frontier_rows(validate(sample())), METRIC, margin, width=width)))
 
 
 def symbols(drawing: ET.Element, *kinds: str) -> list[ET.Element]:
@@ -112,7 +113,7 @@ def test_label_lies_nearest_to_its_own_mark():
 
 
 def test_legend_lists_only_what_is_drawn():
-    rows = view_model.frontier(validate(samples.exact_only()))
+    rows = frontier_rows(validate(samples.exact_only()))
     names = [name for _, name in frontier_chart.legend(rows)]
     assert names == ["the task as it is", "strong baseline", "exact", "estimated", "recommended"]
 

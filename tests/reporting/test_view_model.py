@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hasten.reporting import view_model
+from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.result_schema import validate
 from helpers import sample_results as samples
 
@@ -110,7 +111,7 @@ def test_headline_states_the_times_of_a_training():
 
 def test_frontier_goes_from_the_slowest_to_the_fastest():
     result = validate(samples.proven())
-    rows = view_model.frontier(result | {"frontier": result["frontier"][::-1]})
+    rows = frontier_rows(result | {"frontier": result["frontier"][::-1]})
     assert [row["number"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["role"] for row in rows] == ["baseline", "strong baseline", "", "", "recommended", ""]
     assert [row["height"] for row in rows] == [0.0, 0.0, 0.0, -0.0004, 0.0021, -0.0018]
@@ -118,18 +119,18 @@ def test_frontier_goes_from_the_slowest_to_the_fastest():
 
 
 def test_quality_that_nobody_measured_has_no_height():
-    rows = view_model.frontier(validate(samples.exact_only()))
+    rows = frontier_rows(validate(samples.exact_only()))
     assert [row["change"] for row in rows] == ["\u2013", "unchanged", "unchanged", "\u2013"]
     assert not any(row["change_interval"] for row in rows)
     assert rows[-1]["height"] is None, "an estimated recipe may change the quality"
 
 
 def test_frontier_of_an_older_result_is_made_from_its_speedups():
-    baseline, strong, best = view_model.frontier(validate(samples.faster()))
+    baseline, strong, best = frontier_rows(validate(samples.faster()))
     assert (baseline["role"], strong["role"], best["role"]) == ("baseline", "strong baseline", "recommended")
     assert strong["speedup"]["median"] == pytest.approx(5.12 / 4.43) and strong["evidence"] == ""
     assert best["evidence"] == "proven" and best["quality"]["mean"] == 0.0021
-    assert view_model.frontier(validate(samples.no_improvement())) == []
+    assert frontier_rows(validate(samples.no_improvement())) == []
 
 
 def test_measured_trials_come_before_excluded_ones():

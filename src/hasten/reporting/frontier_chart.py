@@ -27,7 +27,7 @@ def has_quality(rows: Sequence[Json]) -> bool:
 
 
 def frontier(rows: Sequence[Json], metric: Json, margin: float | None, width: int) -> Markup:
-    """The rows of ``view_model.frontier`` as a chart of ``width`` pixels; ``margin``: of the quality gate."""
+    """The rows of ``frontier_rows`` as a chart of ``width`` pixels; ``margin``: of the quality gate."""
     if not has_quality(rows):
         return _intervals(rows, width)
     return _plane(rows, metric, margin, width)

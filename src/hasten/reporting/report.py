@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.reporting import charts, formatting, frontier_chart, view_model
+from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact, coerce, read_json, read_result
 from hasten.reporting.view_model import Json
 
@@ -63,7 +64,7 @@ def _tune(result: Json) -> Json:
     steps = view_model.staircase(baseline, tuned, view_model.contributions(result)) if won else []
     curves = _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
     strong_baseline = Recipe(result["strong_baseline_recipe"])
-    rows_of_frontier = view_model.frontier(result)
+    rows_of_frontier = frontier_rows(result)
     chart = (frontier_chart.frontier, rows_of_frontier, metric, quality["margin"])
     drawn = _drawings(*chart) if len(rows_of_frontier) > 1 else ()
     return {

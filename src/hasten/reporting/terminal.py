@@ -14,6 +14,7 @@ from rich.text import Text
 from hasten.core.card import FACTS, PHASES, TRAITS, Exactness
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
+from hasten.reporting.frontier import evidence_text, frontier_rows
 from hasten.reporting.result_schema import validate
 from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs
 from hasten.reporting.terminal_operations import operations_table
@@ -33,13 +34,13 @@ EXACTNESS_MEANINGS = {
 def tune_answer(result: Json) -> RenderableType:
     """What a training gains, how sure it is, the frontier, and the unsuccessful trials."""
     result = validate(result)
-    won, evidence = view_model.is_recommended(result), view_model.evidence_text(result["evidence"])
+    won, evidence = view_model.is_recommended(result), evidence_text(result["evidence"])
     parts: list[RenderableType] = [
         headline(view_model.tune_headline(result), result["task"], won),
         *([Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD))] if won else []),
         Text(view_model.tune_sentence(result)),
         *([Text(f"Evidence: {evidence}.")] if won and evidence else []),
-        *frontier_table(view_model.frontier(result)),
+        *frontier_table(frontier_rows(result)),
         Text(),
         pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
     ]
@@ -48,7 +49,7 @@ def tune_answer(result: Json) -> RenderableType:
 
 
 def frontier_table(rows: Sequence[Json]) -> list[RenderableType]:
-    """Rows of ``view_model.frontier``: a line of values for each, and its recipe below; nothing without rows."""
+    """Rows of ``frontier_rows``: a line of values for each, and its recipe below; nothing without rows."""
     if not rows:
         return []
     cells = [("speed-up", "", "quality", "", "evidence")]
