@@ -3,9 +3,9 @@
 Run it after ``make_index.py``. Tasks are grouped by the words that ``hasten.tuning.experience`` compares: device, kind
 of model and data, phases of the step that take long. Each group gives up to three kinds of rows:
 
-    evidence = "exact"        the bit-exact and same-formula methods that were kept in most searches that measured them
-    evidence = "consensus"    the methods of at least half of the winning recipes, with their most frequent options
-    evidence = "won"          a recipe that won the newest search of a task
+    basis = "exact"       the bit-exact and same-formula methods that were kept in most searches that measured them
+    basis = "consensus"   the methods of at least half of the winning recipes, with their most frequent options
+    basis = "won"         a recipe that won the newest search of a task
 
 A trial or a winning recipe whose method was withdrawn (records/withdrawn.jsonl), and a member of a winning recipe
 without a share of its own, do not count. No row names a workload.
@@ -32,7 +32,7 @@ OLD_FACTS = {"several epochs": "multiple_epochs", "several processes": "distribu
 MIN_SHARE, MIN_RATIO = 0.5, 1.02  # of the searches or winners; of what a member contributes
 HEAD = """\
 # Which compositions made which kind of task faster. Written by benchmarks/make_experience.py; do not edit.
-# facts: of the tasks; evidence: "exact" (kept in most searches), "consensus" (methods of at least half of the winning
+# facts: of the tasks; basis: "exact" (kept in most searches), "consensus" (methods of at least half of the winning
 # recipes), "won" (one recipe that won); speedup: median over the searches; searches: number of them; shares: of the
 # searches that kept the method, or of the winning recipes that contain it.
 """
@@ -105,7 +105,7 @@ def _rows(facts: tuple[str, ...], searches: list[Any]) -> list[Any]:
     rows = [_exact(searches), *([_consensus(winners)] if len(winners) > 1 else []), *map(_won, newest)]
     unique = {str(row["recipe"]): row for row in reversed(rows) if row["recipe"]}  # the first row of a recipe stays
     order = ("exact", "consensus", "won")
-    ordered = sorted(unique.values(), key=lambda row: (order.index(row["evidence"]), -row["speedup"]))
+    ordered = sorted(unique.values(), key=lambda row: (order.index(row["basis"]), -row["speedup"]))
     return [{"facts": facts, **row} for row in ordered]
 
 
@@ -168,16 +168,16 @@ def _single(what: str) -> Recipe | None:
     return recipe if recipe and len(recipe.methods) == 1 else None
 
 
-def _row(evidence: str, recipe: Recipe, speedup: float, searches: int, shares: dict[str, float]) -> Any:
+def _row(basis: str, recipe: Recipe, speedup: float, searches: int, shares: dict[str, float]) -> Any:
     shares = {name: shares[name] for name in sorted(recipe.methods, key=lambda name: (-shares[name], name))}
-    return {"evidence": evidence, "recipe": recipe, "speedup": speedup, "searches": searches, "shares": shares}
+    return {"basis": basis, "recipe": recipe, "speedup": speedup, "searches": searches, "shares": shares}
 
 
 def _to_toml(row: Any) -> str:
     shares = ", ".join(f"{name} = {share:.2f}" for name, share in row["shares"].items())
     return (
         f"\n[[composition]]\nfacts = {json.dumps(row['facts'])}\n"
-        f'evidence = "{row["evidence"]}"\nrecipe = "{row["recipe"]}"\n'
+        f'basis = "{row["basis"]}"\nrecipe = "{row["recipe"]}"\n'
         f"speedup = {row['speedup']:.2f}\nsearches = {row['searches']}\nshares = {{ {shares} }}\n"
     )
 
