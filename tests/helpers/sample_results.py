@@ -1,6 +1,8 @@
-"""Example results of the commands, generated from a few numbers. Tests change them; nothing here is a measurement."""
+"""Example results of the commands. Tests change them; nothing but ``searched`` is a measurement."""
 
+import json
 from math import exp
+from pathlib import Path
 
 
 def interval(median: float, spread: float = 0.08) -> dict:
@@ -179,6 +181,122 @@ def no_improvement() -> dict:
         "contributions": [],
         "trials": unsuccessful,
         "break_even_runs": None,
+    }
+
+
+def recipe_of_frontier(
+    recipe: dict, ratio: float, evidence: str = "", role: str = "", quality: tuple | None = None, **texts: str
+) -> dict:
+    return {
+        "recipe": recipe,
+        "text": "",
+        "role": role,
+        "evidence": evidence,
+        "speedup": interval(ratio, 0.0 if role == "baseline" else 0.06),
+        "quality": quality and dict(zip(("mean", "low", "high"), quality, strict=True)),
+        "why": "",
+        "to_prove": "",
+    } | texts
+
+
+def exact_only() -> dict:
+    """A ``hasten tune`` of a task of twelve hours without a metric: the exact level, nothing trained to the end."""
+    exact = {"in_memory_batches": {}, "channels_last": {}, "malloc_tuning": {}}
+    frontier = [
+        recipe_of_frontier({}, 1.0, role="baseline"),
+        recipe_of_frontier({"fused_optimizer": {}}, 1.04, "exact", "strong baseline"),
+        recipe_of_frontier(exact, 2.26, "exact", "recommended", why="bit-exact on 30 steps"),
+        recipe_of_frontier(
+            exact | {"bfloat16": {}},
+            3.1,
+            "estimated",
+            why="the loss of 200 steps agrees",
+            to_prove="no metric is known; add validation data and a metric",
+        ),
+    ]
+    return ENVIRONMENT | {
+        "kind": "tune",
+        "task": "long.py:task",
+        "verdict": "faster",
+        "evidence": "exact",
+        "recipe": exact,
+        "recipe_file": "runs/tune-long/recipe.toml",
+        "out": "runs/tune-long",
+        "speedup": interval(2.26, 0.06),
+        "frontier": frontier,
+        "training_seconds": {"baseline": 43440.0, "tuned": 19200.0, "low": 17400.0, "high": 20400.0},
+        "training_measured": False,
+        "price_per_hour": 2.5,
+        "money": {"baseline": 30.17, "tuned": 13.33},
+        "trials": [trial("loader_workers:num_workers=2", "systems", "slower", 0.71, "two cores are busy")],
+        "search_seconds": 121.0,
+        "budget_seconds": 120.0,
+        "break_even_runs": 0.01,
+        "expected_runs": 10,
+    }
+
+
+def proven() -> dict:
+    """A ``hasten tune`` with recipes of every evidence level."""
+    exact = {"in_memory_batches": {}, "channels_last": {}}
+    full = exact | {"budgeted_schedule": {"factor": 0.5, "peak": 5.0}}
+    frontier = [
+        recipe_of_frontier({}, 1.0, role="baseline"),
+        recipe_of_frontier({"fused_optimizer": {}}, 1.14, "exact", "strong baseline"),
+        recipe_of_frontier(exact, 1.95, "exact", why="in float64 the weights differ by 5e-16"),
+        recipe_of_frontier(exact | {"bfloat16": {}}, 2.31, "precision checked", quality=(-0.0004, -0.0031, 0.0023)),
+        recipe_of_frontier(full, 2.85, "proven", "recommended", (0.0021, -0.0011, 0.0053)),
+        recipe_of_frontier(
+            full | {"bfloat16": {}, "batch_size": {"factor": 4, "rule": "linear"}},
+            4.4,
+            "estimated",
+            quality=(-0.0018, -0.0102, 0.0066),
+            to_prove="5 more seeds, about 12 min: --budget +12m",
+        ),
+    ]
+    return faster() | {
+        "task": "images.py:task",
+        "evidence": "proven",
+        "frontier": frontier,
+        "recipe": full,
+        "contributions": [
+            {"method": "in_memory_batches", "speedup": interval(1.56, 0.05)},
+            {"method": "budgeted_schedule", "speedup": interval(1.45, 0.06)},
+            {"method": "channels_last", "speedup": interval(1.24, 0.03)},
+        ],
+        "speedup": interval(2.85, 0.06),
+        "speedup_over_strong_baseline": interval(2.5, 0.08),
+        "time_to_target": {"baseline": 46.4, "strong_baseline": 40.7, "tuned": 16.3},
+        "curves": {
+            "baseline": [curve(seed, 80.0, 0.976) for seed in (100, 101, 102)],
+            "tuned": [curve(seed, 27.0, 0.978) for seed in (100, 101, 102)],
+        },
+        "training_seconds": {"baseline": 82.0, "tuned": 28.8, "low": 27.1, "high": 30.5},
+        "training_measured": True,
+        "margin_why": "one standard deviation between seeds: no worse than another seed would be",
+        "break_even_runs": 2.8,
+    }
+
+
+def searched() -> dict:
+    """A search of digits from records/ (2026-11-22), shortened; the frontier and its evidence are added by hand."""
+    return json.loads(Path(__file__).with_name("tuned_digits.json").read_text(encoding="utf-8"))
+
+
+def only_estimates() -> dict:
+    """A ``hasten tune`` that has not proven anything yet and is still running."""
+    result = proven()
+    rows = [row | {"role": "" if row["role"] == "recommended" else row["role"]} for row in result["frontier"]]
+    rows = [row | {"evidence": "estimated", "to_prove": "3 more seeds, about 4 min: --budget +4m"} for row in rows[3:]]
+    return no_improvement() | {
+        "task": "images.py:task",
+        "evidence": "",
+        "why": "nothing is proven yet; three recipes are estimated to be faster",
+        "frontier": [*result["frontier"][:1], *rows],
+        "training_seconds": {"baseline": 82.0, "tuned": None, "low": None, "high": None},
+        "training_measured": True,
+        "is_partial": True,
+        "margin_why": result["margin_why"],
     }
 
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.reporting import charts, view_model
+from hasten.reporting import charts, labels, view_model
 from hasten.reporting.result_schema import validate
 from helpers import sample_results as samples
 
@@ -64,6 +64,30 @@ def test_failing_zone_ends_at_the_margin():
         )
         (zone,), dot = of_class(drawing, "rect", "forbidden"), of_class(drawing, "circle", "dot")[0]
         assert (float(dot.get("cx")) < float(zone.get("width"))) is inside
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("mean", "margin"), [(0.0, 0.0033), (0.05, 0.0001), (-0.2, 0.005), (0.0001, 0.05)])
+def test_labels_of_the_gate_do_not_overlap(mean, margin, width):
+    drawing = charts.gate({"mean": mean, "low": mean - 0.05, "high": mean + 0.05}, margin, "", True, width=width)
+    texts = {"".join(each.itertext()): each for each in ET.fromstring(str(drawing)).iter("text")}
+    below, equal = next(text for name, text in texts.items() if name.startswith("margin")), texts["equal quality"]
+    assert float(below.get("x")) + 4 < float(equal.get("x")) or float(below.get("y")) + 15 < float(equal.get("y"))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("baseline", "tuned"), [(8.2, 1.6), (8.2, 8.0), (13.9, 13.8), (0.1, 0.05)])
+@pytest.mark.parametrize("target", [0.97, 0.945, 0.978])
+def test_labels_of_the_curves_do_not_overlap(baseline, tuned, target, width):
+    arms = sample_arms()
+    for arm, time in zip(arms, (baseline, tuned), strict=True):
+        arm["time"] = time
+    drawing = ET.fromstring(str(charts.curves(arms, target, METRIC, width=width)))
+    texts = [each for each in drawing.iter("text") if "halo" in each.get("class")]
+    boxes = [labels.text_box(float(each.get("x")), float(each.get("y")), each.text) for each in texts]
+    assert len(boxes) == 3
+    assert all(a.overlap(b) == 0 for index, a in enumerate(boxes) for b in boxes[index + 1 :])
+    assert all(box.left > 0 and box.right < width + 1 for box in boxes)
 
 
 def test_names_are_escaped():

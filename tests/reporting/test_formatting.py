@@ -78,3 +78,18 @@ def test_format_command_names_external_code():
     assert formatting.train_command("digits", {}, "r.toml") == "hasten train digits"
     command = formatting.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
     assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(None, "–"), (0, "0.00"), (0.0123, "0.012"), (0.1, "0.10"), (12.063, "12.06"), (1234.5, "1,234.50")],
+)
+def test_format_money(value, message):
+    assert formatting.money(value) == message
+
+
+def test_format_intervals_of_seconds_and_differences():
+    assert formatting.seconds_between(17400, 20400) == "4 h 50 min to 5 h 40 min"
+    assert formatting.seconds_between(1.0, None) == "–"
+    assert formatting.differences_between(-0.0011, 0.0053) == "−0.0011 to +0.0053"
+    assert formatting.differences_between(None, 1.0) == ""

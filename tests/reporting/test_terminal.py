@@ -13,6 +13,10 @@ from helpers import sample_results as samples
 ANSWERS = {
     "faster": (terminal.tune_answer, samples.faster),
     "no improvement": (terminal.tune_answer, samples.no_improvement),
+    "exact": (terminal.tune_answer, samples.exact_only),
+    "proven": (terminal.tune_answer, samples.proven),
+    "only estimates": (terminal.tune_answer, samples.only_estimates),
+    "searched": (terminal.tune_answer, samples.searched),
     "compare": (terminal.compare_answer, samples.compared),
     "diagnose": (terminal.diagnose_answer, samples.diagnosed),
     "train": (terminal.train_answer, samples.trained),
@@ -46,11 +50,10 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
             [
                 "5.1× faster",
                 "1.6 s instead of 8.2 s",
-                "4.6 to 5.7×",
+                "5.1× (4.6 to 5.7×) +0.0021 (−0.0011 to +0.0053) proven recommended: budgeted_schedule:factor=0.35",
                 "0.9752",
-                "4.4×",
-                "Break-even after 23 runs",
-                "strong baseline 4.4× (4.0 to 4.9×) over fused_optimizer",
+                "1.16× – strong baseline: fused_optimizer",
+                "pays after 23 trainings, but only 10 are expected",
                 "in_memory_batches 2.6×",
                 "znorm",
                 "Run directory: runs/tune-digits; report: hasten report runs/tune-digits hasten train digits",
@@ -77,6 +80,41 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "from step 2,900 1.50× (1.35 to 1.65×)",
                 "730 ms",
                 "270 ms",
+            ],
+        ),
+            "exact",
+            [
+                "5 h 20 min instead of 12 h 4 min long.py:task with channels_last + in_memory_batches + malloc_tuning",
+                "takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3× faster (2.1 to 2.5×)",
+                "Evidence: exact (bit-exact or the same formula",
+                "1.00× – baseline: the task as it is",
+                "2.3× (2.1 to 2.4×) unchanged exact recommended: channels_last",
+                "3.1× (2.9 to 3.3×) – estimated bfloat16 + channels_last",
+                "to prove it: no metric is known",
+                "price 13.33 instead of 30.17 for a training, at 2.50 an hour",
+                "search took 2 min 1 s; blocks differ by 3.1 %. It pays after 1 training.",
+            ],
+        ),
+        (
+            "proven",
+            [
+                "29 s instead of 1 min 22 s",
+                "takes 27 s to 30 s, measured",
+                "2.3× (2.2 to 2.4×) −0.0004 (−0.0031 to +0.0023) precision checked",
+                "recommended: budgeted_schedule:factor=0.5,peak=5.0 + channels_last + in_memory_batches",
+                "to prove it: 5 more seeds, about 12 min: --budget +12m",
+                "margin 0.005, one standard deviation between seeds",
+                "It pays after 3 trainings.",
+            ],
+        ),
+        (
+            "only estimates",
+            [
+                "No improvement, so far",
+                "4.4× (4.1 to 4.7×) −0.0018 (−0.0102 to +0.0066) estimated",
+                "to prove it: 3 more seeds, about 4 min: --budget +4m",
+                "a training takes 1 min 22 s",
+                "It has not ended; this is the best answer so far.",
             ],
         ),
         (
@@ -124,14 +162,20 @@ def test_unsuccessful_trials_that_ran_are_listed_first():
     assert "channels_last" not in listed, "methods that were not tried are only counted"
 
 
-def test_longest_bar_is_that_of_the_longest_time():
-    lines = printed(terminal.tune_answer(samples.faster())).splitlines()
-    bars = {
-        line.split()[0]: line.count("█")
-        for line in lines
-        if line.strip().startswith(("baseline", "strong baseline", "tuned"))
-    }
-    assert bars["baseline"] == 40 and bars["tuned"] == int(40 * 1.6 / 8.2)
+def test_values_of_the_frontier_are_aligned():
+    lines = printed(terminal.tune_answer(samples.proven())).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.strip().startswith("speed-up"))
+    values = [line for line in lines[start : start + 20] if "×" in line]
+    assert len(values) == 6 and len({line.index("×") for line in values}) == 1
+    assert len({line.index("(") for line in values if "(" in line}) == 1
+    assert len({line.index("(−") for line in values if "(−" in line}) == 1
+
+
+def test_unproven_recipe_is_not_recommended():
+    result = samples.proven() | {"quality": samples.proven()["quality"] | {"passed": False}}
+    text = printed(terminal.tune_answer(result))
+    assert "Faster, but worse quality" in text and "instead of" not in text and "hasten train" not in text
+    assert "4.4×" in text, "the frontier is shown all the same"
 
 
 def test_hostile_names_are_printed_unchanged():

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from hasten.reporting import view_model
+from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.result_schema import validate
 from helpers import sample_results as samples
 
@@ -68,11 +69,68 @@ def test_samples_saved_are_listed_as_source_of_the_gain():
     assert speed["samples"] == pytest.approx(24000 / 17000)
 
 
-def test_break_even_counts_the_runs_to_come():
+def test_break_even_counts_the_trainings_to_come():
     result = validate(samples.faster())
-    assert "does not pay" in view_model.break_even(result)
-    assert "so the search pays" in view_model.break_even(result | {"expected_runs": 40})
-    assert "no break-even" in view_model.break_even(validate(samples.no_improvement()))
+    assert view_model.break_even(result) == "It pays after 23 trainings, but only 10 are expected."
+    assert view_model.break_even(result | {"expected_runs": 40}) == "It pays after 23 trainings."
+    assert view_model.break_even(result | {"break_even_runs": 0.2}) == "It pays after 1 training."
+    assert view_model.break_even(result | {"break_even_runs": 2.1}) == "It pays after 3 trainings."
+    assert "does not pay" in view_model.break_even(validate(samples.no_improvement()))
+    assert view_model.break_even(validate(samples.only_estimates())) == "", (
+        "a search that runs may still find something"
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "passed", "expected"),
+    [
+        ("", True, True),
+        ("", None, False),
+        ("proven", None, False),
+        ("proven", True, True),
+        ("exact", None, True),
+        ("precision checked", False, True),
+        ("estimated", False, True),
+        ("a new level", None, False),
+    ],
+)
+def test_recipe_is_recommended_with_the_evidence_of_its_level(evidence, passed, expected):
+    result = validate(samples.faster() | {"evidence": evidence})
+    result["quality"]["passed"] = passed
+    assert view_model.is_recommended(result) is expected
+    assert not view_model.is_recommended(result | {"verdict": "no improvement"})
+
+
+def test_headline_states_the_times_of_a_training():
+    result = validate(samples.exact_only())
+    assert view_model.tune_headline(result) == "5 h 20 min instead of 12 h 4 min"
+    assert view_model.tune_headline(result | {"is_partial": True}).endswith("12 h 4 min, so far")
+    assert view_model.tune_headline(result | {"evidence": "estimated"}).endswith("12 h 4 min, estimated")
+    assert view_model.tune_headline(validate({"kind": "tune", "is_partial": True})) == "No answer yet"
+
+
+def test_frontier_goes_from_the_slowest_to_the_fastest():
+    result = validate(samples.proven())
+    rows = frontier_rows(result | {"frontier": result["frontier"][::-1]})
+    assert [row["number"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["role"] for row in rows] == ["baseline", "strong baseline", "", "", "recommended", ""]
+    assert [row["height"] for row in rows] == [0.0, 0.0, 0.0, -0.0004, 0.0021, -0.0018]
+    assert rows[0]["text"] == "the task as it is" and rows[2]["text"] == "channels_last + in_memory_batches"
+
+
+def test_quality_that_nobody_measured_has_no_height():
+    rows = frontier_rows(validate(samples.exact_only()))
+    assert [row["change"] for row in rows] == ["\u2013", "unchanged", "unchanged", "\u2013"]
+    assert not any(row["change_interval"] for row in rows)
+    assert rows[-1]["height"] is None, "an estimated recipe may change the quality"
+
+
+def test_frontier_of_an_older_result_is_made_from_its_speedups():
+    baseline, strong, best = frontier_rows(validate(samples.faster()))
+    assert (baseline["role"], strong["role"], best["role"]) == ("baseline", "strong baseline", "recommended")
+    assert strong["speedup"]["median"] == pytest.approx(5.12 / 4.43) and strong["evidence"] == ""
+    assert best["evidence"] == "proven" and best["quality"]["mean"] == 0.0021
+    assert frontier_rows(validate(samples.no_improvement())) == []
 
 
 def test_measured_trials_come_before_excluded_ones():

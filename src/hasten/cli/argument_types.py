@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_PROCESSES = 4096
 DEFAULT_RESTARTS = 3
+EVIDENCE = ("exact", "precision", "proven", "estimated")  # levels of --evidence, strongest first
 
 
 def duration(text: str) -> float:
@@ -34,6 +35,26 @@ def timeout(text: str) -> float:
     if seconds < 1:
         raise ArgumentTypeError(f"must be at least 1s, not {text!r}")
     return seconds
+
+
+def search_budget(text: str) -> float | str:
+    """Parse a duration to seconds; ``+10m``, which continues a search, is checked and stays a text."""
+    if text.startswith("+"):
+        duration(text[1:])
+        return text
+    return duration(text)
+
+
+def evidence_level(text: str) -> str:
+    """Check that ``text`` is one of EVIDENCE; returns it."""
+    if text not in EVIDENCE:
+        raise ArgumentTypeError(f"must be {', '.join(EVIDENCE[:-1])} or {EVIDENCE[-1]}, not {text!r:.40}")
+    return text
+
+
+def price(text: str) -> float:
+    """Parse an amount of money above 0."""
+    return _positive_number(text, "an amount of money above 0, such as 2.50")
 
 
 def positive_int(text: str) -> int:
@@ -70,13 +91,7 @@ def seed(text: str) -> int:
 
 def margin(text: str) -> float:
     """Parse a number above 0, in the metric's unit. 0 could not be passed: the metric is never free of noise."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be a positive number in the metric's unit, not {text!r}")
-    return value
+    return _positive_number(text, "a positive number in the metric's unit")
 
 
 def directory(text: str) -> str:
@@ -228,6 +243,16 @@ def _integer(text: str, low: int, high: int) -> int:
     if not re.fullmatch(r"\d{1,10}", text.strip()) or not low <= int(text) <= high:
         raise ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r:.40}")
     return int(text)
+
+
+def _positive_number(text: str, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"must be {expected}, not {text!r:.40}")
+    return value
 
 
 def _absolute_name(method: str, base: Path) -> str:

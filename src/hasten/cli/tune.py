@@ -1,6 +1,7 @@
 """Searches for methods that make a task faster at equal quality, and proves the result; or finds that nothing does."""
 
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
@@ -17,15 +18,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
     parser.add_argument(
         "--budget",
-        type=types.duration,
+        type=types.search_budget,
         metavar="TIME",
-        help="time for the search, such as 10m (default: the time of a few runs of the task)",
+        help="time for the search, such as 10m; +10m continues a search for 10 more minutes (default: it depends on "
+        "the time of a training)",
+    )
+    parser.add_argument(
+        "--evidence",
+        type=types.evidence_level,
+        metavar="LEVEL",
+        help="recommend only recipes with at least this evidence: exact, precision, proven or estimated (default: the "
+        "highest level that the budget can reach)",
+    )
+    parser.add_argument(
+        "--price-per-hour",
+        type=types.price,
+        metavar="MONEY",
+        help="price of an hour on this machine; the answer then states the price of a training, too",
     )
     parser.add_argument(
         "--margin",
         type=types.margin,
         metavar="M",
-        help="how much worse the metric may become, in its own unit (default: 0.5 %% of the metric)",
+        help="how much worse the metric may become, in its own unit (default: the larger of 0.5 %% of the metric and "
+        "one standard deviation between seeds)",
     )
     parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
@@ -55,8 +71,9 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Search; the exit code is 0 only for the verdict "faster"."""
     from hasten.tuning.tune import tune
 
+    wishes = {"evidence": options.evidence, "price_per_hour": options.price_per_hour}
     try:
-        result = tune(
+        result: Any = tune(
             options.task,
             budget=options.budget,
             margin=options.margin,
@@ -69,6 +86,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             device=options.device,
             seed=options.seed,
             watch=watch,
+            **{name: wish for name, wish in wishes.items() if wish is not None},
         )
     except KeyboardInterrupt:
         raise RunError("interrupted; the same command continues the search, and every finished trial is kept") from None

@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
+from hasten.reporting.labels import LETTER, LINE, Box, Point, best_box, covered, text_box
 from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import ARMS, Json
 
@@ -53,14 +54,11 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
     parts.append(clipped(left, top, width - left - right, height - top - bottom, lines))
     if target is not None:
         y = at(0, target)[1]
-        # at the right end the curves are on the better side
-        worse_side = y + 17 if metric["higher_is_better"] else y - 8
-        label = f"target {formatting.plain(target, metric['unit'])}"
         parts.append(line(left, y, width - right, y, "target"))
-        parts.append(text(width - right, worse_side, label, "small halo end"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
-        timed = [arm for arm in arms if arm["time"] is not None]
-        parts += _drops(timed, at, target, (top, floor_y), metric["higher_is_better"], width)
+        avoided = [covered([at(*point) for point in thin_out(points)]) for arm in arms for points in arm["lines"]]
+        label = f"target {formatting.plain(target, metric['unit'])}"
+        parts += _target_labels(arms, at, target, label, [*set().union(*avoided)], Box(left, top, width, floor_y))
     return svg(width, height, f"{name} over wall-clock time", _curves_text(arms, target), parts)
 
 
@@ -124,7 +122,7 @@ def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Ma
 
 def gate(difference: Json, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
     """Draws the interval of the difference in quality (tuned minus baseline; positive is better) and the margin."""
-    height, y = 112, 50
+    height, y = 122, 50
     mean = difference["mean"]
     low, high = (difference[key] if difference[key] is not None else mean for key in ("low", "high"))
     right = max(high * 1.15, margin * 1.3, 1e-12)
@@ -134,15 +132,18 @@ def gate(difference: Json, margin: float, unit: str, passed: bool | None, width:
         return (value - left) / (right - left) * width
 
     kind, limit, limit_x = "tuned" if passed else "bad", formatting.plain(margin, unit, 2), at(-margin)
+    margin_label = f"margin {formatting.MINUS}{limit}"
+    margin_end = max(limit_x, LETTER * len(margin_label))
+    is_close = at(0) < margin_end + 8  # the two labels would overlap
     shown, *ends = (formatting.metric(value, unit, signed=True) for value in (mean, low, high))
     parts = [
         box(0, 22, max(limit_x, 0), 56, "forbidden"),
         text(8, 14, "worse than the margin: fails", "tick"),
         line(0, 78, width, 78, "axis"),
         line(limit_x, 22, limit_x, 84, "limit"),
-        text(limit_x, 100, f"margin {formatting.MINUS}{limit}", "tick end" if limit_x > 100 else "tick"),
+        text(margin_end, 100, margin_label, "tick end"),
         line(at(0), 22, at(0), 84, "axis"),
-        text(at(0), 100, "equal quality", "tick"),
+        text(at(0), 117 if is_close else 100, "equal quality", "tick"),
         *whisker(at(low), at(high), y, 8, f"interval {kind}"),
         dot(at(mean), y, 6, f"dot {kind}"),
         text(min(max(at(mean), 40), width - 40), y - 14, shown, f"value middle halo {kind}"),
@@ -207,25 +208,34 @@ def _metric_range(values: list[float], target: float | None, higher: bool) -> tu
     return low - pad, high + pad
 
 
-def _drops(
+def _target_labels(
     arms: Sequence[Json],
-    at: Callable[[float, float], tuple[float, float]],
+    at: Callable[[float, float], Point],
     target: float,
-    edges: tuple[float, float],
-    higher: bool,
-    width: int,
+    label: str,
+    avoided: Sequence[Box],
+    inside: Box,
 ) -> list[Markup]:
-    """A vertical line from the target to the edge on the worse side, with the arm's name and time."""
-    parts = []
-    for index, arm in enumerate(sorted(arms, key=lambda arm: -arm["time"])):
-        x, y = at(arm["time"], target)
-        label = f"{arm['label']} {formatting.seconds(arm['time'])}"
-        at_right = x + 8 * len(label) + 7 > width
-        text_y = edges[1] - 10 - 19 * index if higher else edges[0] + 14 + 19 * index
-        parts.append(line(x, y, x, edges[1] if higher else edges[0], f"drop {_arm_class(arm)}"))
-        kind = f"label halo {_arm_class(arm)}{' end' if at_right else ''}"
-        parts.append(text(x + (-7 if at_right else 7), text_y, label, kind))
-    return parts
+    """The label of the target line, and for each arm a line from the time axis to the target with its name and time."""
+    target_y = at(0, target)[1]
+    ends = [text_box(inside.right - 14, y, label, "end") for y in (target_y + 17, target_y - 7)]
+    ends += [text_box(inside.left + 6, y, label) for y in (target_y - 7, target_y + 17)]
+    placed = [best_box([(index, area) for index, area in enumerate(ends)], [], avoided, inside)]
+    lines, texts = [], [text(placed[0].left, placed[0].bottom - 4, label, "small halo")]
+    for arm in sorted((arm for arm in arms if arm["time"] is not None), key=lambda arm: -arm["time"]):
+        x, content = at(arm["time"], target)[0], f"{arm['label']} {formatting.seconds(arm['time'])}"
+        best = best_box(_beside(x, content, inside), placed, avoided, inside)
+        placed.append(best)
+        lines.append(line(x, min(target_y, best.top + 4), x, inside.bottom, f"drop {_arm_class(arm)}"))
+        texts.append(text(best.left, best.bottom - 4, content, f"label halo {_arm_class(arm)}"))
+    return lines + texts
+
+
+def _beside(x: float, content: str, inside: Box) -> list[tuple[float, Box]]:
+    """(cost, box) of a text at the right or left of a vertical line; lower is cheaper."""
+    heights = range(int(inside.bottom) - 8, int(inside.top) + LINE, -10)
+    right = [((inside.bottom - y) / 20, text_box(x + 7, y, content)) for y in heights]
+    return [*right, *((7 + (inside.bottom - y) / 20, text_box(x - 7, y, content, "end")) for y in heights)]
 
 
 def _time_unit(longest: float) -> tuple[str, float]:

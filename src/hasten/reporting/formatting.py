@@ -19,6 +19,11 @@ def seconds(value: float | None) -> str:
     return _two_units(rounded, "min", "s") if rounded < 3600 else _two_units(round(value / 60), "h", "min")
 
 
+def seconds_between(low: float | None, high: float | None) -> str:
+    """``4 h 50 min to 5 h 40 min``; an en dash if an end is unknown."""
+    return UNKNOWN if low is None or high is None else f"{seconds(low)} to {seconds(high)}"
+
+
 def ratio(value: float | None) -> str:
     """A ratio as text: ``1.04x``, ``23x``, with a true multiplication sign; an en dash for None."""
     return UNKNOWN if value is None else f"{_ratio_digits(value)}{TIMES}"
@@ -51,6 +56,20 @@ def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
     sign, kind = "+" if signed else "", ".4g" if abs(value) >= 10 else ".4f"
     number = f"{value:{sign}{kind}}".replace("-", MINUS)
     return f"{number} {unit}".strip()
+
+
+def differences_between(low: float | None, high: float | None) -> str:
+    """The interval of a difference as text: ``-0.0011 to +0.0053``; empty if an end is unknown."""
+    if low is None or high is None:
+        return ""
+    return f"{metric(low, signed=True)} to {metric(high, signed=True)}"
+
+
+def money(value: float | None) -> str:
+    """An amount of money as text: two decimals, or two significant digits below 0.1; an en dash for None."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.2f}" if value >= 0.095 or value == 0 else _digits(value, 2)
 
 
 def plain(value: float | None, unit: str = "", digits: int = 4) -> str:

@@ -13,8 +13,9 @@ from markupsafe import Markup, escape
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.reporting import charts, formatting, view_model
-from hasten.reporting.result_schema import Fact, coerce, read_json, read_result
+from hasten.reporting import charts, formatting, frontier_chart, view_model
+from hasten.reporting.frontier import frontier_rows
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact, coerce, read_json, read_result
 from hasten.reporting.view_model import Json
 
 FILE_NAME = "report.html"
@@ -53,7 +54,7 @@ def report(folder: str | Path) -> Path:
 def _tune(result: Json) -> Json:
     metric, quality = result["metric"], result["quality"]
     higher = metric["higher_is_better"] is not False
-    won, headline = view_model.is_proven_faster(result), view_model.tune_headline(result)
+    won, headline = view_model.is_recommended(result), view_model.tune_headline(result)
     arms = view_model.arms(result["curves"], metric["target"], higher, result["time_to_target"])
     phases, ceilings = result["step_profile"], view_model.ceiling_medians(result["ceilings"])
     rows = view_model.step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
@@ -63,13 +64,23 @@ def _tune(result: Json) -> Json:
     steps = view_model.staircase(baseline, tuned, view_model.contributions(result)) if won else []
     curves = _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
     strong_baseline = Recipe(result["strong_baseline_recipe"])
+    rows_of_frontier = frontier_rows(result)
+    chart = (frontier_chart.frontier, rows_of_frontier, metric, quality["margin"])
+    drawn = _drawings(*chart) if len(rows_of_frontier) > 1 else ()
     return {
         "title": f"{headline}: {result['task']}",
         "headline": headline,
         "won": won,
         "times": {"baseline": baseline, "tuned": tuned},
         "strong_baseline": formatting.shorten(str(strong_baseline), 80) if strong_baseline else "",
+        "training": view_model.training_times(result),
+        "evidence_meaning": EVIDENCE_LEVELS.get(result["evidence"], ""),
         "sentence": view_model.tune_sentence(result),
+        "prices": view_model.prices(result),
+        "frontier": rows_of_frontier,
+        "frontier_chart": drawn,
+        "has_quality": frontier_chart.has_quality(rows_of_frontier),
+        "legend": frontier_chart.legend(rows_of_frontier),
         "goal": view_model.target_text(metric),
         "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
         "best": view_model.best_trial(result["trials"]),
@@ -88,6 +99,7 @@ def _tune(result: Json) -> Json:
         "stages": view_model.stages(result["trials"]),
         "domain": view_model.ratio_domain([trial["ratio"] for trial in result["trials"]]),
         "break_even": view_model.break_even(result),
+        "break_even_runs": view_model.break_even_runs(result),
     }
 
 
@@ -215,7 +227,12 @@ def _with_fixed_spaces(function: Callable[..., str]) -> Callable[..., str]:
 
 def _breakable(name: str) -> Markup:
     """HTML of a name that the browser may wrap after punctuation."""
-    return Markup(re.sub(r"([:/,_])", r"\1<wbr/>", str(escape(name))))
+    return Markup(re.sub(r"([:/,])", r"\1<wbr/>", str(escape(name))))
+
+
+def _with_code(sentence: str) -> Markup:
+    """HTML of a sentence; options of the command line in it are code that does not wrap."""
+    return Markup(re.sub(r"(--[\w-]+(?: \+?\d\w*)?)", r'<code class="nowrap">\1</code>', str(escape(sentence))))
 
 
 @cache
@@ -225,7 +242,8 @@ def _templates() -> Environment:
     environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
-    for function in (charts.phase_class, charts.ratio_mark, view_model.is_success, formatting.between):
+    functions = (charts.phase_class, charts.ratio_mark, frontier_chart.small_mark, view_model.is_success)
+    for function in (*functions, formatting.between):
         environment.globals[function.__name__] = function
-    environment.globals["breakable"] = _breakable
+    environment.globals |= {"breakable": _breakable, "with_code": _with_code}
     return environment

@@ -113,7 +113,8 @@ class FrontierRecipe(TypedDict, total=False):
     """A non-dominated recipe, the baseline or the strong baseline.
 
     ``evidence`` is one of EVIDENCE_LEVELS, or "" where nothing is claimed; ``role`` is one of FRONTIER_ROLES.
-    ``speedup`` is that of the whole training over the baseline. ``quality`` is None where none was measured.
+    ``speedup`` is over the baseline: of the time to the target where whole runs were made, else of the whole training.
+    ``quality`` is None where none was measured.
     """
 
     recipe: Recipe

@@ -40,6 +40,20 @@ def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
     return indented(table)
 
 
-def indented(renderable: RenderableType) -> Padding:
-    """The renderable, indented by two characters."""
-    return Padding(renderable, (0, 0, 0, 2))
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """Each row as one line, its cells as wide as their columns; columns whose index is in ``right`` end aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            if width
+        )
+        for row in rows
+    )
+    return [line.rstrip() for line in lines]
+
+
+def indented(renderable: RenderableType, by: int = 2) -> Padding:
+    """The renderable, indented by ``by`` characters."""
+    return Padding(renderable, (0, 0, 0, by))

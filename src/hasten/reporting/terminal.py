@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from hasten.core.card import FACTS, PHASES, TRAITS, Exactness
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
+from hasten.reporting.frontier import evidence_text, frontier_rows
 from hasten.reporting.result_schema import validate
-from hasten.reporting.rich_layout import BOLD, DIM, bar, grid, headline, indented, pairs
+from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs
 from hasten.reporting.terminal_operations import operations_table
 from hasten.reporting.view_model import Json
 
@@ -32,25 +32,46 @@ EXACTNESS_MEANINGS = {
 
 
 def tune_answer(result: Json) -> RenderableType:
-    """The verdict of ``tune``, the contribution of each method, and the unsuccessful trials."""
+    """What a training gains, how sure it is, the frontier, and the unsuccessful trials."""
     result = validate(result)
-    won = view_model.is_proven_faster(result)
+    won, evidence = view_model.is_recommended(result), evidence_text(result["evidence"])
     parts: list[RenderableType] = [
         headline(view_model.tune_headline(result), result["task"], won),
+        *([Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD))] if won else []),
         Text(view_model.tune_sentence(result)),
+        *([Text(f"Evidence: {evidence}.")] if won and evidence else []),
+        *frontier_table(frontier_rows(result)),
         Text(),
+        pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
     ]
-    if won:
-        parts += [_times_to_target(result["time_to_target"]), pairs(_evidence(result))]
-        parts += _contributions(view_model.contributions(result))
-    else:
-        best = view_model.best_trial(view_model.unsuccessful(result["trials"]))
-        rows = [*_single_process(result), _search_cost(result)]
-        if best:
-            outcome = f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}"
-            rows.insert(0, ("best trial", outcome))
-        parts.append(pairs(rows))
-    return Group(*parts, *_unsuccessful(result["trials"]), *_next_commands(result, won))
+    shares = _contributions(view_model.contributions(result)) if won else []
+    return Group(*parts, *shares, *_unsuccessful(result["trials"]), *_next_commands(result, won))
+
+
+def frontier_table(rows: Sequence[Json]) -> list[RenderableType]:
+    """Rows of ``frontier_rows``: a line of values for each, and its recipe below; nothing without rows."""
+    if not rows:
+        return []
+    cells = [("speed-up", "", "quality", "", "evidence")]
+    for row in rows:
+        ratio, interval = formatting.ratio(row["speedup"]["median"]), formatting.between(row["speedup"])
+        interval, change_interval = map(_in_brackets, (interval, row["change_interval"]))
+        cells.append((ratio, interval, row["change"], change_interval, row["evidence"]))
+    if all(row["change"] == formatting.UNKNOWN for row in rows):
+        cells = [(*row[:2], "", "", row[-1]) for row in cells]
+    head, *lines = aligned(cells, right=(0, 2))
+    parts: list[RenderableType] = [Text(), indented(Text(head, DIM))]
+    for row, line in zip(rows, lines, strict=True):
+        style = GOOD if row["role"] == "recommended" else ""
+        role = f"{row['role']}: " if row["role"] else ""
+        parts += [indented(Text(line, style)), indented(Text.assemble((role, style or DIM), (row["text"], DIM)), 6)]
+        if row["to_prove"]:
+            parts.append(indented(Text(f"to prove it: {row['to_prove']}", DIM), 6))
+    return parts
+
+
+def _in_brackets(interval: str) -> str:
+    return "" if interval in ("", formatting.UNKNOWN) else f"({interval})"
 
 
 def compare_answer(result: Json) -> RenderableType:
@@ -204,30 +225,39 @@ def advice_table(advice: Sequence[Json]) -> list[RenderableType]:
     return parts
 
 
-def _times_to_target(times: Mapping[str, float | None]) -> RenderableType:
-    longest = max((value for value in times.values() if value), default=None)
-    table = Table.grid(padding=(0, 2))
-    for arm in view_model.ARMS:
-        time = times.get(arm)
-        if longest and time is not None:
-            style = "cyan" if arm == "tuned" else DIM
-            seconds = Text(formatting.seconds(time), no_wrap=True)
-            table.add_row(Text(arm.replace("_", " "), no_wrap=True), bar(time / longest, BAR_WIDTH, style), seconds)
-    return Group(indented(table), Text()) if table.row_count else Text()
+def _won_facts(result: Json) -> list[tuple[str, str]]:
+    metric, quality = result["metric"], result["quality"]
+    rows = []
+    if quality["tuned"] is not None:
+        tuned, baseline = (formatting.metric(quality[arm], metric["unit"]) for arm in ("tuned", "baseline"))
+        rows.append((metric["name"] or "metric", f"{tuned}, baseline {baseline}"))
+    return [*rows, *_effects(result["effects"])]
 
 
-def _evidence(result: Json) -> list[tuple[str, str]]:
-    metric, quality, over_strong = result["metric"], result["quality"], result["speedup_over_strong_baseline"]
-    tuned, baseline = (formatting.metric(quality[arm], metric["unit"]) for arm in ("tuned", "baseline"))
-    margin = formatting.plain(quality["margin"], metric["unit"], 2)
-    rows = [
-        ("speed-up", f"{formatting.between(result['speedup'])}, 95 % interval{_noise(result['system_noise'])}"),
-        ("quality", f"{metric['name'] or 'metric'} {tuned}, baseline {baseline}, margin {margin}: passed"),
-    ]
-    if over_strong["median"] is not None:
-        strong = str(Recipe(result["strong_baseline_recipe"]) or "the task without methods")
-        rows.append(("strong baseline", f"{formatting.with_interval(over_strong)} over {strong}"))
-    return [*rows, *_effects(result["effects"]), *_single_process(result), _search_cost(result)]
+def _best_trial(result: Json) -> list[tuple[str, str]]:
+    """The fastest trial that was not adopted, of a search without a frontier."""
+    best = None if result["frontier"] else view_model.best_trial(view_model.unsuccessful(result["trials"]))
+    return (
+        [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
+        if best
+        else []
+    )
+
+
+def _facts(result: Json) -> list[tuple[str, str]]:
+    """What is worth knowing with a recipe and without one: margin, time and price of a training, and of the search."""
+    rows, quality, seconds = [], result["quality"], result["training_seconds"]["baseline"]
+    if quality["margin"] is not None:
+        margin = formatting.plain(quality["margin"], result["metric"]["unit"], 2)
+        rows.append(("margin", f"{margin}{', ' if result['margin_why'] else ''}{result['margin_why']}"))
+    if seconds is not None and not view_model.is_recommended(result):
+        source = "" if result["training_measured"] else ", predicted from measured steps"
+        rows.append(("a training", f"takes {formatting.seconds(seconds)}{source}"))
+    if prices := view_model.prices(result):
+        before, tuned, hour = prices
+        amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
+        rows.append(("price", f"{amount} for a training, at {hour} an hour"))
+    return [*rows, *_single_process(result), *_search_cost(result)]
 
 
 def _effects(effects: Json) -> list[tuple[str, str]]:
@@ -235,8 +265,15 @@ def _effects(effects: Json) -> list[tuple[str, str]]:
     return [("effect" if index == 0 else "", f"{name}: {seen}") for index, (name, seen) in enumerate(effects.items())]
 
 
-def _search_cost(result: Json) -> tuple[str, str]:
-    return "search", f"took {formatting.seconds(result['search_seconds'])}. {view_model.break_even(result)}"
+def _search_cost(result: Json) -> list[tuple[str, str]]:
+    if result["search_seconds"] is None:
+        return []
+    took = f"took {formatting.seconds(result['search_seconds'])}{_noise(result['system_noise'])}"
+    pays = view_model.break_even(result)
+    rows = [("search", f"{took}. {pays}" if pays else f"{took}.")]
+    if result["is_partial"]:
+        rows.append(("", "It has not ended; this is the best answer so far."))
+    return rows
 
 
 def _single_process(result: Json) -> list[tuple[str, str]]:
@@ -288,10 +325,8 @@ def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
 
 
 def _next_commands(result: Json, won: bool) -> list[RenderableType]:
-    """The recipe, the run directory, and the commands that make the report and train with the recipe."""
+    """The run directory, and the commands that make the report and train with the recipe."""
     parts, recipe = [], result["recipe"] if won else {}
-    if recipe:
-        parts.append(Text(f"Recipe: {Recipe(recipe)}", style=DIM))
     if result["out"]:
         report = f"hasten report {shlex.quote(result['out'])}"
         parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))

@@ -1,0 +1,64 @@
+"""Recipes that made similar tasks faster before: the first candidates of a search.
+
+``experience.toml`` holds them by facts of the task. ``benchmarks/make_experience.py`` writes it from the records.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hasten.core.card import FACTS, Exactness
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import DISTRIBUTED, method_class
+
+TABLE = Path(__file__).with_name("experience.toml")
+LARGE_SHARE = 0.15  # of the time of a step, from which a phase counts as large
+LARGE_PHASES = {"input": "large_input_share", "optimizer_step": "large_optimizer_share"}  # the latter: short steps
+COMPARED = ("cpu", "cuda", DISTRIBUTED, "convolutions", "repeated_blocks", "indexed_samples", *LARGE_PHASES.values())
+EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
+
+
+def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str) -> list[Recipe]:
+    """Recipes that made similar tasks faster, most similar task first; between equally similar ones the faster first.
+
+    Args:
+        facts: those that hold for the task (keys of ``hasten.core.card.FACTS``).
+        phases: phase -> share of the step (0 to 1), as ``diagnose`` measures it; may be empty.
+        device: "cpu", "cuda" or "cuda:1".
+
+    Returns:
+        Recipes of methods that apply to the task, none twice. ``is_exact`` separates those that keep the numbers.
+    """
+    holds = frozenset(facts) | {device.partition(":")[0]}
+    words = compared_words(holds, phases)
+    rows = [row for row in _rows() if (DISTRIBUTED in row["facts"]) == (DISTRIBUTED in words)]
+    rows.sort(key=lambda row: (len(words ^ frozenset(row["facts"])), -row["speedup"]))
+    recipes: list[Recipe] = []
+    for row in rows:
+        recipe = _applicable(Recipe.parse(row["recipe"]), holds)
+        if recipe and recipe not in recipes:
+            recipes.append(recipe)
+    return recipes
+
+
+def is_exact(recipe: Recipe) -> bool:
+    """Whether every method of the recipe is bit-exact or computes the same formula."""
+    return all(method_class(name).card.exactness in EXACT for name in recipe.methods)
+
+
+def compared_words(facts: Iterable[str], phases: Mapping[str, float]) -> frozenset[str]:
+    """What two tasks are compared by: the facts among COMPARED, and the phases that take a large part of the step."""
+    large = {word for phase, word in LARGE_PHASES.items() if (phases.get(phase) or 0.0) >= LARGE_SHARE}
+    return frozenset(facts) & frozenset(COMPARED) | large
+
+
+def _applicable(recipe: Recipe, facts: frozenset[str]) -> Recipe:
+    """The recipe without methods whose card asks for facts that do not hold."""
+    return recipe.drop(*(name for name in recipe.methods if method_class(name).card.applies_to & FACTS.keys() - facts))
+
+
+@cache
+def _rows() -> list[Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))["composition"]
