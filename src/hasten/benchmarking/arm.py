@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
-from hasten.core.errors import ConfigurationError, PeerFailure
+from hasten.core.errors import PeerFailure
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
@@ -224,7 +224,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
-    Returns ``seconds``, and the ``plan`` of ``Arm.build``. After ``timeout`` seconds of silence a group of several
+    Returns ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``. After ``timeout``
+    seconds of silence a group of several
     processes counts as hanging. ``deadline`` is a time of ``time.monotonic``.
 
     Raises:
@@ -236,10 +237,9 @@ def estimate(
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
-    samples = plan["samples_per_epoch"]
-    if samples is None:
-        raise ConfigurationError("the training data has no length, which an estimate needs; give the dataset a __len__")
-    samples *= plan["epochs"]
+    if plan["samples_per_epoch"] is None:
+        return {"seconds": None, "plan": plan}
+    samples = plan["samples_per_epoch"] * plan["epochs"]
     evaluations = samples / (plan["evaluate_every"] or plan["samples_per_epoch"])
     seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}

@@ -1,5 +1,6 @@
 """The time that a search may take: a wall clock, shares for its parts, and a deadline for every trial."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,10 @@ class Budget:
         """Seconds within which a new trial may begin."""
         return self.total - self.spent - self.reserved - self.withheld
 
-    def deadline(self) -> float:
-        """Reading of ``time.monotonic`` at which a trial that began now is ended."""
+    def deadline(self) -> float | None:
+        """Reading of ``time.monotonic`` at which a trial that began now is ended; None while the budget is infinite."""
+        if math.isinf(self.total):
+            return None
         return self.clock() + max(0.0, self.total - self.spent - self.reserved)
 
     def check(self, expected: float = 0.0) -> None:

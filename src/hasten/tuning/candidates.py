@@ -13,7 +13,7 @@ from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
-from hasten.tuning.search import EXACT, Candidate, candidate
+from hasten.tuning.systems import EXACT, Candidate, candidate
 
 COMMUNICATION_BOUND = 1.5  # from this speed-up on, methods that reduce communication are tried first
 WARMUP_OPTIONS = {"warmup_steps", "start_powerSGD_iter"}  # options of distributed methods
@@ -32,6 +32,7 @@ class Candidates:
     training: list[Candidate] = field(default_factory=list)
     not_tried: list[tuple[str, str]] = field(default_factory=list)  # (method, reason)
     communication: list[Candidate] = field(default_factory=list)
+    is_restricted: bool = False  # to methods that the user named
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
 
     The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
     """
-    found, only = Candidates(), selection.only
+    found, only = Candidates(is_restricted=selection.only is not None), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
     for advice in diagnosis["advice"]:
         name = advice["method"]

@@ -19,16 +19,18 @@ from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning import gate
+from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
-from hasten.tuning.search import EXACT, Baseline, Incumbents
-from hasten.tuning.study import OutOfBudgetError, Study, exactness_of
+from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
+from hasten.tuning.training import Baseline
 
 SEED_STEP = 1000
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MAX_FINALISTS = 3  # each further one has to pass a stricter gate
 MAX_FURTHER, FURTHER_SHARE = 3, 0.4  # runs of the recipe alone per pair, and their cost relative to an original run
 EXACT_PAIRS = 2  # after a passed exactness check the seeds need only not contradict; what is broken shows in any
-SURELY_FASTER = 1.01
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that has passed
 AGREEMENT = 0.9  # of the speed-up by blocks, which the measured runs must show
 FAR_APART = 0.75  # of it: below, the measured runs count however much they spread
@@ -69,13 +71,13 @@ class Confirmation:
         self.over, self.why = True, why
 
 
-def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: float) -> Confirmation | None:
-    """The fastest recipe that passes; without one the fastest finalist, or None if there is none.
+def confirm(study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float) -> list[Confirmation]:
+    """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
 
     Every attempt is noted. ``seconds`` is the budget of each comparison of speed.
     """
     no_seed = gate.not_passed("no seed was run", baseline.margin)
-    attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(incumbents.recipes)]
+    attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(recipes)]
     try:
         while (index := _next(attempts)) is not None:
             _look(study, attempts[index], index, baseline, seconds)
@@ -93,7 +95,7 @@ def confirm(study: Study, incumbents: Incumbents, baseline: Baseline, seconds: f
         why = attempt.why or ("a faster one passed" if winner else "the budget ended before it was tried")
         ratio = attempt.speedup and attempt.speedup.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
-    return winner or next(iter(attempts), None)
+    return sorted(attempts, key=lambda attempt: attempt is not winner)
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
@@ -156,7 +158,7 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
         return attempt.finish(attempt.comparison["failed"])
     check = {}  # of the whole recipe; impossible if a member may cost quality
     if not _quality_risks(attempt.recipe):
-        check = study.check_exactness(Recipe(), attempt.recipe, _loosest_exactness(attempt.recipe))
+        check = study.check_exactness(Recipe(), attempt.recipe, loosest_exactness(attempt.recipe))
     attempt.looks += 1
     for enough in sorted({EXACT_PAIRS if check.get("passed") else MIN_SEEDS, pairs}):
         try:
@@ -173,12 +175,7 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
 
 
 def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
-    return study.compare_speed(a, b, looks=SPEED_LOOKS, seconds=seconds, salt="confirmation")
-
-
-def _loosest_exactness(recipe: Recipe) -> Exactness:
-    """The exactness class of the whole recipe: the loosest among its methods."""
-    return max((exactness_of(name) for name in recipe.methods), key=list(Exactness).index)
+    return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation")
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
@@ -205,7 +202,7 @@ def further_seeds(seed: int, count: int) -> list[int]:
 
 def _further_per_pair(attempt: Confirmation) -> int:
     """Runs of the recipe alone per pair of runs; more if it is faster. 0 for an exact one, compared seed by seed."""
-    if _loosest_exactness(attempt.recipe) in EXACT:
+    if loosest_exactness(attempt.recipe) in EXACT:
         return 0
     arms = attempt.baseline_runs, attempt.tuned_runs
     original, tuned = (fmean(run["trial_seconds"] for run in runs.values()) for runs in arms)
@@ -221,7 +218,7 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
             return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
         if recipe and run["seconds_to_target"] is None:
             return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
-    is_bit_exact = not _quality_risks(attempt.recipe) and _loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
+    is_bit_exact = not _quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
     tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
     if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"
@@ -282,7 +279,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
             for (_, run), (original, tuned) in zip(arms, pairs, strict=True)
         ]
     attempt.samples = [(original["samples"], tuned["samples"]) for original, tuned in pairs]
-    if _loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
+    if loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
         intervals = [
             tuple(map(_samples_since_last_evaluation, runs, samples))
             for runs, samples in zip(arms, attempt.samples, strict=True)

@@ -58,17 +58,11 @@ def recommended(findings: Sequence[Finding], level: str = DEFAULT_LEVEL) -> Find
 
 def frontier_rows(findings: Sequence[Finding], chosen: Finding | None, strong: Finding | None) -> list[FrontierRecipe]:
     """The frontier for result.json, with the baseline and the strong baseline among its recipes."""
-    itself = {"median": 1.0, "low": 1.0, "high": 1.0}
-    rows: list[FrontierRecipe] = [_row(finding, "recommended" if finding is chosen else "") for finding in findings]
-    if strong is not None and strong.recipe:
-        rows = [row for row in rows if row["role"] or row["recipe"] != strong.recipe.methods]
-        rows.append(_row(strong, "strong baseline"))
-    rows.append(
-        FrontierRecipe(
-            recipe={}, text="baseline", role="baseline", evidence="", speedup=itself, quality=None, why="", to_prove=""
-        )
-    )
-    return rows
+    if strong is not None:
+        findings = [finding for finding in findings if finding is chosen or finding.recipe != strong.recipe]
+    rows = [_row(finding, "recommended" if finding is chosen else "") for finding in findings]
+    rows += [_row(strong, "strong baseline")] if strong is not None else []
+    return [*rows, _row(Finding(Recipe(), "", Ratio(1.0, 1.0, 1.0), ""), "baseline")]
 
 
 def _row(finding: Finding, role: str) -> FrontierRecipe:

@@ -8,7 +8,7 @@ fails closed: a missing, constant or non-finite metric has not passed.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean, variance
+from statistics import fmean, stdev, variance
 
 from scipy.special import stdtr, stdtrit
 
@@ -40,9 +40,17 @@ def not_passed(why: str, margin: float, seeds: Sequence[int] = (), settled: bool
     return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)
 
 
-def resolve_margin(metric: float, margin: float | None) -> float:
-    """The margin in the metric's unit: the user's, or RELATIVE_MARGIN of the baseline's metric."""
-    return margin if margin is not None else RELATIVE_MARGIN * abs(metric)
+def resolve_margin(metrics: Sequence[float], margin: float | None) -> tuple[float, str]:
+    """(margin in the metric's unit, the reason for it in words).
+
+    The user's margin, else the larger of RELATIVE_MARGIN of the baseline's metric and its spread between seeds.
+    """
+    if margin is not None:
+        return margin, "as given by --margin"
+    relative, spread = RELATIVE_MARGIN * abs(fmean(metrics)), stdev(metrics) if len(metrics) > 1 else 0.0
+    if spread > relative:
+        return spread, "one standard deviation between seeds: no worse than another seed would be"
+    return relative, f"{RELATIVE_MARGIN:.1%} of the metric"
 
 
 def confidence_of(attempt: int = 0) -> float:

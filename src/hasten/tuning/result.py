@@ -15,15 +15,21 @@ from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirm import SURELY_FASTER, Confirmation
-from hasten.tuning.search import Baseline, Incumbents
+from hasten.tuning.confirm import Confirmation
+from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
 from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.systems import Incumbents
+from hasten.tuning.training import Baseline
 
 
 @dataclass
 class SearchState:
     """What a search has found so far, for result.json."""
 
+    run_seconds: float | None = None  # of the whole training as it is; None if its length is unknown
+    level: str = DEFAULT_LEVEL  # weakest evidence of a recipe to recommend
+    findings: list[Finding] = field(default_factory=list)
+    strong_finding: Finding | None = None
     diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
@@ -36,6 +42,11 @@ class SearchState:
     contributions: list[Any] = field(default_factory=list)
     step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     confirmation: Confirmation | None = None
+
+    @property
+    def chosen(self) -> Finding | None:
+        """The finding to recommend; None if there is none with enough evidence."""
+        return recommended(self.findings, self.level)
 
     @property
     def winner(self) -> Confirmation | None:
@@ -63,53 +74,103 @@ class SearchState:
         return self.winner_in_one_process.low > SURELY_FASTER and not changes_training
 
 
-def result_of(study: Study, state: SearchState, *, metric: str, offered: Recipe) -> TuneResult:
-    """The content of result.json. Speed-up and quality come from the confirmation alone.
+def result_of(
+    study: Study,
+    state: SearchState,
+    *,
+    metric: str,
+    offered: Recipe,
+    price_per_hour: float | None = None,
+    is_partial: bool = False,
+) -> TuneResult:
+    """The content of result.json. Speed-up and quality come from confirmations alone.
 
     ``metric`` is the name of the task's metric, and ``offered`` holds the methods that the user offered.
     """
     confirmation, baseline = state.confirmation, state.baseline
-    assert baseline is not None
-    winner = None if state.one_process_is_faster else state.winner
-    recipe = winner.recipe if winner else Recipe()
-    noise = confirmation.comparison.get("system_noise") if confirmation else None
-    saved = winner.seconds["baseline"] - winner.seconds["tuned"] if winner else 0.0
-    quality: Any = {"baseline": baseline.metric, "tuned": None, "margin": baseline.margin, "passed": False}
-    if confirmation:
-        quality = confirmation.gate.to_json()
+    chosen = None if state.one_process_is_faster else state.chosen
+    winner = state.winner if chosen and state.winner and state.winner.recipe == chosen.recipe else None
+    recipe = chosen.recipe if chosen else Recipe()
+    comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
+    seconds = _training_seconds(state, chosen)
+    saved = _saved(seconds, winner)
     result: Any = {
         "kind": "tune",
         "task": str(study.task),
         "processes": study.processes,
-        "verdict": "faster" if winner else "one process is faster" if state.one_process_is_faster else "no improvement",
+        "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
         "why": _why(study, state),
+        "evidence": chosen.evidence if chosen else "",
+        "frontier": frontier_rows(frontier(state.findings), chosen, state.strong_finding),
+        "training_seconds": seconds,
+        "training_measured": winner is not None,
+        "price_per_hour": price_per_hour,
+        "money": _money(seconds, price_per_hour),
+        "is_partial": is_partial,
+        "margin_why": baseline.margin_why if baseline else "",
         "one_process": _interval(state.one_process),
         "winner_in_one_process": _interval(state.winner_in_one_process),
         "recipe": recipe.methods,
         "metric": {"name": metric, "higher_is_better": study.higher_is_better, "target": study.target},
-        "speedup": _interval(winner and winner.speedup),
+        "speedup": _interval(chosen and chosen.speedup),
         "speedup_over_strong_baseline": _interval(winner and winner.over_strong_baseline),
         "measured_speedup": _interval(winner and winner.measured_speedup),
         "time_to_target": winner and winner.seconds,
         "samples_compared": winner and winner.samples,
-        "quality": quality,
+        "quality": _quality(state, chosen, winner),
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
-        "contributions": state.contributions if winner and recipe == state.ablated else [],
-        "effects": _effects(winner),
+        "contributions": state.contributions if chosen and recipe == state.ablated else [],
+        "effects": _effects(winner) or (comparison.get("effects") or {}).get("b", {}),
         "step_profile": state.step_profiles,
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
         **machine_and_versions(study.device),
-        "system_noise": noise or state.diagnosis.get("system_noise", {}),
+        "system_noise": comparison.get("system_noise") or state.diagnosis.get("system_noise", {}),
         "budget_seconds": study.budget.total,
         "search_seconds": study.budget.spent,
         "break_even_runs": study.budget.spent / saved if saved > 0 else None,
+        "baseline_seconds": state.run_seconds,
         "remembered_trials": study.store.reused,
         "seed": study.seed,
     }
     return result
+
+
+def _training_seconds(state: SearchState, chosen: Finding | None) -> Any:
+    """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown."""
+    if state.run_seconds is None:
+        return None
+    seconds: dict[str, float | None] = {"baseline": state.run_seconds, "tuned": None, "low": None, "high": None}
+    if chosen:
+        ratio = chosen.speedup
+        seconds |= {"tuned": state.run_seconds / ratio.median, "low": state.run_seconds / ratio.high}
+        seconds["high"] = state.run_seconds / ratio.low
+    return seconds
+
+
+def _saved(seconds: Any, winner: Confirmation | None) -> float:
+    """Seconds that a training saves; until the target, where whole trainings were run."""
+    if winner:
+        return winner.seconds["baseline"] - winner.seconds["tuned"]
+    return seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
+
+
+def _money(seconds: Any, price_per_hour: float | None) -> Any:
+    if price_per_hour is None or not seconds:
+        return None
+    return {arm: seconds[arm] and seconds[arm] / 3600 * price_per_hour for arm in ("baseline", "tuned")}
+
+
+def _quality(state: SearchState, chosen: Finding | None, winner: Confirmation | None) -> Any:
+    """The quality gate of the chosen recipe; of an exact one, that it needs none."""
+    if chosen and not winner:
+        return {"baseline": state.baseline and state.baseline.metric, "tuned": None, "margin": None, "passed": True}
+    if state.confirmation:
+        return state.confirmation.gate.to_json()
+    metric, margin = (state.baseline.metric, state.baseline.margin) if state.baseline else (None, None)
+    return {"baseline": metric, "tuned": None, "margin": margin, "passed": False}
 
 
 def _effects(winner: Confirmation | None) -> dict[str, str]:
@@ -139,7 +200,7 @@ def machine_and_versions(device: str) -> dict:
 
 
 def _why(study: Study, state: SearchState) -> str:
-    confirmation, winner = state.confirmation, state.winner
+    confirmation, winner, chosen = state.confirmation, state.winner, state.chosen
     if winner and state.winner_is_faster_in_one_process:
         return (
             f"one process with {drop_distributed(winner.recipe)} is {state.winner_in_one_process} as fast as "
@@ -151,8 +212,9 @@ def _why(study: Study, state: SearchState) -> str:
             f"one process with all cores, or OMP_NUM_THREADS, is {state.one_process} as fast as {study.processes} as "
             f"they are{best}; leave --processes out"
         )
-    if winner and winner.speedup:
-        return f"{winner.speedup.median:.1f} times faster to the target; {winner.why}"
+    if chosen:
+        what = "faster to the target" if winner and winner.recipe == chosen.recipe else "faster"
+        return f"{chosen.speedup.median:.1f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
     if any(trial["verdict"] == "stopped" for trial in study.trials):
@@ -163,13 +225,14 @@ def _why(study: Study, state: SearchState) -> str:
     return "no method that was tried is surely faster; see the trials"
 
 
-def _runs(baseline: Baseline, confirmation: Confirmation | None) -> Any:
+def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
     """Runs of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
     else:
-        arms = {"baseline": dict(zip(baseline.seeds, baseline.runs, strict=True)), "tuned": {}}
+        runs = dict(zip(baseline.run_seeds, baseline.runs, strict=True)) if baseline else {}
+        arms = {"baseline": runs, "tuned": {}}
         seeds = {arm: list(runs) for arm, runs in arms.items()}
     to_target = {
         key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}

@@ -4,6 +4,7 @@ A Study knows what has been tried and what it cost. It makes no decisions; ``sea
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Study:
             outcome = self._charge(
                 "run",
                 what,
-                f"training {recipe}, seed {seed}" + (f", {self.horizon:.2g} of the training" if self.horizon < 1 else ""),
+                f"training {recipe}, seed {seed}",
                 lambda watch: self._in_worker(recipe, seed, "run", watch, **limits),
                 failure_lasts=bool(recipe),
                 expected=self._expected_seconds(recipe),
@@ -101,7 +102,13 @@ class Study:
 
         def measure(watch: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "deadline": self.budget.deadline()}
+            limits = {
+                "budget": seconds,
+                "looks": looks,
+                "rounds": rounds,
+                "longest": longest,
+                "deadline": self.budget.deadline(),
+            }
             return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
@@ -182,8 +189,8 @@ class Study:
             self.budget.check(expected)
 
         def show_progress(_: str, done: float, left: float | None = None) -> None:
-            spent = self.budget.spent
-            self.watch(title, min(1.0, spent / self.budget.total), max(0.0, self.budget.total - spent))
+            spent, total = self.budget.spent, self.budget.total  # infinite until the first steps are timed
+            self.watch(title, min(1.0, spent / total), None if math.isinf(total) else max(0.0, total - spent))
 
         def timed() -> dict:
             show_progress("", 0.0)

@@ -28,6 +28,7 @@ EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
+ROUNDS = (3, 8)  # pairs of processes in a comparison that is reported
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
 MAX_LOSS_CHANGE = 0.02  # of the mean training loss over the compared steps, by lower precision
 
@@ -161,10 +162,14 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
     The comparison has fresh processes, and the exactness check is that of the whole recipe against the unchanged task.
     """
     for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
-        outcome = study.compare_speed(Recipe(), recipe, looks=SPEED_LOOKS, seconds=seconds, salt="confirmation")
+        outcome = study.compare_speed(
+            Recipe(), recipe, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation"
+        )
         spent, ratio = outcome["trial_seconds"], outcome.get("ratio")
         if "failed" in outcome:
-            study.note(str(recipe), "confirmation", failure_verdict(outcome["failed"]), outcome["failed"], seconds=spent)
+            study.note(
+                str(recipe), "confirmation", failure_verdict(outcome["failed"]), outcome["failed"], seconds=spent
+            )
             continue
         exactness = loosest_exactness(recipe)
         check = study.check_exactness(Recipe(), recipe, exactness)
@@ -201,6 +206,7 @@ def check_verdict(check: dict) -> tuple[str, str]:
 
 
 def failure_verdict(message: str) -> str:
+    """The verdict for the report on a trial that failed with ``message``."""
     return "no effect" if NO_EFFECT in message else "failed"
 
 

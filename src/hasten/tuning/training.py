@@ -1,12 +1,53 @@
+"""The search among methods that change the training: kept if they reach the target sooner and end as well.
+
+Candidates are judged on seeds of their own, against the baseline's runs. Nothing found here is reported: ``confirm``
+runs the best recipes on fresh seeds. Where whole trainings do not fit into the budget, all runs, also the baseline's,
+are those of a shorter training (``Study.horizon``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from hasten.benchmarking.ratio import FASTER
+from hasten.core.recipe import Recipe
+from hasten.tuning.study import Study
+from hasten.tuning.systems import (
+    MIN_GAIN,
+    Candidate,
+    Incumbents,
+    add_or_replace,
+    check_verdict,
+    conflict_reason,
+    failure_verdict,
+    loosest_exactness,
+    merge,
+)
+
+FEWER_SAMPLES = 0.99  # above this ratio of samples to the target only the speed can make a recipe faster
+NEARLY_AS_FAST = 0.95  # of the time to the target; then a clearly better end is worth more, if the confirmation agrees
+MAX_LOSSES = 3  # presets in a row that lost, after which a method is given up: they grow bolder
+AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
+MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
+
+
 @dataclass
 class Baseline:
-    """The task's own training on the search's seeds: one result of ``Study.run`` for each."""
+    """The task's own training: one result of ``Study.run`` for each of some seeds, which the confirmation uses, too.
+
+    ``seeds`` are others: those that the search runs the candidates on.
+    """
 
     seeds: list[int]
     runs: list[dict]
     target: float
     margin: float
     higher_is_better: bool
+    run_seeds: list[int] = field(default_factory=list)  # of ``runs``
+    margin_why: str = ""
 
     @property
     def metric(self) -> float:
@@ -77,7 +118,7 @@ class Outcome:
             return Outcome(verdict, why, tuple(runs))
 
         if "failed" in run:
-            return outcome(_failure_verdict(run["failed"]), run["failed"])
+            return outcome(failure_verdict(run["failed"]), run["failed"])
         if run["pruned"]:
             limit = (best.to_target("seconds", 1) or 0.0) / NEARLY_AS_FAST
             return outcome("no gain", f"had not reached the target after {limit:.1f} s, so it could no longer win")
@@ -99,12 +140,50 @@ class Outcome:
         return outcome("kept", why)
 
 
-def search_training(study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline) -> None:
-    """Tries methods that change the training: kept if they reach the target sooner and end as well."""
-    best = Outcome("kept", "", (study.run(incumbents.best, baseline.seeds[0]),))
+def try_training_compositions(
+    study: Study, incumbents: Incumbents, best: Outcome, recipes: list[Recipe], baseline: Baseline
+) -> Outcome:
+    """Tries whole recipes that won elsewhere, on top of the best so far. Returns the outcome of the best."""
+    for recipe in recipes:
+        merged = merge(incumbents.best, recipe)
+        if merged == incumbents.best or conflict_reason(merged):
+            continue
+        check = study.check_exactness(incumbents.best, merged, loosest_exactness(merged))
+        if not check.get("passed"):
+            study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])
+            continue
+        outcome = _run_seeds(study, merged, best, baseline, [])
+        _note(study, str(recipe), outcome, best)
+        if outcome.verdict == "kept":
+            incumbents.push(merged)
+            best = outcome.after(best)
+    return best
+
+
+def first_outcome(study: Study, incumbents: Incumbents, baseline: Baseline, speedup: float = 1.0) -> Outcome:
+    """The outcome to beat: the first run of the baseline, as fast as the exact ``speedup`` of the best recipe makes it.
+
+    A recipe that trains the same steps needs no run of its own.
+    """
+    run = dict(baseline.runs[0])
+    run["seconds_to_target"] = run["seconds_to_target"] and run["seconds_to_target"] / speedup
+    return Outcome("kept", "", (run | {"trial_seconds": 0.0},))
+
+
+def search_training(
+    study: Study,
+    incumbents: Incumbents,
+    candidates: list[Candidate],
+    baseline: Baseline,
+    best: Outcome | None = None,
+) -> None:
+    """Tries one method after the other, mildest preset first; ``best`` is the outcome of the best recipe so far."""
+    best = best or first_outcome(study, incumbents, baseline)
     for item in candidates:
         base, losses, is_checked, seen = incumbents.best, 0, False, []
         for options in item.presets:
+            if base.methods.get(item.name) == options:
+                continue  # part of a composition
             recipe = add_or_replace(base, item.name, options)
             text = str(Recipe({item.name: options}))
             if isinstance(recipe, str):
@@ -113,20 +192,24 @@ def search_training(study: Study, incumbents: Incumbents, candidates: list[Candi
             if not is_checked:
                 check = study.check_exactness(base, recipe, item.card.exactness)
                 if not check.get("passed"):
-                    study.note(text, "training", *_check_verdict(check), seconds=check["trial_seconds"])
+                    study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
                     break
                 is_checked = True
             outcome = _run_seeds(study, recipe, best, baseline, seen)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
-            gain = outcome.gain_over(best)
-            ratio = {"median": gain, "low": None, "high": None} if gain else None
-            study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.seconds)
+            _note(study, text, outcome, best)
             if outcome.verdict == "kept":
                 incumbents.push(recipe)
                 best, losses = outcome.after(best), 0
-            elif (losses := losses + 1) == TRAINING_LOSSES:
+            elif (losses := losses + 1) == MAX_LOSSES:
                 break
+
+
+def _note(study: Study, text: str, outcome: Outcome, best: Outcome) -> None:
+    gain = outcome.gain_over(best)
+    ratio: Any = {"median": gain, "low": None, "high": None} if gain else None
+    study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.seconds)
 
 
 def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:

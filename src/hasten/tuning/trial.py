@@ -13,6 +13,8 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.distributed.process_group import init_process_group
+from hasten.engine.data_adapters import check_process_count
+from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
@@ -66,6 +68,28 @@ class Trial:
                 ranks=ranks,
             )
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
+
+
+class Description:
+    """Loads a task, which may take long, in a process that can be ended."""
+
+    def __init__(self, task: str):
+        self.task, self.watch = TaskRef.from_json(task), no_progress
+
+    def facts(self, processes: int) -> dict:
+        """``fingerprint``, ``has_validation``, ``higher_is_better``, ``metric`` (its name) and ``target`` of the task.
+
+        ConfigurationError if it cannot be trained by so many ``processes``.
+        """
+        task = self.task.load()
+        check_process_count(task, processes)
+        return {
+            "fingerprint": self.task.fingerprint(),
+            "has_validation": task.validation_data is not None,
+            "higher_is_better": higher_is_better(task),
+            "metric": name_of(task),
+            "target": task.target,
+        }
 
 
 @dataclass(frozen=True)
