@@ -12,7 +12,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.testing import Subject, tasks
 from hasten.testing.checks import shows_its_effect
-from hasten.tuning.search import _failure_verdict
+from hasten.tuning.systems import failure_verdict
 from hasten.tuning.trial import Trial
 from helpers import planted_no_effect
 
@@ -53,7 +53,7 @@ def test_trial_of_the_tuner_refuses_it(name):
     trial = Trial(TaskRef.of(task()).to_json(), recipe(name).methods, "cpu", 0)
     with pytest.raises(RunError, match=f"{name} has no effect: {REASONS[name]}") as refused:
         trial.run()
-    assert _failure_verdict(str(refused.value)) == "no effect"
+    assert failure_verdict(str(refused.value)) == "no effect"
 
 
 @pytest.mark.multiprocess

@@ -7,22 +7,20 @@ from typing import Any
 
 from hasten.benchmarking.ratio import Ratio, verdict_of
 from hasten.core.recipe import Recipe
-from hasten.tuning.search import (
-    NO_EFFECT,
-    Baseline,
-    Candidate,
-    Incumbents,
-    Outcome,
-    candidate,
-    search_systems,
-    search_training,
-)
-from hasten.tuning.study import Budget
+from hasten.engine.effects import NO_EFFECT
+from hasten.tuning.budget import Budget
+from hasten.tuning.systems import Candidate, Incumbents, candidate, search_systems
+from hasten.tuning.training import Baseline, Outcome, search_training
 
 TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
 TRIAL = 2.0  # seconds that every trial takes
 THREADS = replace(candidate("num_threads"), presets=tuple({"count": count} for count in range(1, 9)))
 CLIPPING = replace(candidate("gradient_clipping"), presets=tuple({"max_norm": float(norm)} for norm in range(1, 9)))
+
+
+def frozen(total: float) -> Budget:
+    """A budget whose time passes by trials only."""
+    return Budget(total, clock=lambda: 0.0)
 
 
 def threads(count: int) -> str:
@@ -47,7 +45,7 @@ class Planted:
     refuted: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
     spread: float = 0.0005  # standard deviation of the metric, over recipes and seeds
-    budget: Budget = field(default_factory=lambda: Budget(1e6))
+    budget: Budget = field(default_factory=lambda: frozen(1e6))
     task: str = "planted"
     device: str = "cpu"
     processes: int = 1
@@ -128,7 +126,7 @@ class Planted:
         if (kind, what) not in self.asked:
             self.budget.check()
             self.asked.append((kind, what))
-            self.budget.spent += TRIAL
+            self.budget.charged += TRIAL
 
 
 def _members(recipe: Recipe) -> list[str]:

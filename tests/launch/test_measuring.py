@@ -18,11 +18,12 @@ from hasten.core.progress import no_progress
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
 from hasten.tuning import study, tune
+from hasten.tuning.budget import Budget
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.gate import NonInferiorityResult
 from hasten.tuning.result import SearchState, _why
-from hasten.tuning.search import Incumbents, candidate, search_systems
-from hasten.tuning.study import Budget, Study
+from hasten.tuning.study import Study
+from hasten.tuning.systems import Incumbents, candidate, search_systems
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import _compare_with_one_process
 from helpers import HELPERS, rank_methods, rank_tasks

@@ -82,6 +82,7 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "270 ms",
             ],
         ),
+        (
             "exact",
             [
                 "5 h 20 min instead of 12 h 4 min long.py:task with channels_last + in_memory_batches + malloc_tuning",

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from hasten.core.recipe import Recipe
+from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.confirm import (
     EXACT_PAIRS,
     FIRST_FURTHER_SEED,
@@ -18,8 +19,7 @@ from hasten.tuning.confirm import (
     time_to_target,
 )
 from hasten.tuning.gate import LOOKS
-from hasten.tuning.search import Baseline, Incumbents
-from hasten.tuning.study import OutOfBudgetError
+from hasten.tuning.training import Baseline
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
 FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
@@ -86,7 +86,7 @@ class Planted:
 
 def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
     baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True)
-    return confirm(study, Incumbents([Recipe(), *rungs]), baseline, 5.0)
+    return next(iter(confirm(study, [Recipe(), *rungs], baseline, 5.0)), None)
 
 
 def test_confirm_fastest_recipe_wins_and_others_cost_nothing():

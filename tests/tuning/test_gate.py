@@ -103,6 +103,8 @@ def test_gate_accepts_noisy_seeds_with_an_exactness_check_but_no_other_results()
         assert equal_by_construction(apart, proof).passed is passed
 
 
-def test_margin_is_the_user_s_or_half_a_per_cent():
-    assert resolve_margin(0.9, 0.02) == 0.02
-    assert resolve_margin(-2.0, None) == pytest.approx(0.01)
+def test_margin_is_the_user_s_or_half_a_per_cent_or_the_spread_of_seeds():
+    assert resolve_margin([0.9], 0.02)[0] == 0.02
+    assert resolve_margin([-2.0], None)[0] == pytest.approx(0.01)
+    margin, why = resolve_margin([0.90, 0.92, 0.94], None)
+    assert margin == pytest.approx(0.02) and "one standard deviation" in why

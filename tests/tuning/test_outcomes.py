@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten.tuning.search import Baseline, Outcome
+from hasten.tuning.training import Baseline, Outcome
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from hasten.core.recipe import Recipe
-from hasten.tuning.search import SYSTEMS_LOSSES, TRAINING_LOSSES, Incumbents, search_systems
-from hasten.tuning.study import Budget, OutOfBudgetError
+from hasten.tuning import systems, training
+from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.systems import Incumbents, search_systems
 from hasten.tuning.tune import BASELINE_SEEDS
 from helpers.planted_study import (
     CLIPPING,
@@ -16,6 +17,7 @@ from helpers.planted_study import (
     TRIAL,
     Planted,
     clipping,
+    frozen,
     searched_systems,
     searched_training,
     threads,
@@ -25,21 +27,21 @@ from helpers.planted_study import (
 
 
 def test_system_method_is_dropped_after_this_many_losses():
-    study = Planted(faster={threads(SYSTEMS_LOSSES + 1): 2.0})
+    study = Planted(faster={threads(systems.MAX_LOSSES + 1): 2.0})
     assert searched_systems(study).recipes == [Recipe()]
-    assert study.noted("systems") == [threads(count + 1) for count in range(SYSTEMS_LOSSES)]
+    assert study.noted("systems") == [threads(count + 1) for count in range(systems.MAX_LOSSES)]
 
 
 def test_system_method_with_a_gain_restarts_the_count():
-    study = Planted(faster={threads(2): 1.5, threads(4): 2.0, threads(4 + SYSTEMS_LOSSES): 1.8})
+    study = Planted(faster={threads(2): 1.5, threads(4): 2.0, threads(4 + systems.MAX_LOSSES): 1.8})
     incumbents = searched_systems(study)
     assert [str(recipe) for recipe in incumbents.recipes] == ["baseline", threads(4)]
-    assert study.noted("systems") == [threads(count + 1) for count in range(4 + SYSTEMS_LOSSES)]
+    assert study.noted("systems") == [threads(count + 1) for count in range(4 + systems.MAX_LOSSES)]
 
 
 def test_system_method_at_the_end_of_the_budget_keeps_its_best_setting():
     # one speed comparison and one exactness check
-    study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=Budget(2 * TRIAL))
+    study = Planted(faster={threads(1): 1.5, threads(2): 2.0}, budget=frozen(2 * TRIAL))
     incumbents = Incumbents()
     with pytest.raises(OutOfBudgetError):
         search_systems(study, incumbents, [THREADS], SAMPLES, 5.0)
@@ -68,16 +70,16 @@ def test_method_of_the_user_is_checked_first():
 
 
 def test_training_method_is_dropped_after_this_many_losses():
-    study = Planted(samples={clipping(TRAINING_LOSSES + 1): 0.5})
+    study = Planted(samples={clipping(training.MAX_LOSSES + 1): 0.5})
     assert searched_training(study).recipes == [Recipe()]
-    assert study.noted("training") == [clipping(norm + 1) for norm in range(TRAINING_LOSSES)]
+    assert study.noted("training") == [clipping(norm + 1) for norm in range(training.MAX_LOSSES)]
 
 
 def test_training_method_makes_an_incumbent_of_every_gain():
     study = Planted(samples={clipping(2): 0.8, clipping(4): 0.5})
     incumbents = searched_training(study)
     assert [str(recipe) for recipe in incumbents.recipes] == ["baseline", clipping(2), clipping(4)]
-    assert study.noted("training") == [clipping(norm + 1) for norm in range(4 + TRAINING_LOSSES)]
+    assert study.noted("training") == [clipping(norm + 1) for norm in range(4 + training.MAX_LOSSES)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_training_method_without_its_claimed_effect_is_dropped_at_once():
 
 @pytest.mark.parametrize(("budget", "seeds"), [(1e6, BASELINE_SEEDS), (20 * TRIAL, BASELINE_SEEDS), (12 * TRIAL, 1)])
 def test_further_seeds_are_run_within_the_budget(budget, seeds):
-    study = Planted(samples={clipping(1): 0.5}, budget=Budget(budget))
+    study = Planted(samples={clipping(1): 0.5}, budget=frozen(budget))
     searched_training(study, replace(CLIPPING, presets=CLIPPING.presets[:1]))
     assert sum(what.startswith(clipping(1)) for what in study.kinds("run")) == seeds
 

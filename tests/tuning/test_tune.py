@@ -157,10 +157,39 @@ def test_tune_invalid_request_is_refused(task, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_tune_without_validation_data_is_refused(tmp_path):
+def test_tune_for_a_proof_without_validation_data_is_refused(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
-    with pytest.raises(ConfigurationError, match="validation_data"):
-        hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="evidence=proven needs a task with validation_data"):
+        hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out", evidence="proven")
+
+
+@pytest.mark.slow
+def test_tune_without_validation_data_answers_within_its_budget(tmp_path):
+    (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
+    began = time.monotonic()
+    result = hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out", budget=20)
+    assert time.monotonic() - began < 35
+    assert result["verdict"] in ("faster", "no improvement") and result["evidence"] in ("exact", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "+10m"}, "there is no search in .* to continue"),
+        ({"evidence": "certain"}, "evidence must be one of exact, precision, proven, estimated"),
+    ],
+)
+def test_tune_impossible_request_for_evidence_is_refused(task, tmp_path, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        hasten.tune(task, out=tmp_path / "out", **arguments)
+
+
+def test_tune_with_data_that_take_longer_than_the_budget_ends_with_advice(tmp_path):
+    (tmp_path / "slow.py").write_text("def slow():\n    import time\n    time.sleep(60)\n")
+    began = time.monotonic()
+    with pytest.raises(RunError, match="the budget of 1 s was not enough to prepare the data"):
+        hasten.tune(f"{tmp_path / 'slow.py'}:slow", out=tmp_path / "out", budget=1)
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Search; the exit code is 0 only for the verdict "faster"."""
-    from hasten.tuning.tune import tune
+    from hasten.tuning.tune import search_folder, tune
 
     wishes = {"evidence": options.evidence, "price_per_hour": options.price_per_hour}
     try:
@@ -89,5 +89,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             **{name: wish for name, wish in wishes.items() if wish is not None},
         )
     except KeyboardInterrupt:
-        raise RunError("interrupted; the same command continues the search, and every finished trial is kept") from None
+        folder = search_folder(options.task, options.out)
+        best = f"; hasten report {folder} shows the best answer so far" if (folder / "result.json").exists() else ""
+        raise RunError(f"interrupted; the same command continues the search{best}") from None
     return CommandResult(result, page("terminal", "tune_answer"), code=0 if result.get("verdict") == "faster" else 1)

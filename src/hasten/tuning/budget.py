@@ -65,9 +65,9 @@ class Budget:
     @contextmanager
     def reserve(self, seconds: float) -> Iterator[None]:
         """Context manager: ``seconds`` are kept for what follows it, half of what is left at most."""
-        kept = min(max(0.0, seconds), max(0.0, self.left()) / 2)
-        self.reserved += kept
+        reserved = min(max(0.0, seconds), max(0.0, self.left()) / 2)
+        self.reserved += reserved
         try:
             yield
         finally:
-            self.reserved -= kept
+            self.reserved -= reserved

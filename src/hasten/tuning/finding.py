@@ -46,8 +46,8 @@ def frontier(findings: Iterable[Finding]) -> list[Finding]:
     for finding in sorted(findings, key=lambda finding: _rank(finding.evidence)):
         best.setdefault(str(finding.recipe), finding)
     rest = [finding for finding in best.values() if finding.speedup.high > 1]
-    kept = [one for one in rest if not any(other is not one and other.dominates(one) for other in rest)]
-    return sorted(kept, key=lambda finding: -finding.speedup.median)
+    best_of_all = [one for one in rest if not any(other is not one and other.dominates(one) for other in rest)]
+    return sorted(best_of_all, key=lambda finding: -finding.speedup.median)
 
 
 def recommended(findings: Sequence[Finding], level: str = DEFAULT_LEVEL) -> Finding | None:

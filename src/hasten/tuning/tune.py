@@ -42,7 +42,14 @@ from hasten.tuning.finding import DEFAULT_LEVEL, ESTIMATED, EXACT, LEVELS, PRECI
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
 from hasten.tuning.study import PROFILE_SECONDS, Study
-from hasten.tuning.systems import confirm_speed, run_speedup, search_systems, try_compositions, whole_run_ratio
+from hasten.tuning.systems import (
+    ROUNDS,
+    confirm_speed,
+    run_speedup,
+    search_systems,
+    try_compositions,
+    whole_run_ratio,
+)
 from hasten.tuning.training import Baseline, first_outcome, search_training, try_training_compositions
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.durations import parse_budget
@@ -52,8 +59,8 @@ SEED_STEP = 1000
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 12  # seeds where the budget is worth fewer runs of the task than this
 SYSTEMS_SHARE, TRAINING_SHARE = 0.35, 0.75  # of the budget left when each begins, if whole trainings fit
-SYSTEMS_SHARE_OF_LONG = 0.65  # if they do not
-EXACT_SHARE = 0.65  # of the budget of the systems stage, for the search among exact methods
+SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
+EXACT_SHARE = 0.8  # of the budget of the systems stage, for the search among exact methods
 COMMUNICATION_SHARE = 0.4
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
 SCREENING_S, COMPARISON_S = (2.0, 8.0), (5.0, 30.0)  # least and most seconds of a comparison: of the search, reported
@@ -121,7 +128,7 @@ def tune(
     seconds = None if budget is None else parse_budget(budget[1:] if isinstance(budget, str) and continues else budget)
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, device = TaskRef.of(task), pick_device(device)
-    folder = Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(task)))
+    folder = search_folder(task, out)
     clock = Budget(float("inf") if seconds is None else seconds)
     facts = _describe(task, processes, clock)
     if not facts["has_validation"] and evidence in ("proven", "estimated"):
@@ -172,6 +179,11 @@ def tune(
         save()
         raise
     return save(is_partial=False)
+
+
+def search_folder(task: Any, out: str | Path | None = None) -> Path:
+    """The folder of a search: ``out``, or ``runs/tune-TASK``."""
+    return Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task))))
 
 
 def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
@@ -255,13 +267,11 @@ def _find_systems(
     exact, lower = _by_exactness(state.candidates)
     experienced = [] if state.candidates.is_restricted else _experience(state, study.device)
     with budget.part(share):
-        with budget.reserve(2 * seconds + 2 * _comparison_overhead(plan)), budget.part(EXACT_SHARE):
-            _find_strong_baseline(study, state, samples, screening)
-            start = [state.strong_baseline] if state.strong_baseline else []
+        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE):
             recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
-            if not state.candidates.is_restricted:
-                try_compositions(study, state.incumbents, [*start, *recipes], samples, screening)
+            try_compositions(study, state.incumbents, recipes, samples, screening)
             search_systems(study, state.incumbents, exact, samples, screening)
+            _find_strong_baseline(study, state, samples, screening)
             state.contributions = leave_one_out(study, state.incumbents, samples)
             state.ablated = state.incumbents.best
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
@@ -300,7 +310,7 @@ def _samples_of(plan: dict[str, Any]) -> float:
 
 def _comparison_overhead(plan: dict[str, Any]) -> float:
     """Seconds in which a comparison that is reported builds its pairs of processes."""
-    return 6 * (1.0 + plan["start"] + 15 * plan["step"])
+    return 2 * ROUNDS[0] * (0.5 + plan["start"] + 15 * plan["step"])
 
 
 def _note_not_tried(study: Study, stage: str, items: list) -> None:
