@@ -17,6 +17,7 @@ MIN_GAIN = 1.005  # a smaller contribution is reported as none
 MAX_OPERATIONS = 15  # rows of the table of operations, without the sums
 MAX_SCALES = 6  # values of the loss scale in its sentence
 CONVERSION, CONVERSIONS, NOT_FLOATING = "_to_copy to ", "conversions", "no floating-point input"
+WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole training
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
 
@@ -25,7 +26,7 @@ Json = dict[str, Any]
 
 def is_recommended(result: Json) -> bool:
     """Whether the verdict is "faster". Where the quality is the evidence, the gate must have been passed."""
-    needs_gate = result["evidence"] not in ("exact", "precision checked", "estimated")
+    needs_gate = result["evidence"] not in (*WITHOUT_GATE, "estimated")
     is_supported = result["quality"]["passed"] is True or not needs_gate
     return result["verdict"] == "faster" and is_supported and result["speedup"]["median"] is not None
 
@@ -75,7 +76,8 @@ def _training_sentence(result: Json) -> str:
 def _target_sentence(result: Json) -> str:
     """``Reaches accuracy 0.97 in 1.6 s instead of 8.2 s. The quality gate was passed ...``, where that was measured."""
     times, metric, quality = result["time_to_target"], result["metric"], result["quality"]
-    parts = [quality_sentence(quality, metric["unit"])] if quality["passed"] is not None else []
+    has_gate = quality["passed"] is not None and result["evidence"] not in WITHOUT_GATE
+    parts = [quality_sentence(quality, metric["unit"])] if has_gate else []
     if times.get("baseline") and times.get("tuned"):
         tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
         speedup = f": {_faster(result['speedup'])}" if training_times(result)[0] else ""  # else it is the headline

@@ -262,12 +262,14 @@ def _find_systems(
     """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
     budget, seconds, samples = study.budget, state.comparison_seconds, _samples_of(plan)
     fits = is_followed and budget.left() >= WHOLE_RUNS * (state.run_seconds or float("inf"))
-    share = 1.0 if not is_followed else SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG
+    fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
+    share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
+    share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
     experienced = [] if state.candidates.is_restricted else _experience(state, study.device)
     with budget.part(share):
-        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE):
+        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
             recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
             try_compositions(study, state.incumbents, recipes, samples, screening)
             search_systems(study, state.incumbents, exact, samples, screening)
