@@ -29,6 +29,7 @@ from hasten.engine.effects import NO_EFFECT
 from hasten.engine.environment import cores, source_hash
 from hasten.engine.registry import drop_distributed
 from hasten.engine.resources import warn_oversubscribed
+from hasten.engine.run_dir import atomic_write
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
@@ -155,7 +156,8 @@ def tune(
         target=facts["target"],
         source_hashes=selection.source_hashes(),
     )
-    (folder / "search.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
+    text = json.dumps(settings, indent=1, default=str)
+    atomic_write(folder / "search.json", lambda file: file.write(text.encode()))
     state = SearchState(level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
@@ -336,6 +338,10 @@ def _find_training(study: Study, state: SearchState, plan: dict[str, Any], margi
         baseline = state.baseline = _run_baseline(study, margin)
     except OutOfBudgetError:
         return study.note("baseline", "baseline", "stopped", "the budget ended before the task's own training")
+    except RunError as error:
+        if not state.findings:
+            raise
+        return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = _compare_with_one_process(study, state, Recipe(), baseline.samples_to_target())
