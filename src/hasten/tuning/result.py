@@ -56,7 +56,8 @@ class SearchState:
     @property
     def one_process_is_faster(self) -> bool:
         """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""
-        best = self.winner.speedup.high if self.winner and self.winner.speedup else SURELY_FASTER
+        found = [each.speedup.high for each in (self.winner, self.chosen) if each and each.speedup]
+        best = max(found, default=SURELY_FASTER)
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
 

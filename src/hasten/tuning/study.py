@@ -166,8 +166,8 @@ class Study:
         trial = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
         timeout = self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)  # one process cannot hang
         deadline = self.budget.deadline()
-        with start_workers(self.processes, "hasten.tuning.trial:Trial", timeout, deadline, **trial) as worker:
-            return worker.call(method, watch=watch, **arguments)
+        with start_workers(self.processes, "hasten.tuning.trial:Trial", None, deadline, **trial) as worker:
+            return worker.call(method, watch=watch, timeout=timeout, **arguments)
 
     def _charge(
         self,

@@ -270,6 +270,9 @@ def _find_systems(
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
     experienced = [] if state.candidates.is_restricted else _experience(state, study.device)
+    if study.processes > 1:
+        with budget.part(ONE_PROCESS_SHARE):
+            state.one_process = _compare_with_one_process(study, state, Recipe(), samples)
     with budget.part(share):
         with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
             recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
@@ -342,9 +345,6 @@ def _find_training(study: Study, state: SearchState, plan: dict[str, Any], margi
         if not state.findings:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
-    if study.processes > 1:
-        with budget.part(ONE_PROCESS_SHARE):
-            state.one_process = _compare_with_one_process(study, state, Recipe(), baseline.samples_to_target())
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
