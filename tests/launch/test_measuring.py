@@ -95,10 +95,10 @@ def test_compare_more_processes_than_samples_per_batch_is_refused_before_start(t
 
 
 def test_compare_more_processes_than_cores_warns(monkeypatch):
-    def told(*arguments, processes, **others):
+    def record_processes(*arguments, processes, **others):
         raise RunError(f"{processes}")
 
-    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", told)
+    monkeypatch.setattr("hasten.benchmarking.compare.run_interleaved", record_processes)
     monkeypatch.setattr("hasten.engine.resources.available_cpus", lambda: 3)
     with (
         pytest.warns(HastenWarning, match=r"^4 processes share 3 cores: "),

@@ -27,8 +27,8 @@ class FlushDenormals(Method):
 
     The mode belongs to a thread, and a new thread has that of the thread that starts it. Intra-op threads that run
     already are ended, so that the next operation starts them anew, and once more after the run. Autograd computes on
-    the CPU in the thread that calls it. Processes inherit the mode if they are forked; those that a data loader
-    spawns are told by the engine.
+    the CPU in the thread that calls it. Forked processes inherit the mode; in those that a data loader spawns the
+    engine sets it.
     """
 
     card = Card(
