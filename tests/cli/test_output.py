@@ -19,7 +19,8 @@ from hasten.core.card import PHASES
 from hasten.reporting.result_schema import MAX_TEXT, SCHEMAS
 from hasten.reporting.terminal import diagnose_answer
 from hasten.tuning import study, tune
-from hasten.tuning.tune import BASELINE_SEEDS, BUDGET_RUNS, MIN_BUDGET_S
+from hasten.tuning.training_stage import BASELINE_SEEDS
+from hasten.tuning.tune import BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import run_hasten
 
 PRINTED = "a task file that prints"

@@ -24,8 +24,8 @@ from hasten.tuning.gate import NonInferiorityResult
 from hasten.tuning.result import SearchState, _why
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents, candidate, search_systems
+from hasten.tuning.systems_stage import compare_with_one_process
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import _compare_with_one_process
 from helpers import HELPERS, rank_methods, rank_tasks
 
 TASK = f"{HELPERS / 'rank_tasks.py'}:samples"
@@ -225,7 +225,7 @@ def test_winner_is_compared_with_its_single_process_part(tmp_path):
     of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))
     winner.recipe = Recipe.coerce("ddp:static_graph=true + gradient_clipping")
     found = SearchState(confirmation=winner, comparison_seconds=2.0, one_process=Ratio(1.6, 1.5, 1.7))
-    found.winner_in_one_process = _compare_with_one_process(of, found, winner.recipe, samples=1000)
+    found.winner_in_one_process = compare_with_one_process(of, found, winner.recipe, samples=1000)
     assert of.trials[-1]["what"] == "gradient_clipping, one process"
     assert found.winner and found.one_process_is_faster
     assert _why(of, found).startswith(

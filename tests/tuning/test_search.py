@@ -8,7 +8,7 @@ from hasten.core.recipe import Recipe
 from hasten.tuning import systems, training
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.systems import Incumbents, search_systems
-from hasten.tuning.tune import BASELINE_SEEDS
+from hasten.tuning.training_stage import BASELINE_SEEDS
 from helpers.planted_study import (
     CLIPPING,
     MARGIN,

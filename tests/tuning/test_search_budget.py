@@ -16,8 +16,8 @@ from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, frontier, r
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents
+from hasten.tuning.systems_stage import find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import _find_strong_baseline
 from helpers.planted_study import SAMPLES, TARGET, TRIAL, Planted, clipping, frozen, threads
 
 
@@ -126,7 +126,7 @@ WORKERS = str(strong_baselines("cpu", cores())[-1].drop("fused_optimizer"))
 )
 def test_strong_baseline_keeps_clear_gains_and_drops_methods_without_effect(faster, no_effect, best):
     state = SearchState()
-    _find_strong_baseline(Planted(faster=faster, without_effect=no_effect), state, SAMPLES, 5.0)
+    find_strong_baseline(Planted(faster=faster, without_effect=no_effect), state, SAMPLES, 5.0)
     assert str(state.strong_baseline) == best
 
 

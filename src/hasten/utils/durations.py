@@ -24,3 +24,10 @@ def parse_duration(duration: float | str, name: str = "") -> float:
 def parse_budget(budget: float | str) -> float:
     """A budget (number of seconds, or text such as ``10m``) in seconds; errors as in ``parse_duration``."""
     return parse_duration(budget, "budget")
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as a rounded text such as ``75 s``, ``12 min`` or ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,144 @@
+"""The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hasten.benchmarking.ratio import SLOWER, Ratio
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
+from hasten.engine.effects import NO_EFFECT
+from hasten.engine.environment import cores
+from hasten.engine.registry import drop_distributed
+from hasten.tuning.ablation import leave_one_out
+from hasten.tuning.candidates import Candidates, strong_baselines
+from hasten.tuning.experience import compositions, is_exact
+from hasten.tuning.finding import EXACT, Finding
+from hasten.tuning.result import SearchState
+from hasten.tuning.study import Study
+from hasten.tuning.systems import (
+    ROUNDS,
+    confirm_speed,
+    run_speedup,
+    search_systems,
+    try_compositions,
+    whole_run_ratio,
+)
+
+SYSTEMS_SHARE = 0.35  # of the budget left, if whole trainings fit into the rest
+SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
+EXACT_SHARE = 0.8  # of the budget of the systems stage, for the search among exact methods
+SCREENING_S = (2.0, 8.0)  # least and most seconds of a comparison
+ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
+WHOLE_RUNS = 7.0  # runs of the task that its training stage takes at least; with fewer left, shorter trainings are run
+SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divided by this
+MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
+MAX_COMPOSITIONS = 2
+
+
+def find_systems(
+    study: Study, state: SearchState, plan: dict[str, Any], is_followed: bool, save: Callable[[], Any]
+) -> None:
+    """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
+    budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
+    fits = is_followed and budget.left() >= WHOLE_RUNS * (state.run_seconds or float("inf"))
+    fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
+    share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
+    share = share if is_followed else 1.0
+    screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
+    exact, lower = _by_exactness(state.candidates)
+    experienced = [] if state.candidates.is_restricted else experience_of(state, study.device)
+    if study.processes > 1:
+        with budget.part(ONE_PROCESS_SHARE):
+            state.one_process = compare_with_one_process(study, state, Recipe(), samples)
+    with budget.part(share):
+        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
+            recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
+            try_compositions(study, state.incumbents, recipes, samples, screening)
+            search_systems(study, state.incumbents, exact, samples, screening)
+            find_strong_baseline(study, state, samples, screening)
+            state.contributions = leave_one_out(study, state.incumbents, samples)
+            state.ablated = state.incumbents.best
+        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
+        save()
+        if state.level != EXACT and lower:
+            before = len(state.incumbents.recipes)
+            with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(1.0):
+                search_systems(study, state.incumbents, lower, samples, screening)
+            added = state.incumbents.recipes[before:]
+            _add(state, confirm_speed(study, added, samples, seconds))
+            save()
+    if budget.exhausted:
+        note_not_tried(study, "systems", [*exact, *lower])
+
+
+def _add(state: SearchState, found: Finding | None) -> None:
+    if found:
+        state.findings.append(found)
+
+
+def _by_exactness(candidates: Candidates) -> tuple[list, list]:
+    """(exact candidates, candidates of lower precision)."""
+    lower = [item for item in candidates.systems if item.card.exactness is Exactness.REDUCED_PRECISION]
+    return [item for item in candidates.systems if item not in lower], lower
+
+
+def experience_of(state: SearchState, device: str) -> list[Recipe]:
+    """The recipes that made tasks like this one faster."""
+    phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
+    return compositions(state.diagnosis.get("facts") or (), phases, device)
+
+
+def samples_of(plan: dict[str, Any]) -> float:
+    """Samples that the whole training trains; infinite if unknown."""
+    return plan["samples_per_epoch"] * plan["epochs"] if plan["samples_per_epoch"] else float("inf")
+
+
+def _comparison_overhead(plan: dict[str, Any]) -> float:
+    """Seconds in which a comparison that is reported builds its pairs of processes."""
+    return 2 * ROUNDS[0] * (0.5 + plan["start"] + 15 * plan["step"])
+
+
+def note_not_tried(study: Study, stage: str, items: list) -> None:
+    """Notes the candidates that the end of the budget left out."""
+    tried = [trial["what"] for trial in study.trials]
+    for item in items:
+        if not any(item.name in what for what in tried):
+            study.note(item.name, stage, "not tried", "the search's part of the budget ended before it")
+
+
+def find_strong_baseline(study: Study, state: SearchState, samples: float, seconds: float) -> None:
+    """Sets the strong baseline: the fastest of ``strong_baselines``, without methods that have no effect here."""
+    best, no_effect = Recipe(), set()
+    for form in strong_baselines(study.device, max(1, cores() // study.processes)):
+        while True:
+            recipe = form.drop(*no_effect)
+            if not recipe or recipe == best:
+                break
+            outcome = study.compare_speed(best, recipe, seconds=seconds)
+            failed = outcome.get("failed", "")
+            without_effect = {name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed}
+            if without_effect:
+                no_effect |= without_effect
+                continue
+            verdict, ratio = outcome.get("verdict", "failed"), outcome.get("ratio")
+            why, spent = f"as the strong baseline, against {best}", outcome["trial_seconds"]
+            study.note(str(recipe), "baseline", verdict, why, ratio=ratio, seconds=spent)
+            if ratio and verdict != SLOWER and ratio["median"] > 1:
+                speedup = whole_run_ratio(outcome, samples)
+                state.strong_finding = None if best else Finding(recipe, "", speedup, "set by hand")
+                best = state.strong_baseline = recipe
+            break
+
+
+def compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, samples: float) -> Ratio | None:
+    """Speed-up of one process with all cores over the job, for a run of ``samples``; None if it cannot be measured."""
+    single = drop_distributed(recipe)
+    outcome = study.compare_speed(recipe, single, seconds=state.comparison_seconds, single_process=True)
+    what, spent = f"{single}, one process" if recipe else "one process", outcome["trial_seconds"]
+    if "failed" in outcome:
+        study.note(what, "baseline", "failed", outcome["failed"], seconds=spent)
+        return None
+    ratio = outcome["ratio"]
+    study.note(what, "baseline", outcome["verdict"], outcome["why"], ratio=ratio, seconds=spent)
+    scale = run_speedup(outcome, samples) / ratio["median"]
+    return Ratio(*(scale * ratio[key] for key in ("median", "low", "high")))

@@ -1,0 +1,169 @@
+"""The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
+
+from statistics import fmean
+from typing import Any
+
+from hasten.core.errors import RunError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import drop_distributed
+from hasten.tuning import finding
+from hasten.tuning.ablation import contributions, leave_one_out
+from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds
+from hasten.tuning.experience import is_exact
+from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
+from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
+from hasten.tuning.result import SearchState
+from hasten.tuning.study import PROFILE_SECONDS, Study
+from hasten.tuning.systems_stage import (
+    MAX_COMPOSITIONS,
+    MIN_SHORT_RUN_S,
+    SHORT_RUNS,
+    WHOLE_RUNS,
+    compare_with_one_process,
+    experience_of,
+    note_not_tried,
+    samples_of,
+)
+from hasten.tuning.training import Baseline, first_outcome, search_training, try_training_compositions
+from hasten.utils.durations import format_duration
+
+SEED_STEP = 1000
+BASELINE_SEEDS = 3
+FEW_BASELINE_SEEDS, FEW_RUNS = 2, 12  # seeds where the budget is worth fewer runs of the task than this
+TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
+
+
+def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin: float | None) -> None:
+    """Finds and confirms recipes that change the training, by whole trainings or, if those do not fit, shorter ones."""
+    budget, candidates, samples = study.budget, state.candidates, samples_of(plan)
+    items = [*candidates.communication, *candidates.training]
+    study.horizon = _horizon(study, state, items)
+    if not study.horizon:
+        return
+    is_whole = study.horizon >= 1
+    exact = finding.recommended(state.findings, PRECISION)
+    state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
+    try:
+        baseline = state.baseline = _run_baseline(study, margin)
+    except OutOfBudgetError:
+        return study.note("baseline", "baseline", "stopped", "the budget ended before the task's own training")
+    except RunError as error:
+        if not state.findings:
+            raise
+        return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
+    run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
+    first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
+    confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
+    with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
+        recipes = [] if candidates.is_restricted else experience_of(state, study.device)
+        recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
+        first = try_training_compositions(study, state.incumbents, first, recipes, baseline)
+        search_training(study, state.incumbents, items, baseline, first)
+        state.contributions = leave_one_out(study, state.incumbents, samples)
+        state.ablated = state.incumbents.best
+    if budget.exhausted:
+        note_not_tried(study, "training", items)
+    known = [found.recipe for found in state.findings]
+    recipes = [recipe for recipe in state.incumbents.recipes if recipe and recipe not in known]
+    _confirm(study, state, baseline, recipes, is_whole)
+
+
+def _horizon(study: Study, state: SearchState, items: list) -> float:
+    """Fraction of the training that fits as often as the training stage needs it; 0 if none does."""
+    left, seconds = study.budget.left(), state.run_seconds
+    if not items or seconds is None:
+        return 0.0
+    if left >= WHOLE_RUNS * seconds:
+        return 1.0
+    if left / SHORT_RUNS < MIN_SHORT_RUN_S:
+        needed = WHOLE_RUNS * seconds + study.budget.spent
+        why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
+        study.note("methods that change the training", "training", "not tried", why)
+        return 0.0
+    return left / SHORT_RUNS / seconds
+
+
+def _run_baseline(study: Study, margin: float | None) -> Baseline:
+    """Trains the original on some seeds; sets target and margin. RunError if it fails or misses its target."""
+    runs, seeds = [], []
+    for seed in fresh_seeds(study.seed, BASELINE_SEEDS):
+        runs.append(study.run(Recipe(), seed))
+        seeds.append(seed)
+        if "failed" in runs[-1]:
+            raise RunError(f"the task's own training does not run: {runs[-1]['failed']}")
+        is_expensive = study.budget.total < FEW_RUNS * runs[0]["trial_seconds"]
+        if len(runs) == FEW_BASELINE_SEEDS and is_expensive:
+            break
+    metrics = [run["metric"] for run in runs]
+    worst, best = (min, max) if study.higher_is_better else (max, min)
+    if study.target is None or study.horizon < 1:  # what every seed reaches
+        study.target = worst(run["best_metric"] for run in runs)
+        runs = [study.run(Recipe(), seed) for seed in seeds]
+    target: Any = study.target
+    if all(run["seconds_to_target"] is None for run in runs):
+        raise RunError(
+            f"the task's own training never held its target {target:g} (it ended at {best(metrics):.4g}); "
+            "lower the target or train longer"
+        )
+    size, why = resolve_margin(metrics, margin)
+    search_seeds = [study.seed + SEED_STEP * index for index in range(len(runs))]
+    baseline = Baseline(search_seeds, runs, target, size, study.higher_is_better, seeds, why)
+    ends = ", ".join(f"{metric:.4g}" for metric in metrics)
+    text = f"{len(runs)} seeds end at {ends}; margin {size:.3g}: {why}"
+    study.note("baseline", "baseline", "measured", text, seconds=sum(run["trial_seconds"] for run in runs))
+    return baseline
+
+
+def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
+    """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
+    budget, seconds = study.budget, state.comparison_seconds
+    with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
+        attempts = confirm(study, recipes, baseline, seconds) if recipes else []
+    for attempt in attempts:
+        if attempt.speedup and attempt.speedup.median > 1:
+            state.findings.append(_finding_of(study, state, attempt, is_whole))
+    state.confirmation = attempts[0] if attempts and is_whole else None
+    winner = state.winner
+    if winner is None:
+        return
+    if study.processes > 1 and drop_distributed(winner.recipe):
+        with budget.part(1.0):
+            samples = fmean(row[1] for row in winner.samples)
+            state.winner_in_one_process = compare_with_one_process(study, state, winner.recipe, samples)
+    with budget.part(1.0):
+        compare_with_strong_baseline(study, winner, state.strong_baseline, seconds)
+        state.step_profiles["tuned"] = study.step_profile(winner.recipe)
+    if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
+        samples = baseline.samples_to_target()
+        state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples)
+
+
+def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
+    """An attempt of the confirmation as a finding: proven if whole trainings passed the gate, else estimated."""
+    assert attempt.speedup is not None
+    is_proven = is_whole and attempt.gate.passed
+    why = (
+        attempt.why
+        if is_whole
+        else f"in {study.horizon:.2g} of the training, with its schedule compressed: {attempt.why}"
+    )
+    quality = attempt.gate.difference
+    found = Finding(attempt.recipe, PROVEN if is_proven else ESTIMATED, attempt.speedup, why, quality)
+    found.comparison = attempt.comparison
+    if not is_proven:
+        found.to_prove = _to_prove(state, attempt, is_whole)
+    return found
+
+
+def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
+    """What it would take to prove the recipe of an attempt: seeds and budget."""
+    difference, seconds = attempt.gate.difference, state.run_seconds
+    if difference and difference["mean"] <= -attempt.gate.margin:
+        return "more seeds would hardly prove it: it ends worse by more than the margin"
+    done = len(attempt.paired) if is_whole else 0
+    seeds = next((look for look in LOOKS if look > done), LOOKS[-1] + MIN_SEEDS) - done
+    if seconds is None or attempt.speedup is None:
+        return f"{seeds} more seeds"
+    more = seeds * (seconds + seconds / attempt.speedup.median)
+    return f"{seeds} more seeds, about {format_duration(more)}: --budget +{more:.0f}s"
