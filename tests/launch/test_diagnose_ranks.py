@@ -1,7 +1,6 @@
 """``hasten diagnose`` of several processes: planted delays are attributed to their rank and cause."""
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.engine.resources import peak_memory
 from hasten.profiling.communication import verdict_of
 from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
@@ -49,7 +49,7 @@ def test_free_memory_of_ranks_is_enough_for_one_more_process():
     """Each rank reports its share of the free memory."""
 
     def with_little(rank: int) -> dict:
-        share = int(1.3 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        share = int(1.3 * peak_memory())
         with patch("hasten.engine.plan.free_memory", lambda *_: share):
             return diagnose_ranks(rank_tasks.samples, budget=0.5, device="cpu")
 

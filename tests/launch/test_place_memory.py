@@ -121,13 +121,14 @@ def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, mes
 LAYERS, WIDTH = 8, 3584  # of 49 MB each
 
 MEASURED = f"""
-import resource, sys
+import sys
 import psutil, torch, torch.distributed.pipelining, torch.distributed.tensor, torch.fx  # what a run would import
 from torch import nn
 from hasten import Task
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.resources import peak_memory
 from hasten.distributed.process_group import init_process_group
 
 task = Task(
@@ -140,7 +141,7 @@ with init_process_group("cpu", 60) as ranks:
     before = psutil.Process().memory_info().rss
     build(task, methods, ranks=ranks)
     ranks.any(False)  # all end together
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
+print((peak_memory() - before) >> 20)
 """
 
 
