@@ -223,6 +223,15 @@ def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path)
     wait_until(pids, "gone")
 
 
+@pytest.mark.slow
+def test_parent_that_ends_leaves_neither_process_nor_warning(tmp_path):
+    text = MAIN.format(folder=os.path.dirname(__file__)).replace("os.kill(os.getpid(), signal.SIGKILL)", "")
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until([int(pid) for pid in done.stdout.split("\n")[1].split()], "gone")
+
+
 def test_worker_hasten_error_is_raised_unchanged():
     with worker() as one, pytest.raises(ConfigurationError, match="not this way"):
         one.call("refuse")
