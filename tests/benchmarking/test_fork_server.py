@@ -202,12 +202,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-SLOW = [
-    pytest.param(way, marks=pytest.mark.slow) for way in ("python -c", "standard input")
-]  # each process imports torch twice
-
-
-@pytest.mark.parametrize("way", ["script without a guard", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["script without a guard", "python -c", "standard input"])
 def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path):
     """The main module runs once: no worker imports it."""
     text = MAIN.format(folder=os.path.dirname(__file__))

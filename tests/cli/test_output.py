@@ -21,6 +21,7 @@ from hasten.reporting.terminal import diagnose_answer
 from hasten.tuning import study, tune
 from hasten.tuning.training_stage import BASELINE_SEEDS
 from hasten.tuning.tune import BUDGET_RUNS, MIN_BUDGET_S
+from helpers.markers import slow
 from helpers.process import run_hasten
 
 PRINTED = "a task file that prints"
@@ -53,8 +54,8 @@ def task():
 """
 INTERVAL = {"median", "low", "high"}
 SEARCHES = [
-    pytest.param(("tf32", 150.0), id="no improvement", marks=pytest.mark.slow),  # has no effect on a CPU
-    pytest.param(("in_memory_batches", 150.0), id="something may help", marks=pytest.mark.slow),
+    slow(("tf32", 150.0), id="no improvement"),  # has no effect on a CPU
+    slow(("in_memory_batches", 150.0), id="something may help"),
 ]
 
 
@@ -129,6 +130,7 @@ def assert_interval(ratio: dict) -> None:
     assert ratio.keys() == INTERVAL and 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
 
 
+@pytest.mark.slow
 def test_diagnose_json_has_documented_keys(here, capfd):
     code, result = run_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
     assert code == 0 and result["input"]["stages"]["read"] > 0

@@ -20,6 +20,7 @@ from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, tower_tasks, waiting_tasks
+from helpers.markers import slow
 from helpers.netns_cluster import missing, run_on_both, two_nodes
 from helpers.ranks import run_ranks
 from helpers.waiting_tasks import LATE
@@ -45,6 +46,7 @@ def diagnosed(task, world: int = 2) -> dict:
     return found[0]
 
 
+@pytest.mark.slow
 def test_free_memory_of_ranks_is_enough_for_one_more_process():
     """Each rank reports its share of the free memory."""
 
@@ -75,9 +77,9 @@ def test_steps_that_differ_from_short_blocks_are_reported():
     ("task", "cause", "works"),
     [
         (waiting_tasks.late_data, "data", False),
-        pytest.param(waiting_tasks.late_stream, "data", False, marks=pytest.mark.slow),
-        (waiting_tasks.slower_computation, "compute", True),
-        pytest.param(waiting_tasks.sleeping_rank, "compute", False, marks=pytest.mark.slow),
+        slow(waiting_tasks.late_stream, "data", False),
+        slow(waiting_tasks.slower_computation, "compute", True),
+        slow(waiting_tasks.sleeping_rank, "compute", False),
     ],
 )
 def test_late_rank_is_named_with_its_cause(task, cause, works):
@@ -118,6 +120,7 @@ def test_compute_bound_job_is_named():
     assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
 
 
+@pytest.mark.slow
 def test_ranks_whose_exchange_cannot_be_disabled_are_reported():
     """The slow rank is then unknown, which is reported; everything else is measured."""
     found, _ = run_ranks(
@@ -240,6 +243,7 @@ def test_rank_with_a_bad_batch_reports_it():
     assert any("the batch itself holds NaN" in str(each) for each in answers), answers
 
 
+@pytest.mark.slow
 def test_pipeline_ranks_are_diagnosed():
     answers = run_ranks(2, lambda rank: diagnose_ranks(tower_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in answers), answers
@@ -264,17 +268,15 @@ def test_single_process_with_a_distributed_request_is_refused():
             1,
             "hasten: rank 1: the dataset raised at sample 226: OSError: the disk is gone",
         ),
-        pytest.param(
+        (
             "diagnose waiting_tasks.py:few --processes 2",
             2,
             "hasten: 2 processes cannot share a batch of 1 samples",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "diagnose waiting_tasks.py:no_batches --processes 2",
             2,
             "hasten: Task(train_data=) must be",
-            marks=pytest.mark.slow,
         ),
         (
             "launch --nproc-per-node 1 -- diagnose rank_tasks.py:samples",

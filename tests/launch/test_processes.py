@@ -155,6 +155,7 @@ def test_train_recipe_of_the_resumed_run_is_checked(tmp_path, capfd):
     )
 
 
+@pytest.mark.slow
 def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
     began = time.monotonic()
     done = ran(folder, "raising")
@@ -196,7 +197,7 @@ def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_train_interrupted_job_saves_first(folder, how):
     job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
