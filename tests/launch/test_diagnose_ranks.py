@@ -20,7 +20,6 @@ from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
 from helpers import HELPERS, rank_tasks, tower_tasks, waiting_tasks
-from helpers.markers import slow
 from helpers.netns_cluster import missing, run_on_both, two_nodes
 from helpers.ranks import run_ranks
 from helpers.waiting_tasks import LATE
@@ -73,13 +72,14 @@ def test_steps_that_differ_from_short_blocks_are_reported():
 
 
 @pytest.mark.timing
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "cause", "works"),
     [
         (waiting_tasks.late_data, "data", False),
-        slow(waiting_tasks.late_stream, "data", False),
-        slow(waiting_tasks.slower_computation, "compute", True),
-        slow(waiting_tasks.sleeping_rank, "compute", False),
+        (waiting_tasks.late_stream, "data", False),
+        (waiting_tasks.slower_computation, "compute", True),
+        (waiting_tasks.sleeping_rank, "compute", False),
     ],
 )
 def test_late_rank_is_named_with_its_cause(task, cause, works):
@@ -101,6 +101,8 @@ def test_late_rank_of_three_is_named():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
 
 
+@pytest.mark.timing
+@pytest.mark.slow
 def test_communication_bound_job_is_named():
     found = diagnosed(waiting_tasks.communication_bound)
     exchange = found["communication"]
@@ -113,6 +115,8 @@ def test_communication_bound_job_is_named():
     assert "distributed" in found["facts"]
 
 
+@pytest.mark.timing
+@pytest.mark.slow
 def test_compute_bound_job_is_named():
     found = diagnosed(waiting_tasks.compute_bound)
     assert found["communication"]["share"] < 0.3
