@@ -1,4 +1,4 @@
-"""Runs unit tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
+"""Runs the quick tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
 
 Each pair gets an environment of its own under ``.matrix/``, which later calls reuse. A torch without a CPU build at the
 configured package index is installed as its CUDA build of several GB, which runs on the CPU as well; ``--cpu-only``
@@ -21,13 +21,12 @@ PAIRS = [
     *((torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")),
     *((torch, "3.13") for torch in ("2.13", "2.14", "2.15")),  # the newest Python, up to the newest pair
 ]
-TESTS = ["tests/test_torch_compat.py", "tests/test_private_torch_use.py", "tests/engine", "tests/methods", "tests/core"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", nargs="+", metavar="TORCH/PYTHON", help="such as 2.13/3.11; default: all supported")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help=f"default: {' '.join(TESTS)}")
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="default: tests")
     parser.add_argument("--markers", default="not slow", help="pytest's -m; default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="test processes; default: %(default)s")
     parser.add_argument("--cpu-only", action="store_true", help="skip a torch that exists as a CUDA build only")
