@@ -199,6 +199,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_path, capfd):
     data, out = write_table(tmp_path / "in"), tmp_path / "out"
     argv = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
