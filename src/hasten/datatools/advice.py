@@ -26,9 +26,10 @@ from hasten.data.source import BadRow
 from hasten.datatools.file_sampling import sample_files
 from hasten.datatools.format_detection import FORMATS
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import ShardPlan, translate_write_errors
+from hasten.datatools.shard_plan import ShardPlan
 from hasten.datatools.stage_throughput import repeated_stage_rates, stage_rates
 from hasten.datatools.writers import WRITERS
+from hasten.engine.error_messages import translate_disk_errors
 
 MIN_GAIN = 1.2  # speedup; less does not justify a conversion
 MIN_ROWS = 64  # stored to try a format
@@ -86,18 +87,6 @@ def better_storages(
     return sorted((result for result in results if result["gain"] >= MIN_GAIN), key=lambda result: -result["gain"])
 
 
-def estimated_gain(reader: RowReader, to: str, seconds: float) -> float | None:
-    """Estimates the speed-up of reading if some rows were stored as ``to``: ``seconds`` each, None if that fails."""
-    try:
-        with temporary_folder() as folder:
-            reader = _on_some_files(reader, folder)
-            before = stage_rates(_with_fill(reader), seconds)["batches"]
-            _, after = _try_format(_sample(reader, before, seconds), to, folder / to, seconds)
-    except (ConfigurationError, BadRow, RunError):
-        return None
-    return median(after) / before
-
-
 def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) -> dict:
     """Measures the gain of having stored the rows of ``reader`` as ``to`` in ``files``, for ``seconds`` a side. The
     result is that of ``gain_of``, with None for every value if no batches can be built from the rows.
@@ -106,7 +95,7 @@ def measured_gain(reader: RowReader, to: str, files: list[str], seconds: float) 
     stored = RowReader(FORMATS[to], files, files, resize=resize, faults=reader.faults)
     try:
         with temporary_folder() as folder:
-            sides = [_with_fill(_on_some_files(side, folder)) for side in (reader, stored)]
+            sides = [_on_some_files(side, folder) for side in (reader, stored)]
             before, after = zip(*_interleaved_rates(sides, seconds), strict=True)
     except (ConfigurationError, BadRow, RunError):  # such as missing text, which no batch can contain
         return dict.fromkeys(("before", "after", "ratio", "low", "high", "verdict"))
@@ -164,15 +153,12 @@ def _interleaved_rates(readers: list[RowReader], seconds: float) -> list[list[fl
 
 
 def _on_some_files(reader: RowReader, folder: Path) -> RowReader:
-    """The reader, limited to some files if the format has no index; with its own count of bad rows."""
+    """The reader, limited to some files if the format has no index; with its own count of bad rows. Missing numbers of
+    a table are filled with 0, which does not change the speed.
+    """
     files, _ = sample_files(reader.kind, reader.files, folder)
-    where = reader.where if files == reader.files else files
-    return replace(reader, where=where, files=files, faults=BadRowPolicy(reader.faults.max_rows))
-
-
-def _with_fill(reader: RowReader) -> RowReader:
-    """The reader with missing numbers of a table filled with 0, which does not change the speed."""
-    return replace(reader, fill=0 if reader.kind.is_table else None)
+    where, fill = reader.where if files == reader.files else files, 0 if reader.kind.is_table else None
+    return replace(reader, where=where, files=files, fill=fill, faults=BadRowPolicy(reader.faults.max_rows))
 
 
 def _has_missing_values(sample: RowReader) -> bool:
@@ -183,7 +169,7 @@ def _has_missing_values(sample: RowReader) -> bool:
 
 def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
     """Stores the sample in ``folder`` as format ``to``: (bytes per row, measurements of rows/s when read back)."""
-    with translate_write_errors(folder, DISK_ADVICE):
+    with translate_disk_errors(folder, DISK_ADVICE):
         folder.mkdir()
         plan = ShardPlan(sample, folder, 1)
         writer = WRITERS[to](plan)
@@ -203,12 +189,12 @@ def temporary_folder() -> Iterator[Path]:
     base = default_folder() / "samples"
     name = f"{os.getpid()}-{token_hex(4)}"
     lock, folder = base / f"{name}.lock", base / f"{name}.making"
-    with translate_write_errors(base, DISK_ADVICE):
+    with translate_disk_errors(base, DISK_ADVICE):
         base.mkdir(parents=True, exist_ok=True)
         remove_partial(base)
         lock.touch()
     with file_lock(lock, f"waiting for {lock}"):
-        with translate_write_errors(base, DISK_ADVICE):
+        with translate_disk_errors(base, DISK_ADVICE):
             folder.mkdir()
         try:
             yield folder

@@ -15,7 +15,7 @@ from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.source import BadRow
-from hasten.datatools.advice import estimated_gain, measured_gain
+from hasten.datatools.advice import measured_gain
 from hasten.datatools.format_detection import (
     SKIPPED,
     StorageFormat,
@@ -26,13 +26,13 @@ from hasten.datatools.format_detection import (
 )
 from hasten.datatools.output_lock import lock_output, remove_output, save_manifest, write_atomically
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import ReportRows, ShardPlan, Writer, translate_write_errors
+from hasten.datatools.shard_plan import ReportRows, ShardPlan, Writer
 from hasten.datatools.writers import WRITERS
+from hasten.engine.error_messages import translate_disk_errors
 
 FORMAT = 2  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
 GAIN_SECONDS = 2.0  # for each side of the final comparison
-ESTIMATE_SECONDS = 1.0  # for each side of the comparison before the conversion
 RESUME_ADVICE = "complete parts stay there; free some space, and start the same command again to resume"
 TARGET_FORMATS = {  # of each format
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
@@ -78,7 +78,7 @@ def convert(
         "digest" (of the content that was read back), "classes" (class names in the order of their indices, also in
         ``conversion.json``; None if there are none), "others" (number of files of other formats at the path, by
         format), "seconds", "written" (rows of this call), "open" (code that opens the output), and "gain": ``gain_of``
-        of the rows/s on one core, with the ratio that was "estimated" before.
+        of the rows/s on one core.
 
     Raises:
         ConfigurationError: An unknown format, another conversion in the folder, a folder that cannot be written to, or
@@ -124,7 +124,7 @@ def convert(
         "written": written,
         "open": _opening_code(to, manifest, plan.folder, resize),
         "seconds": perf_counter() - start,
-        "gain": {"estimated": manifest["estimated"], **gain},
+        "gain": gain,
     }
 
 
@@ -141,10 +141,8 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
     """Writes the parts that are not in the manifest yet; returns the rows written. RunError if a row cannot be read."""
     try:
-        with translate_write_errors(plan.folder, RESUME_ADVICE):
+        with translate_disk_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
-            if "estimated" not in manifest:
-                manifest["estimated"] = estimated_gain(plan.reader, to, ESTIMATE_SECONDS)
             return _write_parts(writer, plan, manifest, watch)
     except ConfigurationError:
         if not plan.done:

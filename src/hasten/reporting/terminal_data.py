@@ -48,7 +48,6 @@ def convert_answer(result: Json) -> RenderableType:
     gain = result["gain"]
     files = formatting.count(len(result["files"]), "file", "files")
     skipped = _files_and_rows(result["skipped_files"], result["skipped_rows"])
-    estimate = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
     measured = formatting.with_interval(gain | {"median": gain["ratio"]})
     rows = [
         ("files", f"{files}, {file_size(result['bytes'])}, before {file_size(result['bytes_before'])}"),
@@ -57,7 +56,7 @@ def convert_answer(result: Json) -> RenderableType:
         ("skipped", skipped and f"{skipped} that could not be read; skipped.jsonl lists them"),
         ("classes", _classes(result["classes"])),
         ("time", formatting.seconds(result["seconds"])),
-        ("gain", f"{estimate}, measured {measured}" if gain["ratio"] else ""),
+        ("gain", f"measured {measured}" if gain["ratio"] else ""),
         ("on one core", f"{_rate(gain['before'])} before, {_rate(gain['after'])} now" if gain["ratio"] else ""),
         ("open it with", result["open"]),
     ]
