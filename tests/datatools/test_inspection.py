@@ -29,7 +29,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
     for name, value in {
         "conversion.GAIN_SECONDS": 0.1,
-        "conversion.ESTIMATE_SECONDS": 0.1,
         "advice.MAX_TURNS": 2,
         "advice.MIN_TURNS": 2,
     }.items():

@@ -106,12 +106,6 @@ def test_report_of_a_real_search_states_what_it_found(tmp_path):
     assert "pays after 71 trainings" in text and "To prove it: 6 more seeds, about 40 s: --budget +40s" in text
 
 
-def test_report_of_an_older_result_has_a_frontier_of_its_speedups(tmp_path):
-    text = text_of(page_of(tmp_path, samples.faster()))
-    assert "strong baseline fused_optimizer 1.16×" in text and "+0.0021 −0.0011 to +0.0053 proven" in text
-    assert "The frontier" not in text_of(page_of(tmp_path, samples.no_improvement()))
-
-
 def test_report_shows_the_measured_times_beside_the_product(tmp_path):
     assert "took 8.2 s as baseline and 1.7 s tuned" in text_of(page_of(tmp_path, samples.faster()))
 
