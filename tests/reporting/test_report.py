@@ -16,7 +16,7 @@ from hasten.reporting.report import report
 from helpers import sample_results as samples
 
 TUNED = ("faster", "no_improvement", "exact_only", "proven", "only_estimates", "searched")
-KINDS = (*TUNED, "compared", "diagnosed", "trained")
+KINDS = (*TUNED, "trained")
 EVERY = {name: getattr(samples, name) for name in KINDS}
 HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"
 
@@ -309,14 +309,6 @@ def test_report_of_many_trials_and_long_runs_is_small(tmp_path):
     assert len(page_of(tmp_path, big).encode()) < 300_000
 
 
-def test_report_input_throughput_has_no_exponent(tmp_path):
-    text = text_of(page_of(tmp_path, samples.diagnosed()))
-    assert "52,000" in text and "e+0" not in text
-
-
-def test_the_operations_of_a_step_are_a_table(tmp_path):
-    text = text_of(page_of(tmp_path, samples.diagnosed()))
-    for needed in ("bfloat16 42 100 % 58 %", "float32 to bfloat16 40 8 %", "Loss scale: 65536 after step 1"):
-        assert needed in text
-    without = samples.diagnosed() | {"operations": None}
-    assert "Operations of a step" not in text_of(page_of(tmp_path, without))
+def test_report_of_a_comparison_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds the result of `hasten compare`"):
+        page_of(tmp_path, samples.compared())
