@@ -26,7 +26,7 @@ SYSTEM_TIME = "system_time"  # name, also in the cards, of the ceiling of CPU ti
 MIN_SHARE = 0.02  # the ceiling of a phase with a smaller share is not measured: the phase can never pay
 LOOKS = (6, 9, 14)  # pairs of blocks; a ceiling needs less precision than a verdict
 MIN_PAIRS = 3
-LARGER_BATCH_STEPS = 10  # to build and measure a larger batch; more are cheap, since eight samples rarely cost eight times
+LARGER_BATCH_STEPS = 10  # to build and measure a larger batch, whose samples cost less
 CHEAP_S = 2 * MIN_PAIRS * BLOCK_SECONDS  # a measurement that takes no longer is always done
 
 

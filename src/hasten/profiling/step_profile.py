@@ -101,7 +101,9 @@ def profile_steps(
         check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * MIN_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
         is_long = 2 * MIN_PAIRS * count * plan["step"] > budget
-        timed, plain = _run_blocks(probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS)
+        timed, plain = _run_blocks(
+            probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS
+        )
         evaluation = plan["evaluation"]
         if evaluation is not None and not is_long:
             evaluation = min(evaluation, probe.call("evaluate"))

@@ -30,6 +30,8 @@ class SearchState:
     level: str = DEFAULT_LEVEL  # weakest evidence of a recipe to recommend
     findings: list[Finding] = field(default_factory=list)
     strong_finding: Finding | None = None
+    unconfirmed: Finding | None = None  # the best recipe of a search that was not confirmed yet
+    too_small: str = ""  # why the budget allowed no comparison, and which would
     diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
@@ -92,6 +94,7 @@ def result_of(
     chosen = None if state.one_process_is_faster else state.chosen
     winner = state.winner if chosen and state.winner and state.winner.recipe == chosen.recipe else None
     recipe = chosen.recipe if chosen else Recipe()
+    findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
     seconds = _training_seconds(state, chosen)
     saved = _saved(seconds, winner)
@@ -102,7 +105,7 @@ def result_of(
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
         "why": _why(study, state),
         "evidence": chosen.evidence if chosen else "",
-        "frontier": frontier_rows(frontier(state.findings), chosen, state.strong_finding),
+        "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
         "training_measured": winner is not None,
         "price_per_hour": price_per_hour,
@@ -218,6 +221,8 @@ def _why(study: Study, state: SearchState) -> str:
         return f"{chosen.speedup.median:.1f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
+    if state.too_small:
+        return state.too_small
     if any(trial["verdict"] == "stopped" for trial in study.trials):
         return (
             "what was left of the budget was too little for the next trial, and nothing was surely faster by then; "

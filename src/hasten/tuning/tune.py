@@ -22,9 +22,11 @@ from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import source_hash
+from hasten.engine.registry import method_class, method_names
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.run_dir import atomic_write
 from hasten.engine.tasks import TaskRef
+from hasten.profiling.advise import advise_without_profile
 from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
@@ -34,14 +36,23 @@ from hasten.tuning.result import SearchState, machine_and_versions, result_of, w
 from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
+from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 8, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
+DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
 COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
 # the timeout is the largest of: seconds, share of the budget, runs of the task
 MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """Raised by ``tune`` at Ctrl-C; ``result`` is the best answer so far, as in result.json."""
+
+    def __init__(self, result: TuneResult):
+        self.result = result
 
 
 def tune(
@@ -91,6 +102,7 @@ def tune(
     Raises:
         ConfigurationError: a wrong request.
         RunError: the task's own training does not run, or the budget ended before its first steps.
+        SearchInterrupted: Ctrl-C, once there is an answer.
     """
     reset_shown_warnings()
     if evidence is not None and evidence not in LEVELS:
@@ -141,12 +153,14 @@ def tune(
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     try:
         save()
-        _diagnose(study, state, selection)
+        _diagnose(study, state, selection, plan)
         find_systems(study, state, plan, has_training_stage, save)
         if has_training_stage:
             find_training(study, state, plan, margin)
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
+    except KeyboardInterrupt:
+        raise SearchInterrupted(save()) from None
     except BaseException:
         save()
         raise
@@ -196,7 +210,8 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
 
     def measure(_: ProgressCallback) -> dict[str, Any]:
         limits = timeout or DEFAULT_TIMEOUT_S, study.budget.deadline()
-        return estimate(study.task, study.device, study.seed, study.processes, *limits)
+        service = f"{FirstSteps.__module__}:{FirstSteps.__name__}"
+        return estimate(study.task, study.device, study.seed, study.processes, *limits, service)
 
     try:
         found = study.measure_once("run_seconds", f"timing a few steps of {study.task}", measure)
@@ -211,18 +226,36 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
     message = f"one run of the task {run_time}; the search may take {format_duration(total)}"
     warnings.warn(message, ProgressWarning, stacklevel=3)
     state.comparison_seconds = min(max(COMPARISON_S[0], total / 12), COMPARISON_S[1])
+    study.step_seconds = found["plan"]["step"]
     return found["plan"]
 
 
-def _diagnose(study: Study, state: SearchState, selection: MethodSelection) -> None:
-    """Finds which methods are worth trying. Without a diagnosis all are."""
-    seconds = min(MAX_DIAGNOSIS_S, study.budget.total * DIAGNOSIS_SHARE)
+def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any]) -> None:
+    """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
+    budget = study.budget
+    seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
+    with budget.reserve(budget.left()):  # keeps half of it
+        deadline = budget.deadline()
 
     def measure(watch: ProgressCallback) -> Any:
         where = {"device": study.device, "processes": study.processes, "timeout": study.timeout, "seed": study.seed}
-        return diagnose(study.task, budget=seconds, deadline=study.budget.deadline(), watch=watch, **where)
+        return diagnose(study.task, budget=seconds, deadline=deadline, watch=watch, **where)
 
-    state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
+    why = ""
+    if DIAGNOSIS_STEPS * plan["step"] > max(seconds, MIN_DIAGNOSIS_S):
+        why = f"its {DIAGNOSIS_STEPS} steps of {plan['step']:.1f} s do not fit into the budget"
+    else:
+        try:
+            state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
+        except OutOfBudgetError:
+            why = "it did not fit into the budget"
+        except RunError as error:
+            why = str(error)
+    if why:
+        study.note("diagnosis", "diagnosis", "not made", why)
+        cards = {name: method_class(name).card for name in method_names()}
+        advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
+        state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
     state.candidates = candidates_for(state.diagnosis, selection)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)
