@@ -1,5 +1,6 @@
 """Searches for methods that make a task faster at equal quality, and proves the result; or finds that nothing does."""
 
+import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -68,6 +69,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def seconds_since_start() -> float:
+    """Seconds since this process began: importing torch counts, too."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Search; the exit code is 0 only for the verdict "faster"."""
     from hasten.tuning.tune import SearchInterrupted, tune
@@ -86,6 +94,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             timeout=options.timeout,
             device=options.device,
             seed=options.seed,
+            spent=seconds_since_start(),
             watch=watch,
             **{name: wish for name, wish in wishes.items() if wish is not None},
         )

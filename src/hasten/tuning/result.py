@@ -20,6 +20,7 @@ from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontie
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
+from hasten.tuning.trial_store import FREE_THE_DISK
 
 
 @dataclass
@@ -191,8 +192,8 @@ def write(folder: Path, result: Any) -> None:
     """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result; RunError if it cannot write."""
     result["recipe_file"] = str(folder / "recipe.toml")
     toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
-    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))
-    atomic_write(folder / "result.json", lambda file: file.write(text.encode()))
+    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()), FREE_THE_DISK)
+    atomic_write(folder / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
 
 
 def machine_and_versions(device: str) -> dict:

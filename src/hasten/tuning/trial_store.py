@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError
+from hasten.engine.error_messages import translate_disk_errors
 
 FILE, LOCK = "trials.jsonl", "lock"
+FREE_THE_DISK = "what was measured before is kept; free the disk, and the same command continues the search"
 TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "memory ran out",
     "out of memory",
@@ -76,7 +78,7 @@ class TrialStore:
         is_transient = failure is not None and any(text in failure.lower() for text in TRANSIENT_FAILURES)
         if failure is not None and (is_transient or not failure_lasts):
             return key, outcome  # for this search only; the next one tries again
-        try:
+        with translate_disk_errors(self.path, FREE_THE_DISK):
             with self.path.open("a", encoding="utf-8") as file:
                 if file.tell() and not self._ends_with_newline():
                     file.write("\n")
@@ -84,8 +86,6 @@ class TrialStore:
                 file.write(json.dumps(entry, allow_nan=False) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}") from None
         return key, outcome
 
     def __contains__(self, trial: tuple[str, Mapping[str, Any]]) -> bool:

@@ -37,7 +37,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
-from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
 from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 8, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
@@ -70,6 +70,7 @@ def tune(
     device: str | None = None,
     seed: int = 0,
     price_per_hour: float | None = None,
+    spent: float = 0.0,
     watch: ProgressCallback = no_progress,
 ) -> TuneResult:
     """Finds a faster recipe for a task, with evidence, or returns "no improvement".
@@ -94,6 +95,7 @@ def tune(
         device: "cpu" or "cuda"; None picks one.
         seed: seed of the search.
         price_per_hour: price of an hour of this machine; the result then states the price of a training.
+        spent: seconds of the budget that have passed already, such as the start of the program.
         watch: called with the progress.
 
     Returns:
@@ -113,6 +115,7 @@ def tune(
     task, device = TaskRef.of(task), pick_device(device)
     folder = search_folder(task, out)
     clock = Budget(float("inf") if seconds is None else seconds)
+    clock.began -= spent
     facts = _describe(task, processes, clock)
     if not facts["has_validation"] and evidence in ("proven", "estimated"):
         raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
@@ -139,7 +142,7 @@ def tune(
         source_hashes=selection.source_hashes(),
     )
     text = json.dumps(settings, indent=1, default=str)
-    atomic_write(folder / "search.json", lambda file: file.write(text.encode()))
+    atomic_write(folder / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
     state = SearchState(level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
