@@ -78,14 +78,13 @@ class TrialStore:
         is_transient = failure is not None and any(text in failure.lower() for text in TRANSIENT_FAILURES)
         if failure is not None and (is_transient or not failure_lasts):
             return key, outcome  # for this search only; the next one tries again
-        with translate_disk_errors(self.path, FREE_THE_DISK):
-            with self.path.open("a", encoding="utf-8") as file:
-                if file.tell() and not self._ends_with_newline():
-                    file.write("\n")
-                entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
-                file.write(json.dumps(entry, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        with translate_disk_errors(self.path, FREE_THE_DISK), self.path.open("a", encoding="utf-8") as file:
+            if file.tell() and not self._ends_with_newline():
+                file.write("\n")
+            entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         return key, outcome
 
     def __contains__(self, trial: tuple[str, Mapping[str, Any]]) -> bool:
