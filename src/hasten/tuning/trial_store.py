@@ -10,6 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ class TrialStore:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            message = f"another search is running in {folder}; wait for it or choose another --out"
-            raise ConfigurationError(message) from None
+            raise _already_running(folder) from None
         except OSError as error:
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
@@ -99,3 +99,16 @@ class TrialStore:
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
+
+
+def check_no_search_runs(folder: Path) -> None:
+    """Raises ConfigurationError if a search is running in ``folder``: refused before the task is loaded."""
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: told later
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _already_running(folder) from None
+
+
+def _already_running(folder: Path) -> ConfigurationError:
+    return ConfigurationError(f"another search is running in {folder}; wait for it or choose another --out")

@@ -37,7 +37,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
-from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
+from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore, check_no_search_runs
 from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 8, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
@@ -114,6 +114,7 @@ def tune(
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, device = TaskRef.of(task), pick_device(device)
     folder = search_folder(task, out)
+    check_no_search_runs(folder)
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
     facts = _describe(task, processes, clock)
