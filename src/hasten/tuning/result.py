@@ -56,6 +56,14 @@ class SearchState:
         """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
+    def keep_faster(self, other: Confirmation | None) -> None:
+        """Keeps the faster of two confirmations that passed, this one or the ``other``."""
+        if other is None or not other.passed or other.speedup is None:
+            return
+        mine = self.winner
+        if mine is None or mine.speedup is None or mine.speedup.median < other.speedup.median:
+            self.confirmation = other
+
     @property
     def one_process_is_faster(self) -> bool:
         """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""

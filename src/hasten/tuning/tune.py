@@ -31,6 +31,7 @@ from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
+from hasten.tuning.continuation import finish_earlier
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
 from hasten.tuning.study import Study
@@ -129,7 +130,9 @@ def tune(
         "code": source_hash(),
         **machine_and_versions(device),
     }
-    clock.total += _earlier_budget(folder, settings) if continues else 0.0
+    earlier = _earlier_result(folder, settings) if continues else {}
+    if continues:
+        clock.wall, clock.total = clock.total, clock.total + earlier["budget_seconds"]
     study = Study(
         task,
         device,
@@ -158,9 +161,14 @@ def tune(
     try:
         save()
         _diagnose(study, state, selection, plan)
+        if continues:
+            finish_earlier(study, state, plan, margin, earlier, has_training_stage)
+            save()
+        proof = state.confirmation
         find_systems(study, state, plan, has_training_stage, save)
         if has_training_stage:
             find_training(study, state, plan, margin)
+        state.keep_faster(proof)
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
     except KeyboardInterrupt:
@@ -194,11 +202,12 @@ def _too_small(budget: Budget, what: str) -> RunError:
     return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {4 * budget.total:.0f}s")
 
 
-def _earlier_budget(folder: Path, settings: dict[str, Any]) -> float:
-    """Seconds of the search in ``folder`` that is continued; ConfigurationError if it was another one."""
+def _earlier_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result of the search in ``folder`` that is continued; ConfigurationError if it was another one."""
     try:
         before = json.loads((folder / "search.json").read_text(encoding="utf-8"))
-        seconds = float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["budget_seconds"])
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result["budget_seconds"] = float(result["budget_seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigurationError(f"there is no search in {folder} to continue; give --budget without +") from None
     now = json.loads(json.dumps(settings, default=str))
@@ -206,7 +215,7 @@ def _earlier_budget(folder: Path, settings: dict[str, Any]) -> float:
     if changed:
         names = ", ".join(f"{name} ({before.get(name)} before, {now[name]} now)" for name in changed)
         raise ConfigurationError(f"the search in {folder} cannot be continued, since these changed: {names}")
-    return seconds
+    return result
 
 
 def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> dict[str, Any]:
