@@ -91,7 +91,7 @@ class Worker:
     ):
         ours, theirs = socket.socketpair()
         self.server = _fork_server()
-        self.pid = self.server.fork(theirs, environment)
+        self.pid = self.server.fork(theirs, environment, seconds_to_wait(None, deadline))
         theirs.close()
         self.connection = Connection(ours.detach())
         self.timeout, self.deadline = timeout, deadline
@@ -226,10 +226,13 @@ class ForkServer:
         """Whether the server still runs."""
         return self.process.poll() is None
 
-    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's."""
+    def fork(self, connection: socket.socket, environment: Mapping[str, str], timeout: float | None = None) -> int:
+        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's.
+
+        The first worker waits until the server has imported torch. DeadlineError after ``timeout`` seconds.
+        """
         request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
-        return self._request(request, [connection.fileno()])
+        return self._request(request, [connection.fileno()], timeout)
 
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
@@ -238,10 +241,15 @@ class ForkServer:
         except (OSError, RunError):
             return None
 
-    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = (), timeout: float | None = None) -> int:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
+            self.control.settimeout(timeout)
             reply = self.control.recv(64)
+            self.control.settimeout(None)
+        except TimeoutError:
+            self.process.kill()
+            raise DeadlineError("the deadline passed before a worker was started") from None
         except BaseException:  # a late reply would be taken for that of the next request
             self.process.kill()
             raise

@@ -131,8 +131,11 @@ def _step_throughput(program: Program, batch: Batch, seconds: float) -> float:
         program.optimizer_step()
         program.zero_grad()
 
+    deadline = time.perf_counter() + seconds
     for _ in range(WARM_UP_STEPS):
         step()
+        if time.perf_counter() > deadline:
+            break
     return batch_size(batch) * _calls_per_second(program, step, seconds)
 
 
