@@ -234,12 +234,15 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
     if not attempt.paired:
         return
     exact = bool(check.get("passed"))
+    known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
+    original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
+    before, after = gate.final_metrics([original, attempt.tuned_runs], baseline.margin)
     result = attempt.gate = gate.quality_gate(
-        {seed: run["metric"] for seed, run in attempt.baseline_runs.items()},
-        {seed: run["metric"] for seed, run in attempt.tuned_runs.items()},
+        {seed: before[seed] for seed in attempt.baseline_runs},
+        after,
         margin=baseline.margin,
         higher_is_better=baseline.higher_is_better,
-        more_baseline=[run["metric"] for run in baseline.runs],
+        more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
         confidence=gate.confidence_of(0 if exact else index),  # a check is contradicted equally often at any index
     )
     attempt.why = result.why

@@ -8,7 +8,7 @@ are those of a shorter training (``Study.horizon``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -46,7 +46,7 @@ class Baseline:
     target: float
     margin: float
     higher_is_better: bool
-    run_seeds: list[int] = field(default_factory=list)  # of ``runs``
+    run_seeds: list[int]  # of ``runs``
     margin_why: str = ""
 
     @property
