@@ -284,7 +284,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     attempt.samples = [(original["samples"], tuned["samples"]) for original, tuned in pairs]
     if loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
         intervals = [
-            tuple(map(_samples_since_last_evaluation, runs, samples))
+            tuple(map(samples_since_last_evaluation, runs, samples))
             for runs, samples in zip(arms, attempt.samples, strict=True)
         ]
         attempt.samples = [(*samples, *interval) for samples, interval in zip(attempt.samples, intervals, strict=True)]
@@ -301,7 +301,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     return attempt.speedup, blocks, measured
 
 
-def _samples_since_last_evaluation(run: dict, samples: int) -> int:
+def samples_since_last_evaluation(run: dict, samples: int) -> int:
     """Training samples between the evaluation at ``samples`` and the one before it."""
     earlier = (evaluation["samples"] for evaluation in run["evaluations"] if evaluation["samples"] < samples)
     return samples - max(earlier, default=0)
