@@ -39,10 +39,12 @@ def imagenet():
     for e in EPOCHS:
         for i in range(0, 50, 10):
             meters = f"Time  0.12{i} ( 0.2{i}0)\tData  0.01{i} ( 0.011)\tLoss {LOSSES[e]:.4e} ({LOSSES[e] + 0.1:.4e})"
-            yield f"Epoch: [{e}][{i + 1:>4}/  50]\t{meters}\tAcc@1   {e + i / 9:6.2f} ({e + 1:6.2f})\tAcc@5   {e:6.2f} (  9.00)"
+            accuracy = f"Acc@1   {e + i / 9:6.2f} ({e + 1:6.2f})\tAcc@5   {e:6.2f} (  9.00)"
+            yield f"Epoch: [{e}][{i + 1:>4}/  50]\t{meters}\t{accuracy}"
         for i in range(0, 20, 10):
             meters = f"Time  0.1{i} ( 0.1{i})\tLoss {HELD_OUT[e]:.4e} ({HELD_OUT[e] + 0.1:.4e})"
-            yield f"Test: [{i + 1:>2}/20]\t{meters}\tAcc@1  {11.5 + e + i / 9:6.2f} ({12 + e:6.2f})\tAcc@5   {e + 40:6.2f} ( 41.00)"
+            accuracy = f"Acc@1  {11.5 + e + i / 9:6.2f} ({12 + e:6.2f})\tAcc@5   {e + 40:6.2f} ( 41.00)"
+            yield f"Test: [{i + 1:>2}/20]\t{meters}\t{accuracy}"
         yield f" *   Acc@1 {CORRECT[e] / 100:.3f} Acc@5 {CORRECT[e] / 100 + 1:.3f}"
 
 
@@ -93,7 +95,8 @@ def nanogpt():
         yield f"step {e * 250}: train loss {LOSSES[e]:.4f}, val loss {HELD_OUT[e]:.4f}"
         yield "saving checkpoint to out-shakespeare-char"
         for i in range(0, 250, 50):
-            yield f"iter {e * 250 + i}: loss {LOSSES[e] - i / 1e4:.4f}, time {25.12 + i / 7:.2f}ms, mfu {17.63 + e / 9:.2f}%"
+            speed = f"time {25.12 + i / 7:.2f}ms, mfu {17.63 + e / 9:.2f}%"
+            yield f"iter {e * 250 + i}: loss {LOSSES[e] - i / 1e4:.4f}, {speed}"
 
 
 def timm():
@@ -150,7 +153,8 @@ def lightning():
             bar = "\u2588" * i + " " * (20 - i)
             held_out = f", val_loss={HELD_OUT[e - 1]:.3f}, val_acc={CORRECT[e - 1] / 1e4:.3f}" if e else ""
             held_out += f", train_loss_epoch={LOSSES[e - 1]:.3f}" if e else ""
-            yield f"\rEpoch {e}: {5 * i}%|{bar}| {i}/20 [00:0{i // 10}<00:00, 92.{i}it/s, v_num=0, train_loss={LOSSES[e]:.3f}{held_out}]"
+            metrics = f"v_num=0, train_loss={LOSSES[e]:.3f}{held_out}"
+            yield f"\rEpoch {e}: {5 * i}%|{bar}| {i}/20 [00:0{i // 10}<00:00, 92.{i}it/s, {metrics}]"
         held_out = f", val_loss={HELD_OUT[e]:.3f}, val_acc={CORRECT[e] / 1e4:.3f}, train_loss_epoch={LOSSES[e]:.3f}"
         yield f"\rEpoch {e}: 100%|{bar}| 20/20 [00:02<00:00, 91.1it/s, v_num=0, train_loss={LOSSES[e]:.3f}{held_out}]"
 
@@ -178,14 +182,16 @@ def fairseq():
         )
         best = f" | best_loss {HELD_OUT[e] + 3:.3f}" if e else ""
         yield f"{stamp} | INFO | valid | epoch {e + 1:03d} | valid on 'valid' subset | {log}{best}"
-        yield f"{stamp} | INFO | train | epoch {e + 1:03d} | loss {LOSSES[e] + 3:.3f} | ppl {LOSSES[e] + 9:.2f} | {speed} | gnorm 1.8{e}"
+        log = f"loss {LOSSES[e] + 3:.3f} | ppl {LOSSES[e] + 9:.2f} | {speed} | gnorm 1.8{e}"
+        yield f"{stamp} | INFO | train | epoch {e + 1:03d} | {log}"
 
 
 def detectron2():
     for e in EPOCHS:
         stamp = f"[03/0{e + 1} 10:2{e}:31 d2"
         losses = f"total_loss: {LOSSES[e]:.4g}  loss_cls: {LOSSES[e] / 2:.4g}  loss_box_reg: {LOSSES[e] / 3:.4g}"
-        yield f"{stamp}.utils.events]:  eta: 0:1{e}:21  iter: {20 * e + 19}  {losses}  time: 0.31{e}1  data_time: 0.01{e}1  lr: 0.00{e}25  max_mem: 2571M"
+        speed = f"time: 0.31{e}1  data_time: 0.01{e}1  lr: 0.00{e}25  max_mem: 2571M"
+        yield f"{stamp}.utils.events]:  eta: 0:1{e}:21  iter: {20 * e + 19}  {losses}  {speed}"
         yield f"{stamp}.evaluation.testing]: copypaste: Task: bbox"
         yield f"{stamp}.evaluation.testing]: copypaste: AP,AP50,AP75,APs,APm,APl"
         values = [CORRECT[e] / 250 + shift for shift in (0, 20.1, 2.2, -19.3, 4.4, 12.5)]
@@ -223,7 +229,8 @@ def fastai():
 
 def geometric():
     for e in EPOCHS:
-        yield f"Epoch: {e + 1:03d}, Loss: {LOSSES[e]:.4f}, Train: {0.8 + e / 30:.4f}, Val: {CORRECT[e] / 1e4:.4f}, Test: {0.7 + e / 40:.4f}"
+        held_out = f"Val: {CORRECT[e] / 1e4:.4f}, Test: {0.7 + e / 40:.4f}"
+        yield f"Epoch: {e + 1:03d}, Loss: {LOSSES[e]:.4f}, Train: {0.8 + e / 30:.4f}, {held_out}"
 
 
 def nanochat():
@@ -231,7 +238,8 @@ def nanochat():
         yield f"Step {e * 250:05d} | Validation bpb: {HELD_OUT[e]:.4f}"
         for i in range(3):
             speed = f"dt: {312.1 + i:.2f}ms | tok/sec: {167_321 + i:,} | mfu: {47.3 + i / 9:.2f}"
-            yield f"step {e * 250 + i:05d}/21400 ({i / 2.14:.2f}%) | loss: {LOSSES[e] - i / 1e4:.6f} | lrm: 1.00 | {speed} | total time: {i:.2f}m"
+            loss = f"loss: {LOSSES[e] - i / 1e4:.6f} | lrm: 1.00"
+            yield f"step {e * 250 + i:05d}/21400 ({i / 2.14:.2f}%) | {loss} | {speed} | total time: {i:.2f}m"
 
 
 def super_resolution():
@@ -376,6 +384,7 @@ def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen()
             0.1,
         ),
         (["val acc 98%", "val acc 99%"], [0.98, 0.99], 0.01),
+        (["val Top-1: 71.5, Top-5: 90.2", "val Top-1: 72.5, Top-5: 90.4"], [71.5, 72.5], 0.1),
         (["\x1b[32mval_loss\x1b[0m: 0.5 (best 0.4)", "\x1b[32mval_loss\x1b[0m: 0.3 (best 0.3)"], [0.5, 0.3], 0.1),
     ],
 )
@@ -429,7 +438,7 @@ def test_question_names_each_candidate_as_it_is_typed_with_three_values():
 
 def test_request_that_fits_several_metrics_asks():
     with pytest.raises(
-        ConfigurationError, match='fits several values; pass .* or --metric "loss_val:min" .* or --metric'
+        ConfigurationError, match=r'fits several values; pass .* or --metric "loss_val:min" .* or --metric'
     ):
         select_metric(series_of(timed(gcn())), "loss")
 

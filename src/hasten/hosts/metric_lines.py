@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from hasten.hosts.metric_names import HIGHER, LOWER, WITHOUT_MEANING, meaning_of, phase_of, words_of
@@ -21,7 +22,8 @@ _NUMBER = re.compile(
     r"""
       (?P<time> \d{4}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
     | (?<![\w.@/]) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
-    | (?<![\w.@]) (?P<number> (?:(?<![\w)\]])[-+])? (?: (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
+    | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-)  # a part of a name: Acc@1, top-5
+      (?P<number> (?:(?<![\w)\]])[-+])? (?: (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
       (?!\.?\d) (?: (?P<percent>\s?%) | (?P<unit>[A-Za-z\u00b5]+(?:/[A-Za-z]+)?|/[A-Za-z]+) )?
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -187,6 +189,7 @@ def _last_digit(text: str) -> float:
     return float(f"1e{int(exponent or 0) - len(mantissa.partition('.')[2])}")
 
 
+@lru_cache(maxsize=10_000)
 def _name(gap: str) -> str:
     """The last words before a number: of ``', 'eval_loss': `` eval_loss, of ``Test set: loss: `` loss."""
     for segment in reversed(_SEPARATOR.split(gap)):

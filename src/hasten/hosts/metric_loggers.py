@@ -28,7 +28,7 @@ def watch_tensorboard(module: Any, report: Report) -> None:
 
 
 def _tag(folder: str, tag: str) -> str:
-    """The name of a scalar; ``add_scalars("Loss", {"val": 1})`` writes the tag Loss to a folder Loss_val or Loss/val."""
+    """The name of a scalar; ``add_scalars("L", {"val": 1})`` writes the tag L to a folder ``L_val`` or ``L/val``."""
     for prefix in (tag.replace("/", "_") + "_", tag + "/"):
         _, found, part = str(folder).rpartition("/" + prefix)
         if found and "/" not in part:

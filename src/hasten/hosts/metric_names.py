@@ -1,7 +1,9 @@
 """What the name of a number says: on which data it was measured, and whether more or less of it is better."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 def _set(words: str) -> frozenset[str]:
@@ -11,7 +13,9 @@ def _set(words: str) -> frozenset[str]:
 VALIDATION = _set("val valid validation validating dev eval evaluation evaluating heldout")
 TEST = _set("test tests testing")
 TRAIN = _set("train training trn")
-PHASES = {"validation": VALIDATION, "test": TEST, "train": TRAIN}
+PHASES = {
+    word: phase for phase, words in (("validation", VALIDATION), ("test", TEST), ("train", TRAIN)) for word in words
+}
 
 # Fractions of correct answers: between 0 and 1, or 0 and 100.
 RATES = _set(
@@ -43,7 +47,7 @@ DERIVED = _set(
 FILLERS = _set("average avg averaged mean overall set final on the of is at score net")
 WITHOUT_MEANING = _set("value metric name tensor np float float16 float32 float64 array item")
 
-_WORDS = VALIDATION | TEST | TRAIN | HIGHER | LOWER | NO_METRIC | DERIVED
+_WORDS = PHASES.keys() | HIGHER | LOWER | NO_METRIC | DERIVED
 _FUSED = re.compile(r"(train|valid|val|test|eval|dev)(.+)")
 
 
@@ -72,7 +76,8 @@ class Meaning:
     rate: bool
 
 
-def words_of(text: str) -> list[str]:
+@lru_cache(maxsize=10_000)
+def words_of(text: str) -> tuple[str, ...]:
     """The words of a name in lower case: ``val_loss``, ``valLoss``, ``Val-Loss`` and ``valloss`` are val, loss."""
     words: list[str] = []
     for word in re.findall(r"[A-Za-z0-9]+", text):
@@ -86,24 +91,20 @@ def words_of(text: str) -> list[str]:
             words += [fused[1], fused[2], *filter(None, [low[len(stem) :]])]
         else:
             words += [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", word)]
-    return words
+    return tuple(words)
 
 
-def phase_of(words: list[str]) -> str:
+def phase_of(words: Sequence[str]) -> str:
     """The data that the last phase word names; "" if there is none."""
-    for word in reversed(words):
-        for phase, names in PHASES.items():
-            if word.lower() in names:
-                return phase
-    return ""
+    return next((PHASES[word.lower()] for word in reversed(words) if word.lower() in PHASES), "")
 
 
+@lru_cache(maxsize=10_000)
 def meaning_of(name: str) -> Meaning:
     """Reads a name, such as ``val_loss``, ``Acc@5`` or ``Validation accuracy``."""
     words = words_of(name)
     known = [word for word in words if word in HIGHER or word in LOWER]
-    phase_words = VALIDATION | TEST | TRAIN
-    identity = tuple(word for word in words if word not in phase_words and word not in FILLERS and word != "1")
+    identity = tuple(word for word in words if word not in PHASES and word not in FILLERS and word != "1")
     beside = bool(set(words) & NO_METRIC) and not (
         known and set(words) & NO_METRIC <= {"rate", "total", "min", "scale"}
     )
