@@ -24,8 +24,8 @@ def finish_earlier(
 ) -> None:
     """Confirms the recipes that the ``earlier`` result lists as estimated, the slowest first.
 
-    Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole trainings
-    fit into the budget that was added.
+    Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole
+    trainings fit into the budget that was added.
     """
     rows = [row for row in earlier.get("frontier", ()) if row["evidence"] == ESTIMATED and row["recipe"]]
     rows.sort(key=lambda row: row["speedup"]["median"] or 0.0)
