@@ -272,6 +272,7 @@ def page(result):
     return console.file.getvalue()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_diagnose_states_the_throughput_of_the_input_pipeline_beside_the_phases():
     result = diagnose(task(DataLoader(Samples(slow=True), batch_size=8)), budget=4.0, device="cpu")
