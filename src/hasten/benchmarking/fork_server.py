@@ -21,6 +21,7 @@ system call, and a process whose own parent has ended is reached, too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -57,6 +58,7 @@ STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
 ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
 MAX_REQUEST_BYTES = 1 << 20  # to the fork server
+CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
 
 
 class DeadlineError(RunError):
@@ -205,10 +207,24 @@ class ForkServer:
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the server and its workers. A process that was forked from the owner changes nothing."""
+        if self.owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # forked processes may hold the socket, too
+        self.control.close()
+        try:
+            self.process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def is_usable(self) -> bool:
-        """Whether the server runs and was started by this process, not by a parent that forked it."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        """Whether the server still runs."""
+        return self.process.poll() is None
 
     def fork(self, connection: socket.socket, environment: Mapping[str, str], timeout: float | None = None) -> int:
         """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's.
@@ -242,15 +258,15 @@ class ForkServer:
         return int(reply)
 
 
-_server: ForkServer | None = None
+_servers: dict[int, ForkServer] = {}  # by process ID of the owner; a forked process inherits one that it cannot use
 _shown_warnings: set[str] = set()  # texts without their numbers; workers do not repeat them
 
 
 def _fork_server() -> ForkServer:
-    global _server
-    if _server is None or not _server.is_usable():
-        _server = ForkServer()
-    return _server
+    server = _servers.get(os.getpid())
+    if server is None or not server.is_usable():
+        server = _servers[os.getpid()] = ForkServer()
+    return server
 
 
 def _installed_modules() -> list[str]:
@@ -442,3 +458,4 @@ def _sender(connection: Connection) -> Callable[[str, object], None]:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # the parent may wait, and the end of an interpreter that has imported torch takes 0.2 s
