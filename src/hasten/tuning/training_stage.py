@@ -76,7 +76,7 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
 def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
     """Confirms recipes of an earlier search, each faster than the one before it, by whole trainings."""
     study.horizon = 1.0
-    baseline = state.baseline = _run_baseline(study, margin)
+    baseline = state.baseline = run_baseline(study, margin)
     _confirm(study, state, baseline, recipes, is_whole=True)
 
 
