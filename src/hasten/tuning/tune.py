@@ -164,7 +164,7 @@ def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
         warn_oversubscribed(processes)
     try:
         with start_workers(
-            1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task.to_json()
+            1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task
         ) as worker:
             return worker.call("facts", processes=processes)
     except DeadlineError:

@@ -1,0 +1,146 @@
+"""The model seam: finds the models that a script trains, wraps their calls, and tells evaluation from training.
+
+A root is a module that the script calls and that is part of no other module. Its call goes through the slot that
+``Module.compile()`` uses: outermost calls only, no hook, nothing on submodules, and nothing that is pickled or copied.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten._torch_compat import get_module_call, patch_module_call, set_module_call
+from hasten.hosts.inside.sites import Sites
+from hasten.utils.phase_timer import PhaseTimer
+
+WrapCall = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (root, its call) -> the call under methods
+
+
+class ModelSeam:
+    """Finds the roots at their first calls.
+
+    Args:
+        sites: Receives each root with the line that called it first.
+        phases: Receives the time of the calls in training.
+        wrap: Asked once for each root, before its first call.
+
+    Attributes:
+        roots: The roots so far, in the order of their first calls.
+        evaluated_seconds: Seconds of all evaluations so far.
+        evaluations: (step, seconds) of each evaluation.
+        records_gradients: Whether an evaluation recorded gradients.
+        trains_in_eval_mode: Whether a backward pass followed a call in eval mode, which is then no sign of evaluation.
+        last_step_ended: Set by the step seam: when an evaluation that is noticed now has begun.
+    """
+
+    def __init__(self, sites: Sites, phases: PhaseTimer, wrap: WrapCall | None = None):
+        self.sites, self.phases, self.wrap = sites, phases, wrap
+        self.roots: list[nn.Module] = []
+        self.known: set[int] = set()
+        self.step = 0
+        self.last_step_ended: float | None = None
+        self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
+        self.records_gradients = self.trains_in_eval_mode = False
+        self.began: float | None = None  # of the evaluation that is running
+        self.ended = 0.0  # of its last call
+        self.inside = False
+        self.original = patch_module_call(self._first_calls())
+
+    def stop_searching(self) -> None:
+        """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
+        if self.original is not None:
+            patch_module_call(self.original)
+            self.original = None
+
+    def on_backward(self) -> None:
+        """Told of every outermost backward pass."""
+        if self.began is not None:
+            self.trains_in_eval_mode, self.began = True, None
+
+    def find_uncalled(self) -> None:
+        """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""
+        for module in _outermost_modules():
+            if id(module) not in self.known and any(p.grad is not None for p in module.parameters()):
+                self.known.add(id(module))
+                self.roots.append(module)
+                self.sites.note("models", module, called=False)
+
+    def _first_calls(self) -> Callable[..., Any]:
+        seam = self
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = seam.original or type(module).__call__
+            if seam.inside:
+                return call(module, *args, **kwargs)
+            seam.inside = True
+            try:
+                if id(module) not in seam.known:
+                    seam._consider(module)
+                return call(module, *args, **kwargs)
+            finally:
+                seam.inside = False
+
+        return __call__
+
+    def _consider(self, module: nn.Module) -> None:
+        self.known.add(id(module))
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        if not any(module is root for root in _outermost_modules()):
+            return
+        self.roots.append(module)
+        self.sites.note("models", module, called=True)
+        call = get_module_call(module)
+        set_module_call(module, self._told_apart(module, self.wrap(module, call) if self.wrap else call))
+
+    def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        phases = self.phases
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not root.training and not self.trains_in_eval_mode:
+                return self._evaluate(call, args, kwargs)
+            if self.began is not None:
+                self._leave_evaluation()
+            if not phases.running:
+                return call(*args, **kwargs)
+            began = phases.now()
+            result = call(*args, **kwargs)
+            phases.record("forward", began)
+            return result
+
+        return forward
+
+    def _evaluate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.began is None:
+            self.began = time.perf_counter() if self.last_step_ended is None else self.last_step_ended
+            if not self.evaluations:
+                site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
+                self.sites.records.setdefault("evaluations", []).append(site)
+        self.records_gradients |= torch.is_grad_enabled()
+        result = call(*args, **kwargs)
+        self.ended = time.perf_counter()
+        return result
+
+    def _leave_evaluation(self) -> None:
+        seconds = self.ended - (self.began or self.ended)
+        self.began = None
+        self.evaluated_seconds += seconds
+        self.evaluations.append((self.step, seconds))
+
+
+def _outermost_modules() -> list[nn.Module]:
+    """All modules of the process that are part of no other one."""
+    # not isinstance, which would run the properties of objects that are made lazily
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    children = {id(child) for module in modules for child in _children(module)}
+    return [module for module in modules if id(module) not in children]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    try:
+        return list(module.children())
+    except AttributeError:  # its constructor has not run yet
+        return []
