@@ -372,7 +372,7 @@ def compile_seconds() -> float:
 
 
 def get_module_call(module: nn.Module) -> Callable[..., Any]:
-    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` put there, else torch's."""
+    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` set, else torch's."""
     return module._compiled_call_impl or module._call_impl
 
 
@@ -400,7 +400,7 @@ def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 
 def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the function of all DataLoaders that makes an iterator, ``(loader) -> iterator``, by ``make(original)``."""
+    """Replaces the function of all DataLoaders, ``(loader) -> iterator``, by ``make(original)``."""
     from torch.utils.data import DataLoader
 
     DataLoader._get_iterator = make(DataLoader._get_iterator)

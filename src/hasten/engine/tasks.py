@@ -108,8 +108,15 @@ class TaskRef:
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
     ) -> Any:
-        """What answers the calls of a service (``module:Class``) in another way than by the engine; None: the engine."""
+        """What answers the calls of a service (``module:Class``) instead of the engine; None: the engine does."""
         return None
+
+    def sites(self) -> dict[str, Any] | None:
+        """Where the loaders, optimizers and models are that the engine does not build; None for a task."""
+        return None
+
+    def write_sites(self, folder: Path) -> None:
+        """Writes ``sites`` beside a recipe, if there are any."""
 
     def fingerprint(self) -> str:
         """A hash of the task's code: its file and the modules imported from the same folder, or the pickled object."""

@@ -25,6 +25,7 @@ from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeo
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
 from hasten.hosts.sandbox import Sandbox
+from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -90,6 +91,9 @@ class ScriptProcess:
         soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
             self.kill()
+            if known_sites(self.script) is not None:  # it does train
+                seconds_to_wait(None, deadline)
+                raise timeout_error(timeout)
             raise ConfigurationError(
                 f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s: no backward pass; "
                 "give a larger --budget, or a command that trains"

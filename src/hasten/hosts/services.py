@@ -82,6 +82,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     left = WATCH_S / WATCH_SHARE if deadline is None else deadline - time.monotonic()
     with ScriptProcess(script, {}) as process:
         answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
+        early = process.ask("describe", None, deadline)  # while the loaders exist
         end, count = time.monotonic() + min(WATCH_S, WATCH_SHARE * left), 1
         while time.monotonic() < end and not answer.get("ended"):
             began = time.monotonic()
@@ -89,6 +90,8 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             step = (time.monotonic() - began) / max(1, answer["count"])
             count = max(1, min(10 * count, int(WATCH_CHUNK_S / max(step, 1e-6))))
         described = process.ask("describe", None, deadline)
+        described["facts"] = sorted({*described["facts"], *early["facts"]})
+        described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
         return remember(script, described)
 

@@ -146,6 +146,7 @@ def diagnose(
         "start_seconds": profile.plan["start"],
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
+        "sites": task.sites() or {},
         "seconds": time.monotonic() - began,
     }
 

@@ -51,9 +51,7 @@ class ModelSeam:
 
     def stop_searching(self) -> None:
         """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
-        if self.original is not None:
-            patch_module_call(self.original)
-            self.original = None
+        patch_module_call(self.original)
 
     def on_backward(self) -> None:
         """Told of every outermost backward pass."""
@@ -69,21 +67,18 @@ class ModelSeam:
                 self.sites.note("models", module, called=False)
 
     def _first_calls(self) -> Callable[..., Any]:
-        seam = self
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = seam.original or type(module).__call__
-            if seam.inside:
-                return call(module, *args, **kwargs)
-            seam.inside = True
+        def first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return self.original(module, *args, **kwargs)
+            self.inside = True
             try:
-                if id(module) not in seam.known:
-                    seam._consider(module)
-                return call(module, *args, **kwargs)
+                if id(module) not in self.known:
+                    self._consider(module)
+                return self.original(module, *args, **kwargs)
             finally:
-                seam.inside = False
+                self.inside = False
 
-        return __call__
+        return first_call
 
     def _consider(self, module: nn.Module) -> None:
         self.known.add(id(module))
@@ -103,7 +98,7 @@ class ModelSeam:
             if not root.training and not self.trains_in_eval_mode:
                 return self._evaluate(call, args, kwargs)
             if self.began is not None:
-                self._leave_evaluation()
+                self.end_evaluation()
             if not phases.running:
                 return call(*args, **kwargs)
             began = phases.now()
@@ -124,8 +119,11 @@ class ModelSeam:
         self.ended = time.perf_counter()
         return result
 
-    def _leave_evaluation(self) -> None:
-        seconds = self.ended - (self.began or self.ended)
+    def end_evaluation(self) -> None:
+        """Counts the evaluation that is running, if there is one, as ended with its last call."""
+        if self.began is None:
+            return
+        seconds = self.ended - self.began
         self.began = None
         self.evaluated_seconds += seconds
         self.evaluations.append((self.step, seconds))

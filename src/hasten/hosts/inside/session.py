@@ -64,7 +64,9 @@ class Session:
         from hasten.hosts.inside.composition import Composition
 
         spec = self.spec
-        records_gradients = any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
+        records_gradients = (
+            any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
+        )
         composition = Composition(
             make_methods(Recipe(spec["methods"])), spec["device"], spec["seed"] or 0, records_gradients, spec["name"]
         )
@@ -159,6 +161,7 @@ class Session:
         """At the end of the script: answers the request that it did not finish. A crash is left to the exit code."""
         if self.connection is None or not self.steps.active or getattr(sys, "last_value", None) is not None:
             return
+        self.models.end_evaluation()
         self._answer(self._result() | {"ended": True})
         self._serve()
 
@@ -301,7 +304,9 @@ class Session:
                 print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
         missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
         if missing:
-            self._fail_with(f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites")
+            self._fail_with(
+                f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
+            )
 
     def _fail_with(self, text: str) -> NoReturn:
         print(f"hasten: {text}", file=sys.stderr)
