@@ -212,7 +212,8 @@ class Session:
 
     def _result(self) -> dict[str, Any]:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
-        result: dict[str, Any] = {"steps": self.steps.count, "skipped": self.steps.skipped}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
         if self.block is not None:
             result |= self._end_block()
         if self.observer is not None:
