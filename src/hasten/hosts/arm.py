@@ -121,6 +121,7 @@ class ScriptArm:
             "epochs": 1,
             "evaluate_every": every and every * self.samples_per_step,
             "effects": effects,
+            "facts": described["facts"],
         }
 
     def train(self, count: int, timed: bool = False) -> dict[str, float]:
@@ -163,7 +164,7 @@ class ScriptArm:
         if self.process is not None:
             self.process.close()
         sites = known_sites(self.script)
-        self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites)
+        self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites, self.deadline)
         limit = None if self.deadline is not None else self.timeout or FIRST_STEP_S
         self.has_ended = False
         ready = self.process.wait_until_trained(limit, self.deadline)

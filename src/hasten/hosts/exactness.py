@@ -142,7 +142,7 @@ class _Runs:
     def _run(self, methods: dict[str, Any], steps: int) -> ScriptRun:
         sites, limits = known_sites(self.script), (None, self.deadline)
         with (
-            ScriptProcess(self.script, methods, self.device, self.seed, sites) as process,
+            ScriptProcess(self.script, methods, self.device, self.seed, sites, self.deadline) as process,
             tempfile.TemporaryDirectory(prefix="hasten-") as folder,
         ):
             answer = process.wait_until_trained(*limits)

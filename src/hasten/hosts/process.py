@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -45,7 +44,7 @@ class ScriptProcess:
         device: Name of the device to assume until the model is seen.
         seed: Added to the script's seeds; None leaves them.
         sites: The site map of an earlier run, or None.
-        isolated: Whether it runs in a sandbox.
+        deadline: Time of ``time.monotonic`` at which the start is given up.
     """
 
     def __init__(
@@ -55,13 +54,14 @@ class ScriptProcess:
         device: str = "cpu",
         seed: int | None = 0,
         sites: dict[str, Any] | None = None,
-        isolated: bool = True,
+        deadline: float | None = None,
     ):
+        left = seconds_to_wait(None, deadline)
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
         with ExitStack() as stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="hasten-"))
-            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            box = stack.enter_context(Sandbox.for_directory(script.directory))
+            self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.folder / SOCKET))
             self.listener.listen(1)
@@ -69,12 +69,10 @@ class ScriptProcess:
             argv, environment = list(script.argv), injected(script.environment, self.folder)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
-            if isolated:
-                box = stack.enter_context(Sandbox.for_directory(script.directory))
-                argv, environment = box.wrap(argv), box.environment(environment)
+            command = {"argv": box.wrap(argv), "environment": box.environment(environment)}
             self.server = clean_server()
-            command = {"argv": argv, "environment": environment, "output": str(self.folder / "output")}
-            self.pid = self.server.execute(script.directory, **command)
+            output = str(self.folder / "output")
+            self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
             stack.callback(self._end)
             self.exit = os.pidfd_open(self.pid)
             stack.callback(os.close, self.exit)

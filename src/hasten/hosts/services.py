@@ -80,7 +80,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         ConfigurationError: It failed, or never trained.
     """
     left = WATCH_S / WATCH_SHARE if deadline is None else deadline - time.monotonic()
-    with ScriptProcess(script, {}) as process:
+    with ScriptProcess(script, {}, deadline=deadline) as process:
         answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
         early = process.ask("describe", None, deadline)  # while the loaders exist
         end, count = time.monotonic() + min(WATCH_S, WATCH_SHARE * left), 1
@@ -98,6 +98,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
 
 SERVICES: dict[str, Any] = {
     "Arm": ScriptArm,
+    "FirstSteps": ScriptArm,
     "Probe": ScriptProbe,
     "Description": ScriptDescription,
     "Trial": ScriptTrial,
