@@ -45,7 +45,8 @@ MIN_GRADIENT_DB = 20.0
 NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
 NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
-DOUBLE = {f"{RunConditions.__module__}:{RunConditions.__name__}": {"double": True}}
+CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
+DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
 
 Weights = dict[str, torch.Tensor]
 
@@ -192,7 +193,8 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
 
 def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     both = runs.in_double(base, candidate, GRADIENT_STEPS)
-    clean, noisy = (both[0] if both else runs.run(base, keep=True)), runs.run(candidate, GRADIENT_STEPS)
+    clean = both[0] if both else runs.run({**base, **SINGLE}, GRADIENT_STEPS, keep=True)
+    noisy = runs.run({**candidate, **SINGLE}, GRADIENT_STEPS)
     against = "float64" if both else "float32"
     name, worst = _worst_gradient(clean.gradients, noisy.gradients)
     if not worst >= MIN_GRADIENT_DB:
