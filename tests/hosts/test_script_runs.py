@@ -20,22 +20,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 SCRIPTS = Path(__file__).with_name("scripts")
 RUNS = {  # script and arguments -> its steps
     ("tensors.py", "1"): 128,
-    ("mnist.py", "--epochs", "2"): 20,
+    ("mnist.py", "--epochs", "2", "--save", "w.pt"): 20,
     ("words.py", "50"): 50,
     ("gpt.py", "50"): 50,
     ("gan.py", "3"): 48,
 }
-# runs a script in its own process, then prints a hash of all modules that it made
+# runs a script, then prints a hash of the weights that it saved or left in its namespace, and three random numbers
 HASHED = """
-import gc, hashlib, runpy, sys
+import hashlib, os, runpy, sys
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+left = runpy.run_path(sys.argv[0], run_name="__main__")
 import torch
+states = [torch.load("w.pt")] if os.path.exists("w.pt") else []
+states += [thing.state_dict() for thing in left.values() if isinstance(thing, torch.nn.Module)]
 digest = hashlib.sha256()
-modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-for tensor in sorted(tensor.numpy().tobytes() for module in modules for tensor in module.state_dict().values()):
-    digest.update(tensor)
-print(digest.hexdigest(), torch.rand(3).tolist())
+for tensor in [tensor for state in states for tensor in state.values()]:
+    digest.update(tensor.numpy().tobytes())
+print(len(states) > 0, digest.hexdigest(), torch.rand(3).tolist())
 """
 
 
@@ -57,13 +58,15 @@ def test_watching_changes_nothing(argv, steps, tmp_path):
     (tmp_path / "hashed.py").write_text(HASHED)
     command = [sys.executable, str(tmp_path / "hashed.py"), str(SCRIPTS / argv[0]), *argv[1:]]
     alone = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    (tmp_path / "w.pt").unlink(missing_ok=True)
     ref = ScriptRef.of_command(command, directory=str(tmp_path))
     with ScriptProcess(ref, {}, seed=0) as process:
         answer = process.wait_until_trained(120.0, None)
         if not answer.get("ended"):
             answer = process.ask("train", 120.0, None, count=10_000)
         assert answer["ended"] and answer["steps"] == steps
-        assert process.output() == alone.stdout
+        assert process.output() == alone.stdout and "\nTrue " in alone.stdout
+    assert not (tmp_path / "w.pt").exists(), "a trial wrote into the user's directory"
 
 
 def test_sites_of_a_script_are_found():
@@ -152,7 +155,7 @@ def test_script_that_does_not_train_is_reported_in_one_line(text, message, tmp_p
 
 def test_script_that_never_trains_ends_with_the_budget(tmp_path):
     ref = written(tmp_path, "import torch, time\nwhile True: time.sleep(1)")
-    with pytest.raises(ConfigurationError, match="did not train within .* s: no backward pass"):
+    with pytest.raises(ConfigurationError, match=r"did not train within .* s: no backward pass"):
         watch_script(ref, time.monotonic() + 8)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
 from hasten.core.method import Method
@@ -101,6 +101,8 @@ class TaskRef:
 
         sys.path.extend(folder for folder in fields["path"] if folder not in sys.path)  # to find its modules
         return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
+
+    can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
 
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Raises ConfigurationError if a method needs a hook that cannot be offered; the engine offers all."""

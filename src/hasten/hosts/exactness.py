@@ -155,6 +155,8 @@ class _Runs:
             weights, gradients = (
                 torch.load(Path(folder, name), weights_only=True) for name in ("weights", "gradients")
             )
+        if not weights:
+            raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
         return ScriptRun(found["steps"], found["hash"], weights, gradients)

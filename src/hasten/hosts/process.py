@@ -138,6 +138,10 @@ class ScriptProcess:
         """The number of processes of the script that train, too."""
         return len(list(self.folder.glob(f"{RIVAL}-*")))
 
+    def whole_output(self) -> str:
+        """All that the script has printed, on both streams."""
+        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+
     def output(self) -> str:
         """The end of what the script has printed, on both streams."""
         try:

@@ -41,6 +41,7 @@ class ScriptRef(TaskRef):
     directory: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     metric: str | None = None
+    can_be_shortened = False
 
     @staticmethod
     def of_command(argv: Sequence[str], metric: str | None = None, directory: str | None = None) -> ScriptRef:

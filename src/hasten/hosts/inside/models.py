@@ -5,6 +5,7 @@ A root is a module that the script calls and that is part of no other module. It
 """
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from hasten._torch_compat import get_module_call, patch_module_call, set_module_
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
 
+STDOUT = 1  # file descriptor; a file, in a trial
 WrapCall = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (root, its call) -> the call under methods
 
 
@@ -44,6 +46,7 @@ class ModelSeam:
         self.last_step_ended: float | None = None
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients = self.trains_in_eval_mode = False
+        self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
         self.inside = False
@@ -114,6 +117,7 @@ class ModelSeam:
             if not self.evaluations:
                 site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
                 self.sites.records.setdefault("evaluations", []).append(site)
+            self._mark(begins=True)
         self.records_gradients |= torch.is_grad_enabled()
         result = call(*args, **kwargs)
         self.ended = time.perf_counter()
@@ -127,6 +131,11 @@ class ModelSeam:
         self.began = None
         self.evaluated_seconds += seconds
         self.evaluations.append((self.step, seconds))
+        self._mark(begins=False)
+
+    def _mark(self, begins: bool) -> None:
+        """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
+        self.marks.append((time.perf_counter(), self.step, os.fstat(STDOUT).st_size, begins))
 
 
 def _outermost_modules() -> list[nn.Module]:

@@ -25,6 +25,7 @@ from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
+from hasten.hosts.inside.trackers import TrackerFinder
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -42,6 +43,7 @@ class Session:
     def __init__(self, folder: Path, spec: dict[str, Any]):
         self.folder, self.spec = folder, spec
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
+        self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
@@ -56,6 +58,8 @@ class Session:
             self.sites.records["seeds"] = []
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
+        if spec["mode"] != "train":
+            TrackerFinder(self._note_logged)
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -116,6 +120,9 @@ class Session:
         if name not in seeded:
             seeded.append(name)
             self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name})
+
+    def _note_logged(self, name: str, value: float) -> None:
+        self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
 
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
@@ -252,6 +259,9 @@ class Session:
         return {
             "sites": self.sites.records,
             "steps": self.steps.count,
+            "seconds": time.perf_counter() - self.began,
+            "marks": [(at - self.began, *rest) for at, *rest in models.marks],
+            "logged": self.logged,
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
