@@ -53,6 +53,7 @@ FACTS = {
     "indexed_samples": "training samples can be read by index",
     "workers": "threads or processes besides the training process can compute the batches",
     "evaluations": "the metric is measured more than once",
+    "evaluation_gradients": "the training script evaluates its model with gradients recorded",
     "distributed": "several processes train together",
     "multiple_epochs": "the run has more than one epoch",
     "repeated_blocks": "the model has a sequence of blocks of one type",

@@ -170,7 +170,7 @@ class Study:
         }
 
     def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:
-        trial = {"task": self.task.to_json(), "methods": recipe.methods, "device": self.device, "seed": seed}
+        trial = {"task": self.task, "methods": recipe.methods, "device": self.device, "seed": seed}
         timeout = self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)  # one process cannot hang
         deadline = self.budget.deadline()
         with start_workers(self.processes, "hasten.tuning.trial:Trial", None, deadline, **trial) as worker:

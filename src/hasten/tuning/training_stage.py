@@ -93,7 +93,7 @@ def _horizon(study: Study, state: SearchState, items: list) -> float:
         return 0.0
     if left >= WHOLE_RUNS * seconds:
         return 1.0
-    if left / SHORT_RUNS < MIN_SHORT_RUN_S:
+    if left / SHORT_RUNS < MIN_SHORT_RUN_S or not study.task.can_be_shortened:
         needed = WHOLE_RUNS * seconds + study.budget.spent
         why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)
