@@ -21,7 +21,8 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
-from hasten.reporting.result_schema import CompareResult, validate
+from hasten.reporting.result_schema import CompareResult
+from hasten.reporting.validation import validate
 from helpers import SLACK_S
 
 

@@ -19,7 +19,7 @@ from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
-pytestmark = pytest.mark.usefixtures("brief_gain")
+pytestmark = pytest.mark.usefixtures("brief_measurements")
 
 
 TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused

@@ -28,13 +28,6 @@ def cache(tmp_path, monkeypatch):
     """The folder of trial files; empty again after every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("HASTEN_CACHE", str(folder))
-    for name, value in {
-        "conversion.GAIN_SECONDS": 0.1,
-        "conversion.ESTIMATE_SECONDS": 0.1,
-        "advice.MAX_TURNS": 2,
-        "advice.MIN_TURNS": 2,
-    }.items():
-        monkeypatch.setattr(f"hasten.datatools.{name}", value)
     yield
     assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
 
@@ -78,8 +71,6 @@ def test_inspect_table_that_is_slow_to_decode_recommends_rows(tmp_path):
     gains = {each["to"]: each["gain"] for each in result["storages"]}
     assert gains["rows"] > 3 and list(gains.values()) == sorted(gains.values(), reverse=True)
     assert all(0 < each["bytes"] < 10 * result["bytes"] for each in result["storages"])
-    converted = convert(tmp_path / "in", tmp_path / "out", to="rows", target="label")
-    assert converted["gain"]["ratio"] > 3
 
 
 def test_inspect_long_csv_reads_its_first_lines(tmp_path, monkeypatch):

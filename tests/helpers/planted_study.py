@@ -55,7 +55,7 @@ class Planted:
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
         self._pay("run", f"{recipe}, seed {seed}, give up after {time_limit}")
         metric = (
             METRIC
@@ -135,7 +135,7 @@ def _members(recipe: Recipe) -> list[str]:
 
 def baseline_of(study: Planted) -> Baseline:
     seeds = [0, 1000, 2000]
-    return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True)
+    return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
 
 
 def searched_systems(study: Planted, item: Candidate = THREADS) -> Incumbents:

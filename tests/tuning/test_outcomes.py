@@ -35,7 +35,7 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
     [
         ({"failed": "ema has no effect: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
-        ({"pruned": True}, "no gain", "after 10.5 s"),
+        ({"pruned": True, "evaluations": [{"seconds": 8.2}]}, "no gain", "stopped after 8.2 s at 0.95"),
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
         ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
         ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),
@@ -72,7 +72,7 @@ def test_clearly_better_metric_compensates_no_gain_but_not_a_loss(seconds, bette
 
 @pytest.mark.parametrize("higher", [True, False])
 def test_equal_quality_follows_the_metric_direction(higher):
-    baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher)
+    baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher, [7, 8])
     better = 1 if higher else -1
     assert baseline.as_good([1.0 + better * 5 * MARGIN])
     assert baseline.as_good([1.0 - better * MARGIN / 2])

@@ -3,6 +3,7 @@
 The command line, the documentation, the profiler and the tuner read cards; a method's code runs only to train.
 """
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -52,6 +53,7 @@ FACTS = {
     "indexed_samples": "training samples can be read by index",
     "workers": "threads or processes besides the training process can compute the batches",
     "evaluations": "the metric is measured more than once",
+    "evaluation_gradients": "the training script evaluates its model with gradients recorded",
     "distributed": "several processes train together",
     "multiple_epochs": "the run has more than one epoch",
     "repeated_blocks": "the model has a sequence of blocks of one type",
@@ -81,13 +83,32 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_KNOWN_WORDS = {
-    "accelerates": PHASES,
-    "requires": TRAITS,
-    "invalidates": TRAITS,
-    "default_for": FACTS,
-    "remedy_for": REMEDIES,
-}
+_KNOWN_WORDS = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS}
+_KNOWN_WORDS |= {"remedy_for": REMEDIES, "ceiling": CEILINGS}
+
+
+@dataclass(frozen=True)
+class SearchRange:
+    """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        powers_of_two: Whether only these are tried, as integers.
+        no_effect: Value at which the recipe leaves the method out; None: there is none.
+        is_length: Whether the option is the length of the training relative to that of the task.
+    """
+
+    low: float
+    high: float
+    powers_of_two: bool = False
+    no_effect: float | None = None
+    is_length: bool = False
+
+    def at(self, position: float) -> float:
+        """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
+        value = self.low * (self.high / self.low) ** position
+        return 2 ** round(math.log2(value)) if self.powers_of_two else float(f"{value:.2g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +131,8 @@ class Card:
         replaces: Hooks whose argument it discards. Two methods may replace the same hook if one is ``after`` the other.
         high_setup_cost: Building it takes seconds, which a short run does not earn back; the tuner tries it last.
         presets: Options worth trying, mildest first; the tuner tries them in this order.
+        search_space: Option -> range, or one value, for the joint search of all methods that state one; empty: only the
+            presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
@@ -117,6 +140,7 @@ class Card:
         not_searched: Why the tuner never tries it unless asked; empty if it does.
         gradient_bytes_saved: Fraction of the bytes of float32 gradients that its rounding saves in communication.
         ceiling: The ceiling (key of CEILINGS) that bounds its gain where no phase of the step does.
+        script_edit: Kind of site in a user's script -> the method as an edit there; see ``export/README.md``.
     """
 
     summary: str
@@ -133,6 +157,7 @@ class Card:
     replaces: Set[str] = frozenset()
     high_setup_cost: bool = False
     presets: tuple[dict[str, Any], ...] = ({},)
+    search_space: Mapping[str, Any] = field(default_factory=dict[str, Any])
     default_for: Set[str] = frozenset()
     remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     strong_baseline: bool = False
@@ -140,6 +165,7 @@ class Card:
     not_searched: str = ""
     gradient_bytes_saved: float = 0.0
     ceiling: str = ""
+    script_edit: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.exactness not in tuple(Exactness):
@@ -150,9 +176,7 @@ class Card:
                 raise ConfigurationError(f"the card states {name}={words!r}; it must be a set: {{{words!r}}}")
             object.__setattr__(self, name, frozenset(words))
         for name, known in _KNOWN_WORDS.items():  # the engine and the tuner compute with these
-            if unknown := sorted(set(getattr(self, name)) - known.keys()):
+            words = {self.ceiling} - {""} if name == "ceiling" else set(getattr(self, name))
+            if unknown := sorted(words - known.keys()):
                 raise ConfigurationError(f"the card states {name}={unknown}; the known words are {', '.join(known)}")
-        if self.ceiling and self.ceiling not in CEILINGS:
-            known = ", ".join(CEILINGS)
-            raise ConfigurationError(f"the card states ceiling={self.ceiling!r}, but the known words are {known}")
         object.__setattr__(self, "after", tuple(self.after))

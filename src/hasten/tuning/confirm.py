@@ -71,16 +71,19 @@ class Confirmation:
         self.over, self.why = True, why
 
 
-def confirm(study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float) -> list[Confirmation]:
+def confirm(
+    study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float, tested: int = 0
+) -> list[Confirmation]:
     """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
 
-    Every attempt is noted. ``seconds`` is the budget of each comparison of speed.
+    Every attempt is noted. ``seconds`` is the budget of each comparison of speed. ``tested`` is the number of recipes
+    that the search has tried to confirm before; more of them make the gate stricter.
     """
     no_seed = gate.not_passed("no seed was run", baseline.margin)
     attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(recipes)]
     try:
         while (index := _next(attempts)) is not None:
-            _look(study, attempts[index], index, baseline, seconds)
+            _look(study, attempts[index], tested + index, baseline, seconds)
         ended = "the last look leaves it in doubt"
     except OutOfBudgetError:
         ended = "the budget ended before it was proven"
@@ -96,6 +99,16 @@ def confirm(study: Study, recipes: list[Recipe], baseline: Baseline, seconds: fl
         ratio = attempt.speedup and attempt.speedup.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
     return sorted(attempts, key=lambda attempt: attempt is not winner)
+
+
+def earlier_finalists(study: Study) -> list[Recipe]:
+    """The recipes that an earlier search in this folder tried to confirm with whole trainings, the fastest last."""
+    found: list[Recipe] = []
+    for kind, what in study.store.earlier:
+        if kind == "run" and what["recipe"] and what["seed"] >= study.seed + FIRST_FRESH_SEED and "horizon" not in what:
+            recipe = Recipe(what["recipe"])
+            found += [] if recipe in found else [recipe]
+    return found[::-1]
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
@@ -234,12 +247,15 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
     if not attempt.paired:
         return
     exact = bool(check.get("passed"))
+    known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
+    original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
+    before, after = gate.final_metrics([original, attempt.tuned_runs], baseline.margin)
     result = attempt.gate = gate.quality_gate(
-        {seed: run["metric"] for seed, run in attempt.baseline_runs.items()},
-        {seed: run["metric"] for seed, run in attempt.tuned_runs.items()},
+        {seed: before[seed] for seed in attempt.baseline_runs},
+        after,
         margin=baseline.margin,
         higher_is_better=baseline.higher_is_better,
-        more_baseline=[run["metric"] for run in baseline.runs],
+        more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
         confidence=gate.confidence_of(0 if exact else index),  # a check is contradicted equally often at any index
     )
     attempt.why = result.why
@@ -281,7 +297,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     attempt.samples = [(original["samples"], tuned["samples"]) for original, tuned in pairs]
     if loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
         intervals = [
-            tuple(map(_samples_since_last_evaluation, runs, samples))
+            tuple(map(samples_since_last_evaluation, runs, samples))
             for runs, samples in zip(arms, attempt.samples, strict=True)
         ]
         attempt.samples = [(*samples, *interval) for samples, interval in zip(attempt.samples, intervals, strict=True)]
@@ -298,7 +314,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     return attempt.speedup, blocks, measured
 
 
-def _samples_since_last_evaluation(run: dict, samples: int) -> int:
+def samples_since_last_evaluation(run: dict, samples: int) -> int:
     """Training samples between the evaluation at ``samples`` and the one before it."""
     earlier = (evaluation["samples"] for evaluation in run["evaluations"] if evaluation["samples"] < samples)
     return samples - max(earlier, default=0)
