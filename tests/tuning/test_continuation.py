@@ -1,4 +1,4 @@
-"""A search that continues: refused beside another one, it keeps what is known, and proves first what is nearly proven."""
+"""A search that continues: refused beside another one, it keeps what is known and proves what is nearly proven first."""
 
 import fcntl
 import math
