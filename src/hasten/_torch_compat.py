@@ -339,3 +339,41 @@ def compile_seconds() -> float:
 
     spent = utils.cumulative_time_spent_ns
     return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9
+
+
+# ── a training loop that is not ours ─────────────────────────────────────────────────────────────
+
+
+def get_module_call(module: nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` set, else torch's."""
+    return module._compiled_call_impl or module._call_impl
+
+
+def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes ``module(...)`` call a function, where ``Module.compile()`` puts its own; None removes it.
+
+    No hook and no attribute of ``forward`` is touched, so compilation, pickling and ``deepcopy``, which drop the
+    function, work as before. A wrapper such as ``torch.compile(module)`` passes ``setattr`` on to what it wraps.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def patch_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``nn.Module.__call__`` for all modules; returns the function that was there."""
+    original = nn.Module.__call__
+    nn.Module.__call__ = call
+    return original
+
+
+def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces ``__next__`` of all iterators of DataLoaders by ``make(original)``."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    _BaseDataLoaderIter.__next__ = make(_BaseDataLoaderIter.__next__)
+
+
+def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces the function of all DataLoaders, ``(loader) -> iterator``, by ``make(original)``."""
+    from torch.utils.data import DataLoader
+
+    DataLoader._get_iterator = make(DataLoader._get_iterator)

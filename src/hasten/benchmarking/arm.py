@@ -282,7 +282,7 @@ def estimate(
         RunError, ConfigurationError: the unchanged training does not run.
         DeadlineError: the estimate was not ready at the deadline.
     """
-    arguments = {"task": task.to_json(), "methods": {}, "device": device, "seed": seed}
+    arguments = {"task": task, "methods": {}, "device": device, "seed": seed}
     with start_workers(processes, service, timeout, deadline, **arguments) as worker:
         plan = worker.call("build")
         if 0.0 < (plan["evaluation"] or 0.0) < LONG_STEP:  # a single one may have been disturbed

@@ -90,7 +90,7 @@ class Worker:
         **arguments: Any,
     ):
         ours, theirs = socket.socketpair()
-        self.server = _fork_server()
+        self.server = clean_server()
         self.pid = self.server.fork(theirs, environment, seconds_to_wait(None, deadline))
         theirs.close()
         self.connection = Connection(ours.detach())
@@ -234,6 +234,22 @@ class ForkServer:
         request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
         return self._request(request, [connection.fileno()], timeout)
 
+    def execute(
+        self,
+        directory: str,
+        argv: list[str],
+        environment: Mapping[str, str],
+        output: str,
+        timeout: float | None = None,
+    ) -> int:
+        """Starts a command in a process group of its own, which ends with this process like a worker.
+
+        Its standard input is empty; both output streams go to the file ``output``. Returns the process ID. A command
+        that cannot be started ends with exit code 127 and the reason in the output.
+        """
+        request = {"directory": directory, "argv": argv, "variables": dict(environment), "output": output}
+        return self._request(request, timeout=timeout)
+
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
         try:
@@ -262,7 +278,8 @@ _servers: dict[int, ForkServer] = {}  # by process ID of the owner; a forked pro
 _shown_warnings: set[str] = set()  # texts without their numbers; workers do not repeat them
 
 
-def _fork_server() -> ForkServer:
+def clean_server() -> ForkServer:
+    """The fork server of this process; started at the first call."""
     server = _servers.get(os.getpid())
     if server is None or not server.is_usable():
         server = _servers[os.getpid()] = ForkServer()
@@ -368,9 +385,12 @@ def _serve(control: socket.socket) -> None:
             reply = os.fork()
             if reply == 0:
                 control.close()
+                if "argv" in request:
+                    _execute(request)
                 _run_worker(Connection(descriptors[0]), request)
             exit_codes[reply] = None
-            os.close(descriptors[0])
+            if descriptors:
+                os.close(descriptors[0])
         with contextlib.suppress(BrokenPipeError):  # the parent is gone; the next receive returns nothing
             control.send(str(reply).encode())
     for group, code in exit_codes.items():
@@ -384,6 +404,26 @@ def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
     if code is None:
         code = exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code
+
+
+def _execute(request: dict[str, Any]) -> NoReturn:
+    """Becomes the command of ``ForkServer.execute``."""
+    try:
+        os.setsid()
+        _die_with_server()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor, path, flags in (
+            (0, os.devnull, os.O_RDONLY),
+            (STDOUT, request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        ):
+            os.dup2(os.open(path, flags, 0o600), descriptor)
+        os.dup2(STDOUT, STDERR)
+        os.chdir(request["directory"])
+        os.execvpe(request["argv"][0], request["argv"], request["variables"])
+    except OSError as error:
+        os.write(STDERR, f"{request['argv'][0]}: {error.strerror}\n".encode())
+    os._exit(127)
 
 
 def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
@@ -409,10 +449,14 @@ def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
         os._exit(0)
 
 
-def _set_up_worker(request: dict[str, Any]) -> None:
-    os.setsid()
+def _die_with_server() -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _set_up_worker(request: dict[str, Any]) -> None:
+    os.setsid()
+    _die_with_server()
     os.dup2(STDERR, STDOUT)  # standard output is for results only; the task may print
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])

@@ -45,6 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="how much worse the metric may become, in its own unit (default: the larger of 0.5 %% of the metric and "
         "one standard deviation between seeds)",
     )
+    types.add_metric(parser)
     parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",

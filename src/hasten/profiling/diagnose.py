@@ -72,7 +72,9 @@ def diagnose(
         RunError: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
-    check_conflicts(sort_methods(make_methods(recipe)))
+    methods = make_methods(recipe)
+    task.check_methods(methods)
+    check_conflicts(sort_methods(methods))
     if ops:
         check_lower_precision(recipe)
         if processes > 1:
@@ -145,6 +147,7 @@ def diagnose(
         "start_seconds": profile.plan["start"],
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
+        "sites": task.sites() or {},
         "seconds": time.monotonic() - began,
     }
 

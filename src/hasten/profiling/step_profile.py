@@ -92,7 +92,7 @@ def profile_steps(
     """
     methods = {**recipe.methods, **{import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)}}
     watch("building the run", 0.0, None)
-    arguments = {"task": task.to_json(), "methods": methods, "device": device, "seed": seed}
+    arguments = {"task": task, "methods": methods, "device": device, "seed": seed}
     with start_workers(processes, "hasten.profiling.probe:Probe", timeout, deadline, **arguments) as probe:
         began = time.monotonic()
         plan = probe.call("build")

@@ -187,6 +187,8 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
         study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
         if verdict == "passed":
             level = finding.EXACT if exactness in EXACT else finding.PRECISION
+            if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
+                level = finding.ESTIMATED
             return Finding(recipe, level, whole_run_ratio(outcome, samples), why, comparison=outcome)
     return None
 

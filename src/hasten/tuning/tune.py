@@ -154,6 +154,7 @@ def tune(
         result = result_of(study, state, is_partial=is_partial, **about)
         result |= {"expected_runs": runs, "out": str(folder)}
         write(folder, result)
+        task.write_sites(folder)
         return result
 
     plan = _estimate(study, state, seconds, timeout)
@@ -190,9 +191,7 @@ def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
     if processes > 1:
         warn_oversubscribed(processes)
     try:
-        with start_workers(
-            1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task.to_json()
-        ) as worker:
+        with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
             return worker.call("facts", processes=processes)
     except DeadlineError:
         raise _too_small(budget, "to prepare the data and the model of the task") from None
