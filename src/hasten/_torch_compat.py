@@ -14,10 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from dis import get_instructions
 from functools import partial
-from traceback import walk_tb
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -185,31 +183,6 @@ def worker_error_text(error: BaseException) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def sample_being_fetched(error: BaseException) -> int | None:
-    """The index of the sample that torch's fetcher read when the dataset raised in this process; None where not known.
-
-    Read from the frames of the traceback: the loop variable ``idx`` of ``_MapDatasetFetcher.fetch``. From Python 3.12
-    on it is gone when the error leaves the comprehension; then the argument of the dataset's own ``__getitem__`` is
-    read, unless that method assigns to its argument. Frames of worker processes are not available.
-    """
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    fetching = [n for n, frame in enumerate(frames) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
-    if not fetching:
-        return None
-    if "idx" in frames[fetching[-1]].f_locals:
-        return frames[fetching[-1]].f_locals["idx"]
-    for frame in frames[fetching[-1] + 1 :][:1]:
-        code = frame.f_code
-        if code.co_name == "__getitem__" and code.co_argcount == 2 and not _assigns(code, code.co_varnames[1]):
-            return frame.f_locals[code.co_varnames[1]]
-    return None
-
-
-def _assigns(code: CodeType, variable: str) -> bool:
-    stores = [i.argval for i in get_instructions(code) if "STORE_FAST" in i.opname or i.opname == "DELETE_FAST"]
-    return any(variable == name or (isinstance(name, tuple) and variable in name) for name in stores)
-
-
 # ── errors that have no type of their own ────────────────────────────────────────────────────────
 
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
@@ -366,3 +339,41 @@ def compile_seconds() -> float:
 
     spent = utils.cumulative_time_spent_ns
     return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9
+
+
+# ── a training loop that is not ours ─────────────────────────────────────────────────────────────
+
+
+def get_module_call(module: nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` set, else torch's."""
+    return module._compiled_call_impl or module._call_impl
+
+
+def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes ``module(...)`` call a function, where ``Module.compile()`` puts its own; None removes it.
+
+    No hook and no attribute of ``forward`` is touched, so compilation, pickling and ``deepcopy``, which drop the
+    function, work as before. A wrapper such as ``torch.compile(module)`` passes ``setattr`` on to what it wraps.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def patch_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``nn.Module.__call__`` for all modules; returns the function that was there."""
+    original = nn.Module.__call__
+    nn.Module.__call__ = call
+    return original
+
+
+def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces ``__next__`` of all iterators of DataLoaders by ``make(original)``."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    _BaseDataLoaderIter.__next__ = make(_BaseDataLoaderIter.__next__)
+
+
+def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces the function of all DataLoaders, ``(loader) -> iterator``, by ``make(original)``."""
+    from torch.utils.data import DataLoader
+
+    DataLoader._get_iterator = make(DataLoader._get_iterator)

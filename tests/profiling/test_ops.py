@@ -10,7 +10,8 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import ops
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_schema import Operations, validate
+from hasten.reporting.result_schema import Operations
+from hasten.reporting.validation import validate
 from hasten.testing.tasks import CLASSES, Labeled, perceptron
 
 WARMUP_STEPS = 15  # of an arm
@@ -82,6 +83,7 @@ def test_the_loss_scale_falls_with_each_overflow():
     assert 2.0**4 < values[-1] < 2.0**11 and not history[-1]["overflow"], "the scale found its level"
 
 
+@pytest.mark.slow
 def test_a_compiled_run_names_what_is_not_visible():
     seen = observed(normed(), "bfloat16 + compile:backend=aot_eager")
     assert seen["note"] == ops.COMPILED and seen["rows"]

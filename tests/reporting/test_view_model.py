@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from hasten.reporting import view_model
+from hasten.reporting import terminal_operations, view_model
 from hasten.reporting.frontier import frontier_rows
-from hasten.reporting.result_schema import validate
+from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
 
@@ -125,14 +125,6 @@ def test_quality_that_nobody_measured_has_no_height():
     assert rows[-1]["height"] is None, "an estimated recipe may change the quality"
 
 
-def test_frontier_of_an_older_result_is_made_from_its_speedups():
-    baseline, strong, best = frontier_rows(validate(samples.faster()))
-    assert (baseline["role"], strong["role"], best["role"]) == ("baseline", "strong baseline", "recommended")
-    assert strong["speedup"]["median"] == pytest.approx(5.12 / 4.43) and strong["evidence"] == ""
-    assert best["evidence"] == "proven" and best["quality"]["mean"] == 0.0021
-    assert frontier_rows(validate(samples.no_improvement())) == []
-
-
 def test_measured_trials_come_before_excluded_ones():
     unsuccessful = view_model.unsuccessful(validate(samples.faster())["trials"])
     names = [
@@ -158,7 +150,7 @@ def test_measured_trials_come_before_excluded_ones():
 
 def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
     rows = samples.operations()["rows"]
-    groups = {group["name"]: group for group in view_model.operation_groups(rows)}
+    groups = {group["name"]: group for group in terminal_operations.operation_groups(rows)}
     assert [*groups] == ["bfloat16", "float32", "conversions", "no floating-point input"]
     assert sum(group["time_share"] for group in groups.values()) == pytest.approx(1)
     assert [row["op"] for row in groups["bfloat16"]["rows"]] == ["addmm", "mm", "gelu"]
@@ -167,7 +159,7 @@ def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
     listed = [row["op"] for group in groups.values() for row in group["rows"]]
     others = [name for name in listed if "other" in name]
     assert (
-        len(listed) - len(others) == view_model.MAX_OPERATIONS
+        len(listed) - len(others) == terminal_operations.MAX_OPERATIONS
         and not groups["no floating-point input"]["rows"]
         and others == ["3 others"]
     )
@@ -191,4 +183,4 @@ def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
 )
 def test_the_loss_scale_in_a_sentence(steps, sentence):
     history = [{"value": value, "overflow": overflow} for value, overflow in steps]
-    assert view_model.loss_scale_sentence(history) == sentence
+    assert terminal_operations.loss_scale_sentence(history) == sentence

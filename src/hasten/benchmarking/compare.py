@@ -185,7 +185,9 @@ def run_interleaved(
         DeadlineError: there were fewer than MIN_PAIRS pairs of blocks at the deadline.
     """
     for recipe in (a, b):  # before processes are started
-        check_conflicts(sort_methods(make_methods(recipe)))
+        methods = make_methods(recipe)
+        task.check_methods(methods)
+        check_conflicts(sort_methods(methods))
     began, noise = time.monotonic(), SystemNoise()
     arms = ArmSamples(a, processes=processes[0]), ArmSamples(b, processes=processes[1])
     longest = longest or SYNC_PERIOD_BUDGETS * budget

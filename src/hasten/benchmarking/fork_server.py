@@ -21,6 +21,7 @@ system call, and a process whose own parent has ended is reached, too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -57,6 +58,7 @@ STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
 ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
 MAX_REQUEST_BYTES = 1 << 20  # to the fork server
+CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
 
 
 class DeadlineError(RunError):
@@ -88,8 +90,8 @@ class Worker:
         **arguments: Any,
     ):
         ours, theirs = socket.socketpair()
-        self.server = _fork_server()
-        self.pid = self.server.fork(theirs, environment)
+        self.server = clean_server()
+        self.pid = self.server.fork(theirs, environment, seconds_to_wait(None, deadline))
         theirs.close()
         self.connection = Connection(ours.detach())
         self.timeout, self.deadline = timeout, deadline
@@ -205,15 +207,48 @@ class ForkServer:
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the server and its workers. A process that was forked from the owner changes nothing."""
+        if self.owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # forked processes may hold the socket, too
+        self.control.close()
+        try:
+            self.process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def is_usable(self) -> bool:
-        """Whether the server runs and was started by this process, not by a parent that forked it."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        """Whether the server still runs."""
+        return self.process.poll() is None
 
-    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's."""
+    def fork(self, connection: socket.socket, environment: Mapping[str, str], timeout: float | None = None) -> int:
+        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's.
+
+        The first worker waits until the server has imported torch. DeadlineError after ``timeout`` seconds.
+        """
         request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
-        return self._request(request, [connection.fileno()])
+        return self._request(request, [connection.fileno()], timeout)
+
+    def execute(
+        self,
+        directory: str,
+        argv: list[str],
+        environment: Mapping[str, str],
+        output: str,
+        timeout: float | None = None,
+    ) -> int:
+        """Starts a command in a process group of its own, which ends with this process like a worker.
+
+        Its standard input is empty; both output streams go to the file ``output``. Returns the process ID. A command
+        that cannot be started ends with exit code 127 and the reason in the output.
+        """
+        request = {"directory": directory, "argv": argv, "variables": dict(environment), "output": output}
+        return self._request(request, timeout=timeout)
 
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
@@ -222,10 +257,15 @@ class ForkServer:
         except (OSError, RunError):
             return None
 
-    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = (), timeout: float | None = None) -> int:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
+            self.control.settimeout(timeout)
             reply = self.control.recv(64)
+            self.control.settimeout(None)
+        except TimeoutError:
+            self.process.kill()
+            raise DeadlineError("the deadline passed before a worker was started") from None
         except BaseException:  # a late reply would be taken for that of the next request
             self.process.kill()
             raise
@@ -234,15 +274,16 @@ class ForkServer:
         return int(reply)
 
 
-_server: ForkServer | None = None
+_servers: dict[int, ForkServer] = {}  # by process ID of the owner; a forked process inherits one that it cannot use
 _shown_warnings: set[str] = set()  # texts without their numbers; workers do not repeat them
 
 
-def _fork_server() -> ForkServer:
-    global _server
-    if _server is None or not _server.is_usable():
-        _server = ForkServer()
-    return _server
+def clean_server() -> ForkServer:
+    """The fork server of this process; started at the first call."""
+    server = _servers.get(os.getpid())
+    if server is None or not server.is_usable():
+        server = _servers[os.getpid()] = ForkServer()
+    return server
 
 
 def _installed_modules() -> list[str]:
@@ -344,9 +385,12 @@ def _serve(control: socket.socket) -> None:
             reply = os.fork()
             if reply == 0:
                 control.close()
+                if "argv" in request:
+                    _execute(request)
                 _run_worker(Connection(descriptors[0]), request)
             exit_codes[reply] = None
-            os.close(descriptors[0])
+            if descriptors:
+                os.close(descriptors[0])
         with contextlib.suppress(BrokenPipeError):  # the parent is gone; the next receive returns nothing
             control.send(str(reply).encode())
     for group, code in exit_codes.items():
@@ -360,6 +404,26 @@ def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
     if code is None:
         code = exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code
+
+
+def _execute(request: dict[str, Any]) -> NoReturn:
+    """Becomes the command of ``ForkServer.execute``."""
+    try:
+        os.setsid()
+        _die_with_server()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
+            signal.signal(number, signal.SIG_DFL)
+        for descriptor, path, flags in (
+            (0, os.devnull, os.O_RDONLY),
+            (STDOUT, request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        ):
+            os.dup2(os.open(path, flags, 0o600), descriptor)
+        os.dup2(STDOUT, STDERR)
+        os.chdir(request["directory"])
+        os.execvpe(request["argv"][0], request["argv"], request["variables"])
+    except OSError as error:
+        os.write(STDERR, f"{request['argv'][0]}: {error.strerror}\n".encode())
+    os._exit(127)
 
 
 def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
@@ -385,10 +449,14 @@ def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
         os._exit(0)
 
 
-def _set_up_worker(request: dict[str, Any]) -> None:
-    os.setsid()
+def _die_with_server() -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _set_up_worker(request: dict[str, Any]) -> None:
+    os.setsid()
+    _die_with_server()
     os.dup2(STDERR, STDOUT)  # standard output is for results only; the task may print
     sys.path[:] = request["path"]
     os.environ.update(request["environment"])
@@ -434,3 +502,4 @@ def _sender(connection: Connection) -> Callable[[str, object], None]:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # the parent may wait, and the end of an interpreter that has imported torch takes 0.2 s

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
+from hasten.engine.tasks import TaskRef
 from hasten.launch.rendezvous import LOOPBACK, interface_of
 
 COLLECTIVE_TIMEOUT_S = 86_400.0  # of the ranks; the calls of the group have timeouts of their own
@@ -26,13 +27,26 @@ ROOT_CAUSE_WAIT_S = 5.0  # for the failing rank to report, after ranks that only
 
 
 def start_workers(
-    processes: int, service: str, timeout: float | None = None, deadline: float | None = None, /, **arguments: Any
+    processes: int,
+    service: str,
+    timeout: float | None = None,
+    deadline: float | None = None,
+    /,
+    task: TaskRef | None = None,
+    **arguments: Any,
 ) -> Worker | WorkerGroup:
     """Starts one Worker (``processes`` 1) or a WorkerGroup with an object of class ``service`` on each rank.
+
+    The object gets the JSON of ``task``. A task that runs elsewhere than in the engine starts what answers instead.
 
     ``timeout`` (seconds) is the default of a group's calls; calls of a single process have no timeout. ``deadline`` (a
     time of ``time.monotonic``) is the default of the calls of both, see ``Worker.call``.
     """
+    if task is not None:
+        answers = task.start_worker(service, processes, timeout, deadline, **arguments)
+        if answers is not None:
+            return answers
+        arguments["task"] = task.to_json()
     if processes == 1:
         return Worker(service, {}, None, deadline, **arguments)
     return WorkerGroup(processes, service, timeout, deadline, **arguments)

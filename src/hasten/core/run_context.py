@@ -81,12 +81,14 @@ class EngineServices:
         higher_is_better: ``() -> bool``: the direction of the task's metric.
         available_cpus: ``() -> int``: CPUs that this process may use; considers containers and other ranks.
         free_memory: ``() -> int``: bytes of host memory that this process may still allocate.
+        eval_records_gradients: ``() -> bool``: whether evaluations record gradients; those of the engine never do.
         peek_batch: ``() -> batch``: the first batch, on the device, without consuming it; None once the run is built.
     """
 
     higher_is_better: Callable[[], bool] = lambda: True
     available_cpus: Callable[[], int] = lambda: os.cpu_count() or 1
     free_memory: Callable[[], int] = lambda: 1 << 32
+    eval_records_gradients: Callable[[], bool] = lambda: False
     peek_batch: Callable[[], Batch] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
 
 

@@ -40,13 +40,14 @@ class EffectObserver:
         inactive = {name for name, _ in run.no_effect}
         self.evidence = {method.name: NOT_CHECKED for method in methods if method.name not in inactive}
         self.checks = {name: check for name, check in run.effect_checks.items() if name in self.evidence}
+        self.running: dict[str, Generator[None, None, str]] = {}  # checks that have begun
         run.effect_checks = {}  # its checks refer to the run
         for name in self.checks:
             self.evidence[name] = f"{NOT_CHECKED}: the run was too short"
         steps = run.plan.steps
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
-    def observed(self, steps: Iterator[T]) -> Iterator[T]:
+    def observed(self, steps: Generator[T]) -> Generator[T]:
         """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
 
         Raises:
@@ -59,7 +60,7 @@ class EffectObserver:
         if self.require_effect and self.run.no_effect:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
-    def _observed(self, steps: Iterator[T]) -> Iterator[T]:
+    def _observed(self, steps: Generator[T]) -> Generator[T]:
         while self.warmup_steps:
             for item in steps:
                 yield item
@@ -74,27 +75,39 @@ class EffectObserver:
 
     def _observe_next(self, steps: Iterator[T]) -> list[T]:
         """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""
-        running: dict[str, Generator[None, None, str]] = {}
         try:
-            for name, check in self.checks.items():
-                running[name] = _as_generator(check)
-                self._advance(name, running)
+            self.begin()
             items = [*islice(steps, 1)]
             if items:
-                for name in reversed([*running]):  # contexts that the checks opened close in reverse order
-                    self._advance(name, running)
-                for name in running:
-                    self.evidence[name] = f"{NOT_CHECKED}: the check yields twice, or is no generator function"
-                self.checks = {}
+                self.end()
             return items
         finally:
-            for generator in reversed([*running.values()]):
-                generator.close()
+            self._close()
 
-    def _advance(self, name: str, running: dict[str, Generator[None, None, str]]) -> None:
+    def begin(self) -> None:
+        """Starts all checks; the training step between this call and ``end`` is the observed one."""
+        for name, check in self.checks.items():
+            self.running[name] = _as_generator(check)
+            self._advance(name)
+
+    def end(self) -> None:
+        """Ends all checks, and fills in ``evidence``."""
+        for name in reversed([*self.running]):  # contexts that the checks opened close in reverse order
+            self._advance(name)
+        for name in self.running:
+            self.evidence[name] = f"{NOT_CHECKED}: the check yields twice, or is no generator function"
+        self.checks = {}
+        self._close()
+
+    def _close(self) -> None:
+        running, self.running = self.running, {}
+        for generator in reversed([*running.values()]):
+            generator.close()
+
+    def _advance(self, name: str) -> None:
         """Runs a check to its yield, or to its end; a check that ended leaves ``running``."""
         try:
-            next(running[name])
+            next(self.running[name])
             return
         except StopIteration as end:
             text = end.value
@@ -105,7 +118,7 @@ class EffectObserver:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             self._report(name, f"its effect check failed at {frame.filename}:{frame.lineno}: {format_error(error)}")
-        del running[name]
+        del self.running[name]
 
     def _report(self, name: str, reason: str) -> None:
         self.evidence.pop(name, None)

@@ -18,6 +18,7 @@ import torch
 from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import Ratio, ratio_of
+from hasten.benchmarking.worker_group import WorkerGroup, start_workers
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
@@ -89,16 +90,18 @@ def measure_drift(
     device: str,
     seed: int,
     seconds: float,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Drift:
     """Runs a training on for about ``seconds`` or to its end, and returns what changes.
 
     Raises:
         RunError: The run could not be built or trained.
+        DeadlineError: It was not over at ``deadline``, a time of ``time.monotonic``.
     """
-    arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
+    arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
     watch("running the training on", 0.0, seconds)
-    with Worker("hasten.profiling.drift:DriftProbe", **arguments) as probe:
+    with start_workers(1, "hasten.profiling.drift:DriftProbe", None, deadline, **arguments) as probe:
         plan = probe.call("build")
         count = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
         if plan["steps"]:
@@ -156,7 +159,7 @@ class DriftProbe(Arm):
 
 
 def _run_on(
-    probe: Worker, count: int, last_step: int | None, seconds: float
+    probe: Worker | WorkerGroup, count: int, last_step: int | None, seconds: float
 ) -> tuple[list[tuple[int, float]], list[Stretch]]:
     """Trains blocks of ``count`` steps: (first step, seconds of a step) of each, and a row for each stretch."""
     blocks: list[tuple[int, float]] = []
@@ -173,12 +176,12 @@ def _run_on(
     return blocks, rows
 
 
-def _compare_with_start(probe: Worker, arguments: dict[str, Any], count: int, seconds: float) -> Ratio:
+def _compare_with_start(probe: Worker | WorkerGroup, arguments: dict[str, Any], count: int, seconds: float) -> Ratio:
     """Time of a step of the training that ran on / of a fresh one, from blocks of both in turns."""
     probe.suspend()
-    with Worker("hasten.benchmarking.arm:Arm", **arguments) as fresh:
+    with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as fresh:
         fresh.call("build")
-        times: dict[Worker, list[float]] = {probe: [], fresh: []}
+        times: dict[Any, list[float]] = {probe: [], fresh: []}
         began = time.monotonic()
         while len(times[fresh]) < 3 or (time.monotonic() - began < seconds and len(times[fresh]) < PAIRS):
             order = (probe, fresh) if len(times[fresh]) % 2 == 0 else (fresh, probe)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hasten._torch_compat import compile_seconds, without_modes
 from hasten.benchmarking.arm import Arm
-from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.worker_group import start_workers
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
@@ -66,8 +66,8 @@ def measure_operations(
     watch("the operations of a step", 0.0, None)
     if replaying := _invalidating(recipe, "python_between_kernels"):
         return {"steps": 0, "rows": [], "loss_scale": [], "note": REPLAYED.format(method=replaying[0])}
-    arguments = {"task": task.to_json(), "methods": recipe.methods, "device": device, "seed": seed}
-    with Worker("hasten.profiling.ops:RecordedArm", **arguments) as arm:
+    arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
+    with start_workers(1, "hasten.profiling.ops:RecordedArm", **arguments) as arm:
         arm.call("build")
         return arm.call("record", count=OBSERVED_STEPS)
 

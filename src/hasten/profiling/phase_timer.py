@@ -5,8 +5,6 @@ time between two events passed on the device, including its idle time while the 
 """
 
 import dataclasses
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,61 +16,7 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, OptimizerFactory
 from hasten.engine.registry import method_names
-
-PHASES = ("input", "copy", "forward", "backward", "grad_transform", "optimizer_step")
-BACKWARD_OVER_FORWARD = 2.0  # two matrix products for each of forward: used if a CUDA graph replays both as one
-
-
-class PhaseTimer:
-    """Records the begin and the end of every phase while it runs, and adds them up when it is stopped."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.running = device, False
-        self.intervals: list[tuple[str, Any, Any]] = []  # (phase, begin, end); end is None inside a graph capture
-
-    def start(self) -> None:
-        """Discards earlier records and starts recording."""
-        self.intervals, self.running = [], True
-
-    def now(self) -> Any:
-        """A timestamp: seconds as float, on a GPU a CUDA event; None while nothing is recorded."""
-        if not self.running:
-            return None
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        if torch.cuda.is_current_stream_capturing():  # what is captured runs later, in a replay
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def record(self, phase: str, began: Any) -> None:
-        """Records ``phase`` as lasting from ``began`` (a result of ``now``) until now."""
-        if began is not None:
-            self.intervals.append((phase, began, self.now()))
-
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``function`` so that the time of its calls is recorded under ``phase``."""
-
-        def timed(*args: Any) -> Any:
-            began = self.now()
-            result = function(*args)
-            self.record(phase, began)
-            return result
-
-        return timed
-
-    def stop(self) -> dict[str, float]:
-        """Stops recording. Returns the seconds of every phase since ``start``."""
-        self.running = False
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds: Counter[str] = Counter()
-        for phase, began, ended in self.intervals:
-            if ended is not None:
-                seconds[phase] += began.elapsed_time(ended) / 1000 if on_gpu else ended - began
-        return _split_forward_backward(seconds)
+from hasten.utils.phase_timer import PhaseTimer
 
 
 def _timed(phase: str) -> Callable[..., Callable[..., Any]]:
@@ -138,13 +82,3 @@ class _TimedSchedule:
 
 def _timer(run: RunContext) -> PhaseTimer:
     return run.checkpoint_state["phase_timer"]
-
-
-def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
-    both = seconds.pop("forward_backward", 0.0)
-    forward, backward = seconds["forward"], seconds["backward"]
-    if not forward:
-        forward, backward = 1.0, BACKWARD_OVER_FORWARD
-    scale = both / (forward + backward)
-    return {name: seconds[name] for name in PHASES} | {"forward": forward * scale, "backward": backward * scale}

@@ -79,6 +79,13 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     _confirm(study, state, baseline, recipes, is_whole, tested=len(earlier))
 
 
+def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
+    """Confirms recipes of an earlier search, each faster than the one before it, by whole trainings."""
+    study.horizon = 1.0
+    baseline = state.baseline = run_baseline(study, margin)
+    _confirm(study, state, baseline, recipes, is_whole=True)
+
+
 def _horizon(study: Study, state: SearchState, items: list) -> float:
     """Fraction of the training that fits as often as the training stage needs it; 0 if none does."""
     left, seconds = study.budget.left(), state.run_seconds
@@ -86,7 +93,7 @@ def _horizon(study: Study, state: SearchState, items: list) -> float:
         return 0.0
     if left >= WHOLE_RUNS * seconds:
         return 1.0
-    if left / SHORT_RUNS < MIN_SHORT_RUN_S:
+    if left / SHORT_RUNS < MIN_SHORT_RUN_S or not study.task.can_be_shortened:
         needed = WHOLE_RUNS * seconds + study.budget.spent
         why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)

@@ -1,0 +1,261 @@
+"""One arm of a comparison, as ``benchmarking.arm.Arm``, but of a script that runs its own loop.
+
+The script runs in a process group of its own and stands still between two calls. One that ends is started again: the
+time of the restart counts nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from hasten.benchmarking.fork_server import seconds_to_wait
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.engine.effects import NO_EFFECT
+from hasten.hosts.inside.missing import missing_sites
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.site_map import known_sites, remember
+
+if TYPE_CHECKING:
+    from hasten.hosts.script_ref import ScriptRef
+
+WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
+SLOW_STEP_S = 1.0  # from which one round is enough
+MIN_BLOCK_STEPS = 5  # of a block that the end of the script cuts short
+NEAR_S = 5.0  # of training, within which an evaluation has to come to be timed
+FIRST_STEP_S = 600.0  # for the first step of a script, without another limit
+
+
+class ScriptArm:
+    """A script under a recipe, trained in blocks; its calls are those of ``Arm``. Times are in seconds.
+
+    Args:
+        script: The command.
+        methods: Method -> options.
+        device: Name of the device to assume until the model is seen.
+        seed: Added to the script's own seeds.
+        timeout: Seconds of silence after which the script counts as hanging.
+        deadline: Time of ``time.monotonic`` at which it is killed.
+    """
+
+    def __init__(
+        self,
+        script: ScriptRef,
+        *,
+        methods: dict[str, Any],
+        device: str,
+        seed: int,
+        timeout: float | None = None,
+        deadline: float | None = None,
+    ):
+        self.script, self.methods, self.device, self.seed = script, methods, device, seed
+        self.timeout, self.deadline = timeout, deadline
+        self.process: ScriptProcess | None = None
+        self.samples_per_step, self.position, self.steps = 1, 0, 0
+        self.total: int | None = None  # steps of the whole script, once one run of it has ended
+        self.has_ended = False
+
+    def call(
+        self,
+        method: str,
+        *,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        watch: ProgressCallback = no_progress,
+        **arguments: Any,
+    ) -> Any:
+        """Calls a method, as ``Worker.call`` does. The script is killed if it fails or is silent for too long."""
+        before = self.timeout, self.deadline
+        self.timeout = self.timeout if timeout is None else timeout
+        self.deadline = self.deadline if deadline is None else deadline
+        try:
+            seconds_to_wait(self.timeout, self.deadline)
+            return getattr(self, method)(**arguments)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            self.timeout, self.deadline = before
+
+    def build(self, with_evaluation: bool = True) -> dict[str, Any]:
+        """Starts the script and warms it up. Returns the plan, see ``Arm.build``; a sample is a step if unknown."""
+        began = time.monotonic()
+        ready = self._start()
+        assert self.process is not None
+        if self.process.rivals():
+            raise ConfigurationError(
+                f"{self.script.name} trains in several processes by itself, which hasten cannot compare; start one"
+            )
+        # imports and data take as long under any recipe, but not to the clock of a busy machine
+        seconds = min(time.monotonic() - began, ready["process_cpu"])
+        described = self._ask("describe")
+        known = known_sites(self.script) or {}
+        if missing := missing_sites(known, described["sites"]):
+            raise RunError(f"{missing}: this run of {self.script.name} is not the one that was watched")
+        self.samples_per_step = described["samples_per_step"] or 1
+        self.total = known.get("total_steps")
+        self._warm_up()
+        effects = self._observe() if self.methods else {}
+        rounds = [self.train(WARM_UP_STEPS)]
+        while len(rounds) < WARM_UP_ROUNDS and rounds[0]["seconds"] < SLOW_STEP_S * WARM_UP_STEPS:
+            rounds.append(self.train(WARM_UP_STEPS))
+        step = min(block["seconds"] / block["samples"] for block in rounds) * self.samples_per_step
+        known = remember(self.script, self._ask("describe")) if not self.methods and not self.has_ended else known
+        every, evaluation = known.get("evaluation_every"), None
+        if with_evaluation and every and every * step < NEAR_S:
+            evaluation = known.get("evaluation_seconds")
+        return {
+            "start": max(0.0, seconds - step),
+            "step": step,
+            "sync_period": 1,
+            "warmup_steps": 0,
+            "evaluation": evaluation,
+            "samples_per_epoch": self.total and self.total * self.samples_per_step,
+            "batch_size": self.samples_per_step,
+            "samples": self.position,
+            "samples_per_step": self.samples_per_step,
+            "steps": self.total,
+            "epochs": 1,
+            "evaluate_every": every and every * self.samples_per_step,
+            "effects": effects,
+            "facts": described["facts"],
+        }
+
+    def train(self, count: int, timed: bool = False) -> dict[str, float]:
+        """Trains a block of ``count`` steps, or fewer at the end of the script; see ``Arm.train``.
+
+        ``untimed`` seconds passed besides the steps: in evaluations, and until a script that had ended ran again.
+        """
+        untimed, enough = 0.0, min(count, MIN_BLOCK_STEPS)
+        for _ in range(2):
+            if self.has_ended or (self.total is not None and self.total - self.steps < enough):
+                began = time.monotonic()
+                self._restart()
+                untimed += time.monotonic() - began
+            began = time.monotonic()
+            block = self._ask("train", count=count, timed=timed)
+            self._note_end(block)
+            if block["count"] >= enough:
+                samples = block["count"] * self.samples_per_step
+                self.position += samples
+                losses = block.pop("losses")
+                loss = fmean(losses) if losses else math.nan
+                block["untimed"] += untimed
+                return {**block, "samples": samples, "position": self.position, "loss": loss}
+            untimed += time.monotonic() - began
+        raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured")
+
+    def evaluate(self) -> float:
+        """Trains on until an evaluation of the script has ended. Returns its seconds."""
+        for _ in range(2):
+            before = self.steps
+            answer = self._ask("evaluate")
+            self._note_end(answer)
+            self.position += (self.steps - before) * self.samples_per_step
+            if answer["evaluation"] is not None:
+                return answer["evaluation"]
+            self._restart()
+        raise RunError(f"{self.script.name} did not evaluate again")
+
+    def _start(self) -> dict[str, Any]:
+        if self.process is not None:
+            self.process.close()
+        sites = known_sites(self.script)
+        self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites, self.deadline)
+        limit = None if self.deadline is not None else self.timeout or FIRST_STEP_S
+        self.has_ended = False
+        ready = self.process.wait_until_trained(limit, self.deadline)
+        self._note_end(ready)
+        return ready
+
+    def _restart(self) -> None:
+        if self.total is not None and self.total < 1 + WARM_UP_STEPS + MIN_BLOCK_STEPS:
+            raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured")
+        self._start()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        self._note_end(self._ask("train", count=WARM_UP_STEPS))
+
+    def _observe(self) -> dict[str, str]:
+        """The evidence that each method acts; RunError if one does not."""
+        if self.has_ended:
+            self._restart()
+        answer = self._ask("observe")
+        self._note_end(answer)
+        if answer["no_effect"]:
+            raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in answer["no_effect"]))
+        return answer["effects"]
+
+    def _note_end(self, answer: dict[str, Any]) -> None:
+        self.steps = answer["steps"]
+        if answer.pop("ended", False):
+            self.has_ended, self.total = True, self.steps
+
+    def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process is not None
+        return self.process.ask(call, self.timeout, self.deadline, **arguments)
+
+    def suspend(self) -> None:
+        if self.process is not None:
+            self.process.suspend()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def __enter__(self) -> ScriptArm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+class ScriptProbe(ScriptArm):
+    """An arm that also answers what a diagnosis asks; what needs hasten's own loop is not measured in a script."""
+
+    def __init__(self, script: ScriptRef, *, methods: dict[str, Any], **arguments: Any):
+        # the phases are timed at the seams: the methods that time or disable them are the engine's
+        kept = {name: options for name, options in methods.items() if not name.startswith("hasten.profiling")}
+        super().__init__(script, methods=kept, **arguments)
+
+    def build(self, with_evaluation: bool = True) -> dict[str, Any]:
+        """As ``ScriptArm.build``, but an evaluation that was seen counts, however seldom it comes."""
+        plan = super().build(with_evaluation)
+        known = known_sites(self.script) or {}
+        return plan | {"evaluation": known.get("evaluation_seconds") if plan["evaluate_every"] else None}
+
+    def evaluate(self) -> float:
+        """Seconds of an evaluation, as seen before."""
+        return (known_sites(self.script) or {})["evaluation_seconds"]
+
+    def timed_block(self, count: int) -> dict[str, Any]:
+        """A block, and ``phases``: seconds by phase."""
+        return self.train(count, timed=True)
+
+    def block(self, count: int, disabled: str | None = None) -> dict[str, Any]:
+        """A block; RunError if a phase shall be disabled, which only the engine's loop can do."""
+        if disabled is not None:
+            self._not_in_a_script()
+        return self.train(count)
+
+    def facts(self) -> list[str]:
+        """The facts (keys of FACTS) that hold for the run."""
+        return self._ask("describe")["facts"]
+
+    def operations(self, count: int) -> dict[str, Any]:
+        self._not_in_a_script()
+
+    def flops(self, dtype: str) -> dict[str, Any]:
+        self._not_in_a_script()
+
+    def input(self, budget: float) -> dict[str, Any]:
+        self._not_in_a_script()
+
+    def _not_in_a_script(self) -> Any:
+        raise RunError(f"{self.script.name} owns its training loop")

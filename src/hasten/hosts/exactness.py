@@ -1,0 +1,272 @@
+"""Exactness of methods in a script, from its own first steps: the same weights after 30 of them.
+
+The script is first compared with itself. If two runs end with the same bits, it is reproducible, and
+
+=================  ====================================================================================================
+BIT_EXACT          SHA-256 of all weights after 30 steps: the same bits.
+EQUIVALENT_MATH    The same run in float64, as for a task: models in float64, floating inputs converted at their calls,
+                   no dropout; relative difference of the weights below 1e-10. A script that cannot run in float64 is
+                   judged in float32, by the distance that one rounding of all weights grows to in as many steps.
+REDUCED_PRECISION  Every gradient of the first step at least 20 dB above its error against float64 (float32 if that
+                   is impossible), and in float64 the weights are those without the method.
+CHANGES_TRAINING   The weights must differ.
+=================  ====================================================================================================
+
+A script that is not reproducible proves nothing by bits. Its methods are judged by the distance between two of its own
+runs, and the result says that this is statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.benchmarking.equivalence_runs import RunConditions
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.method import Method
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
+from hasten.engine.effects import NO_EFFECT
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.site_map import known_sites
+
+if TYPE_CHECKING:
+    from hasten.hosts.script_ref import ScriptRef
+
+STEPS, GRADIENT_STEPS = 30, 5
+MAX_DIFFERENCE = 1e-10  # relative, in float64
+MIN_GRADIENT_DB = 20.0
+NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic
+ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
+NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
+CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
+DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rounded(Method):
+    """Moves every weight to the next number: the smallest change, whose growth is that of rounding."""
+
+    card = Card(summary="every weight one rounding larger", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
+
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
+        return model
+
+
+ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """The first steps of a script: hash and values of its weights, and the gradients of its first step."""
+
+    steps: int
+    hash: str
+    weights: Weights
+    gradients: Weights
+
+
+def check_exactness(
+    script: ScriptRef,
+    base: dict[str, Any],
+    candidate: dict[str, Any],
+    exactness: str,
+    device: str,
+    seed: int,
+    deadline: float | None,
+) -> dict[str, Any]:
+    """Compares the first steps of a script under two recipes, as the exactness class requires.
+
+    Returns:
+        ``passed``, ``number`` and ``why`` as ``ExactnessCheck`` has them, and ``statistics``: True if the script is
+        not reproducible, so that nothing is proven.
+    """
+    runs = _Runs(script, device, seed, deadline)
+    try:
+        if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
+            return _judge_by_noise(runs, base, candidate)
+        return _CHECKS[exactness](runs, base, candidate)
+    except (RunError, ConfigurationError) as error:
+        if NO_EFFECT in str(error):
+            raise
+        return _result(False, math.nan, str(error))
+
+
+class _Runs:
+    """Runs a script for its first steps; the runs that several checks need are made once."""
+
+    made: dict[tuple[str, str, int, int], ScriptRun] = {}  # of recipes that were a base
+    double_fails: dict[str, str] = {}  # script -> why it cannot run in float64
+
+    def __init__(self, script: ScriptRef, device: str, seed: int, deadline: float | None):
+        self.script, self.device, self.seed, self.deadline = script, device, seed, deadline
+        self.key = script.fingerprint()
+
+    def run(self, methods: dict[str, Any], steps: int = STEPS, again: int = 0, keep: bool = False) -> ScriptRun:
+        key = (self.key, f"{Recipe(methods)} for {steps}", self.seed, again)
+        if key not in self.made:
+            made = self._run(methods, steps)
+            if not keep:
+                return made
+            self.made[key] = made
+        return self.made[key]
+
+    def is_reproducible(self) -> bool:
+        """Whether two runs of the script as it is end with the same bits."""
+        return self.run({}, keep=True).hash == self.run({}, again=1, keep=True).hash
+
+    def in_double(
+        self, base: dict[str, Any], candidate: dict[str, Any], steps: int
+    ) -> tuple[ScriptRun, ScriptRun] | None:
+        """Both recipes in float64; None if the script cannot run in it."""
+        if self.key in self.double_fails:
+            return None
+        try:
+            first = self.run({**base, **DOUBLE}, steps, keep=True)
+        except (RunError, ConfigurationError) as error:
+            self.double_fails[self.key] = str(error)
+            return None
+        return first, self.run({**candidate, **DOUBLE}, steps)
+
+    def _run(self, methods: dict[str, Any], steps: int) -> ScriptRun:
+        sites, limits = known_sites(self.script), (None, self.deadline)
+        with (
+            ScriptProcess(self.script, methods, self.device, self.seed, sites, self.deadline) as process,
+            tempfile.TemporaryDirectory(prefix="hasten-") as folder,
+        ):
+            answer = process.wait_until_trained(*limits)
+            process.ask("save", *limits, path=f"{folder}/gradients", gradients=True)
+            if answer["steps"] < steps and not answer.get("ended"):
+                process.ask("train", *limits, count=steps - answer["steps"])
+            found = process.ask("hash", *limits)
+            process.ask("save", *limits, path=f"{folder}/weights")
+            weights, gradients = (
+                torch.load(Path(folder, name), weights_only=True) for name in ("weights", "gradients")
+            )
+        if not weights:
+            raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
+        if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
+            raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
+        return ScriptRun(found["steps"], found["hash"], weights, gradients)
+
+
+def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
+    return {"passed": passed, "number": number if math.isfinite(number) else None, "why": why, "statistics": statistics}
+
+
+def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
+    a, b = runs.run(base, keep=True), runs.run(candidate)
+    if a.steps == b.steps and a.hash == b.hash:
+        why = f"all {len(a.weights)} weights are identical to the bit after {a.steps} steps, as the script's own are"
+        return _result(True, 0, why)
+    different = [name for name in a.weights if not _same(a.weights[name], b.weights.get(name))]
+    return _result(False, len(different), f"{len(different)} of {len(a.weights)} weights differ after {b.steps} steps")
+
+
+def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
+    both = runs.in_double(base, candidate, STEPS)
+    if both is not None:
+        number = _difference(both[0].weights, both[1].weights)
+        relation = "below" if number < MAX_DIFFERENCE else "not below"
+        steps = both[1].steps
+        why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
+        return _result(number < MAX_DIFFERENCE, number, why)
+    a, b, rounded = runs.run(base, keep=True), runs.run(candidate), runs.run({**base, **ROUNDED}, keep=True)
+    number, allowed = _difference(a.weights, b.weights), _difference(a.weights, rounded.weights)
+    passed = number <= ROUNDING_FACTOR * allowed
+    why = (
+        f"in float32, since this script does not run in float64, the weights differ by {number:.1e} after {b.steps} "
+        f"steps; one rounding of every weight at the start grows to {allowed:.1e}"
+    )
+    return _result(passed, number, why if passed else f"{why}: it does more than round")
+
+
+def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
+    both = runs.in_double(base, candidate, GRADIENT_STEPS)
+    clean = both[0] if both else runs.run({**base, **SINGLE}, GRADIENT_STEPS, keep=True)
+    noisy = runs.run({**candidate, **SINGLE}, GRADIENT_STEPS)
+    against = "float64" if both else "float32"
+    name, worst = _worst_gradient(clean.gradients, noisy.gradients)
+    if not worst >= MIN_GRADIENT_DB:
+        why = f"the gradient of {name} is {worst:.1f} dB above its error against {against}, below {MIN_GRADIENT_DB:.0f}"
+        return _result(False, worst, why)
+    if both is not None and (movement := _difference(both[0].weights, both[1].weights)) >= MAX_DIFFERENCE:
+        why = f"it does more than round: in float64 the weights differ by {movement:.1e} after {both[1].steps} steps"
+        return _result(False, movement, why)
+    return _result(
+        True, worst, f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
+    )
+
+
+def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
+    number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
+    why = f"the weights differ by {number:.1e} after {STEPS} steps"
+    return _result(number > 0, number, why if number > 0 else f"it has no effect: {why}")
+
+
+def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
+    """Two runs of the script differ: a method may differ as much."""
+    first, second = runs.run({}, keep=True), runs.run({}, again=1, keep=True)
+    noise = _difference(first.weights, second.weights)
+    number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
+    passed = number <= NOISE_FACTOR * noise
+    why = (
+        f"this script is not reproducible: two runs of it differ by {noise:.1e} after {first.steps} steps, so that "
+        f"equal bits cannot be shown; with the recipe they differ by {number:.1e}"
+    )
+    return _result(passed, number, why, statistics=True)
+
+
+_CHECKS = {
+    Exactness.BIT_EXACT.name: _judge_bit_exact,
+    Exactness.EQUIVALENT_MATH.name: _judge_equivalent,
+    Exactness.REDUCED_PRECISION.name: _judge_precision,
+    Exactness.CHANGES_TRAINING.name: _judge_changes,
+}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and torch.equal(a, b)
+
+
+def _flat(weights: Weights) -> torch.Tensor:
+    values = [value.double().flatten() for _, value in sorted(weights.items()) if value.is_floating_point()]
+    return torch.cat(values) if values else torch.zeros(0)
+
+
+def _difference(a: Weights, b: Weights) -> float:
+    """Relative difference of all weights together; infinite if they are not the same ones."""
+    one, other = _flat(a), _flat(b)
+    if a.keys() != b.keys() or one.shape != other.shape:
+        return math.inf
+    return (one - other).norm().item() / (one.norm().item() or 1.0)
+
+
+def _worst_gradient(clean: Weights, noisy: Weights) -> tuple[str, float]:
+    """(parameter, dB) of the lowest signal-to-noise ratio of a gradient; skips negligible ones."""
+    signals = {name: value.double().flatten() for name, value in clean.items() if value.numel()}
+    if not signals:
+        return "every parameter", -math.inf
+    mean = torch.cat(list(signals.values())).square().mean().sqrt()
+    worst = ("no parameter", math.inf)
+    for name, signal in signals.items():
+        if signal.square().mean().sqrt() < NEGLIGIBLE * mean:
+            continue
+        other = noisy.get(name)
+        noise = signal - (torch.zeros_like(signal) if other is None else other.double().flatten())
+        power, error = signal.square().sum().item(), noise.square().sum().item()
+        ratio = math.inf if error == 0 else 10 * math.log10(power / error) if math.isfinite(error) else -math.inf
+        worst = min(worst, (name, ratio), key=lambda entry: entry[1])
+    return worst

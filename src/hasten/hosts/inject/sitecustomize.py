@@ -1,0 +1,90 @@
+"""Imported by Python at its start where hasten put this folder into PYTHONPATH; prepares a training script for hasten.
+
+It imports the standard library only, never raises, and does nothing until somebody imports torch. Then
+``hasten.hosts.inside.session`` takes over, before the script has seen torch. The user's own ``sitecustomize`` still
+runs.
+"""
+
+import os
+import sys
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+SESSION = "HASTEN_HOST"  # environment variable: the folder of the session, which hasten made
+
+
+def run_users_sitecustomize():
+    """Imports the sitecustomize that this file hides, if there is one, and takes this folder out of the search path."""
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != FOLDER]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)
+
+
+class TorchFinder:
+    """A finder that calls ``start_session`` once torch is imported, and then is gone."""
+
+    def find_spec(self, name, path=None, target=None):
+        """The spec of torch, with a loader that calls ``start_session`` at its end; None for any other module."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = TorchLoader(spec.loader)
+                return spec
+        return None
+
+
+class TorchLoader:
+    """Loads torch as its own loader does, puts that one back, and starts the session."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        start_session()
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+def start_session():
+    """Hands over to hasten. What goes wrong there is written to the folder of the session and changes nothing here."""
+    folder = os.environ[SESSION]
+    try:
+        try:
+            import hasten  # noqa: F401
+        except ImportError:  # the script runs in another environment; ours comes last, so that it hides nothing there
+            sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
+        from hasten.hosts.inside import session
+
+        session.start(folder)
+    except Exception as error:
+        try:
+            with open(os.path.join(folder, "error"), "w") as file:
+                file.write(f"{type(error).__name__}: {error}")
+        except OSError:
+            pass
+
+
+if SESSION in os.environ:
+    try:
+        if "torch" in sys.modules:
+            start_session()
+        else:
+            sys.meta_path.insert(0, TorchFinder())
+    except Exception:
+        pass
+run_users_sitecustomize()

@@ -1,0 +1,179 @@
+"""The methods of a recipe in a script: each hook is asked once, at the seam where its subject appears.
+
+The order is that of the engine: process, data, model, optimizer, then the functions of a step. A script hands its parts
+over one by one, so ``run.model`` is there from the first call of the model on, ``run.optimizer`` from the first update.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten.core.data import BatchSource
+from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method, hooks_of
+from hasten.core.run_context import EngineServices, RunContext, TrainPlan
+from hasten.engine.composition import applicable_methods
+from hasten.engine.data_adapters import apply_data_hook
+from hasten.engine.effects import EffectObserver
+from hasten.engine.loaders import from_loader
+from hasten.engine.resources import available_cpus, free_memory
+from hasten.hosts.host import SCRIPT, check_supported
+from hasten.utils.batch import map_tensors
+from hasten.utils.rng import preserve_rng_state
+
+STEP_HOOKS = {"backward", "grad_transform", "optimizer_step"}
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Composition:
+    """The methods of one recipe in this process.
+
+    Args:
+        methods: The methods.
+        device: Name of the device, until the model is there.
+        seed: Of the run.
+        evaluation_records_gradients: Whether the script's evaluation does, as far as an earlier run has seen.
+        owner: Name of the script, for messages.
+    """
+
+    def __init__(
+        self, methods: Sequence[Method], device: str, seed: int, evaluation_records_gradients: bool, owner: str
+    ):
+        services = EngineServices(
+            available_cpus=available_cpus,
+            free_memory=free_memory,
+            eval_records_gradients=lambda: evaluation_records_gradients,
+        )
+        self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
+        self.run.plan = TrainPlan(batch_size=1, epochs=math.inf)
+        self.owner, self.plan = owner, TrainPlan(batch_size=1, epochs=math.inf)
+        check_supported(SCRIPT, methods, owner)
+        self.methods = applicable_methods(methods, self.run)
+        self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
+        self.context = ExitStack()  # never closed: the process ends with the run
+        self.updates: dict[int, Callable[[], Any]] = {}  # by optimizer: what its step calls
+        self.update: Callable[[], Any] = _nothing  # the optimizer's own step that is called now
+
+    def fold(self, hook: str, thing: Any) -> Any:
+        """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
+        for method in sorted(self.methods, key=lambda method: hook not in method.card.replaces):
+            if hook in hooks_of(method):
+                thing = getattr(method, hook)(thing, self.run)
+        return thing
+
+    def enter_process(self) -> None:
+        """Sets what the methods set for the process: threads, allocator, precision."""
+        self.context.enter_context(self.fold("process_context", nullcontext)())
+
+    def source_of(self, loader: Any, training: bool) -> BatchSource:
+        """The batches of a DataLoader of the script under the methods."""
+        source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
+        with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
+            for method in self.methods:
+                if "data" in hooks_of(method):
+                    source = apply_data_hook(method, source, self.run)
+        return source
+
+    def wrap_call(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a root under the methods, which may also change the root in place. Called once for each root."""
+        run = self.run
+        if run.model is not None and STEP_HOOKS & self.hooks:
+            raise ConfigurationError(
+                f"{self.owner} trains several models ({type(run.model).__name__}, {type(root).__name__}), and a method "
+                "that changes gradients needs to know which of them; leave it out"
+            )
+        run.model = run.unwrapped_model = root
+        run.device = next((parameter.device for parameter in root.parameters()), run.device)
+        if self.fold("model", root) is not root:
+            raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; leave it out")
+        if run.plan != self.plan:
+            raise ConfigurationError(
+                f"a method edits the plan of the run, but {self.owner} owns its loop; leave it out"
+            )
+        if not {"forward", "batch_transform"} & self.hooks:
+            return call
+
+        def plain(inputs: tuple[Any, Any]) -> Any:
+            return call(*inputs[0], **inputs[1])
+
+        transform, forward = self.fold("batch_transform", _identity), self.fold("forward", plain)
+        if forward is plain:
+            return lambda *args, **kwargs: plain(transform((args, kwargs)))
+        # the loss is the script's, and it expects what the model gave it before
+        return lambda *args, **kwargs: map_tensors(_to_float32, forward(transform((args, kwargs))))
+
+    def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``Tensor.backward`` under the methods."""
+        if "backward" not in self.hooks:
+            return original
+        options: dict[str, Any] = {}
+        under_methods = self.fold("backward", lambda loss: original(loss, **options))
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if args:
+                return original(loss, *args, **kwargs)
+            options.clear()
+            options.update(kwargs)
+            return under_methods(loss)
+
+        return backward
+
+    def first_step(self, optimizer: Optimizer) -> None:
+        """Before the first update of an optimizer of the script: methods may change it in place."""
+        self.run.optimizer = optimizer
+        if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
+            raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")
+
+    @property
+    def wraps_updates(self) -> bool:
+        """Whether some method acts between the backward pass and the update."""
+        return bool({"grad_transform", "optimizer_step"} & self.hooks)
+
+    def update_with(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        """The update of an optimizer under the methods; ``update`` is the optimizer's own step."""
+        if self.run.model is None:  # not called as a whole: there is nothing that the methods were built for
+            return update()
+        if id(optimizer) not in self.updates:
+            self.run.optimizer = optimizer
+            transform = self.fold("grad_transform", _nothing)
+            step = self.fold("optimizer_step", partial(self._call_update))
+            self.updates[id(optimizer)] = partial(_both, transform, step)
+        self.update = update
+        return self.updates[id(optimizer)]()
+
+    def _call_update(self) -> None:
+        self.update()
+
+    def observer(self) -> EffectObserver:
+        """Observes the effects of the methods in one step; one that acted on one of several roots has an effect."""
+        run = self.run
+        run.no_effect = [(name, why) for name, why in run.no_effect if name not in run.effect_checks]
+        if run.model is None:
+            why = f"{self.owner} does not call its model as a whole"
+            needed = {"model", "forward", "batch_transform", "grad_transform", "optimizer_step"}
+            run.no_effect += [(method.name, why) for method in self.methods if needed & set(hooks_of(method))]
+        return EffectObserver(run, self.methods)
+
+
+def _both(transform: Callable[[], None], step: Callable[[], None]) -> None:
+    transform()
+    step()
+
+
+def _identity(inputs: Any) -> Any:
+    return inputs
+
+
+def _nothing() -> None:
+    pass
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor

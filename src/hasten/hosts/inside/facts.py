@@ -1,0 +1,32 @@
+"""What the cards ask about a run, answered for a script."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hasten.hosts.inside.models import ModelSeam
+from hasten.hosts.inside.steps import StepSeam
+from hasten.utils.run_facts import hardware_facts, model_facts
+
+
+def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device) -> dict[str, Any]:
+    """``facts`` (keys of ``hasten.core.card.FACTS``), ``samples_per_step`` (None if unknown) and ``device``."""
+    from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
+
+    roots = models.roots
+    device = next((parameter.device for root in roots for parameter in root.parameters()), device)
+    training = list(training)
+    found = set(hardware_facts(device))
+    for root in roots:
+        found |= model_facts(root)
+    if models.evaluations and not models.trains_in_eval_mode:
+        found |= {"evaluations"} | ({"evaluation_gradients"} if models.records_gradients else set())
+    specs = [from_loader(loader, None, loader.batch_size or 1, 0, True).spec for loader in training]
+    if any(spec is not None for spec in specs):
+        found |= {"indexed_samples", "workers", "multiple_epochs"}
+    sizes = [loader.batch_size for loader in training if loader.batch_size]
+    samples = max(sizes) * max(1, steps.backwards) if sizes else None
+    if len(roots) > 1 and sizes:  # several backward passes of a step read the same batch
+        samples = max(sizes)
+    return {"facts": sorted(found), "samples_per_step": samples, "device": str(device)}

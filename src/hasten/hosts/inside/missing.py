@@ -1,0 +1,13 @@
+"""Whether the sites of an earlier run have come again."""
+
+from typing import Any
+
+
+def missing_sites(known: dict[str, Any], seen: dict[str, Any]) -> str:
+    """Which loader for training, optimizer or model of an earlier run was not seen in this one; empty if all were."""
+    for kind, noun in (("optimizers", "optimizer"), ("models", "model"), ("loaders", "training loader")):
+        here = {(entry["site"], entry["type"]) for entry in seen.get(kind, ())}
+        for entry in known.get(kind, ()):
+            if entry.get("role", "training") == "training" and (entry["site"], entry["type"]) not in here:
+                return f"the {noun} at {entry['site']} ({entry['type']}) did not come again"
+    return ""

@@ -1,0 +1,153 @@
+"""The model seam: finds the models that a script trains, wraps their calls, and tells evaluation from training.
+
+A root is a module that the script calls and that is part of no other module. Its call goes through the slot that
+``Module.compile()`` uses: outermost calls only, no hook, nothing on submodules, and nothing that is pickled or copied.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten._torch_compat import get_module_call, patch_module_call, set_module_call
+from hasten.hosts.inside.sites import Sites
+from hasten.utils.phase_timer import PhaseTimer
+
+STDOUT = 1  # file descriptor; a file, in a trial
+WrapCall = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (root, its call) -> the call under methods
+
+
+class ModelSeam:
+    """Finds the roots at their first calls.
+
+    Args:
+        sites: Receives each root with the line that called it first.
+        phases: Receives the time of the calls in training.
+        wrap: Asked once for each root, before its first call.
+
+    Attributes:
+        roots: The roots so far, in the order of their first calls.
+        evaluated_seconds: Seconds of all evaluations so far.
+        evaluations: (step, seconds) of each evaluation.
+        records_gradients: Whether an evaluation recorded gradients.
+        trains_in_eval_mode: Whether a backward pass followed a call in eval mode, which is then no sign of evaluation.
+        last_step_ended: Set by the step seam: when an evaluation that is noticed now has begun.
+    """
+
+    def __init__(self, sites: Sites, phases: PhaseTimer, wrap: WrapCall | None = None):
+        self.sites, self.phases, self.wrap = sites, phases, wrap
+        self.roots: list[nn.Module] = []
+        self.known: set[int] = set()
+        self.step = 0
+        self.last_step_ended: float | None = None
+        self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
+        self.records_gradients = self.trains_in_eval_mode = False
+        self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
+        self.began: float | None = None  # of the evaluation that is running
+        self.ended = 0.0  # of its last call
+        self.inside = False
+        self.original = patch_module_call(self._first_calls())
+
+    def stop_searching(self) -> None:
+        """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
+        patch_module_call(self.original)
+
+    def on_backward(self) -> None:
+        """Told of every outermost backward pass."""
+        if self.began is not None:
+            self.trains_in_eval_mode, self.began = True, None
+
+    def find_uncalled(self) -> None:
+        """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""
+        for module in _outermost_modules():
+            if id(module) not in self.known and any(p.grad is not None for p in module.parameters()):
+                self.known.add(id(module))
+                self.roots.append(module)
+                self.sites.note("models", module, called=False)
+
+    def _first_calls(self) -> Callable[..., Any]:
+        def first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return self.original(module, *args, **kwargs)
+            self.inside = True
+            try:
+                if id(module) not in self.known:
+                    self._consider(module)
+                return self.original(module, *args, **kwargs)
+            finally:
+                self.inside = False
+
+        return first_call
+
+    def _consider(self, module: nn.Module) -> None:
+        self.known.add(id(module))
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        if not any(module is root for root in _outermost_modules()):
+            return
+        self.roots.append(module)
+        self.sites.note("models", module, called=True)
+        call = get_module_call(module)
+        set_module_call(module, self._told_apart(module, self.wrap(module, call) if self.wrap else call))
+
+    def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        phases = self.phases
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not root.training and not self.trains_in_eval_mode:
+                return self._evaluate(call, args, kwargs)
+            if self.began is not None:
+                self.end_evaluation()
+            if not phases.running:
+                return call(*args, **kwargs)
+            began = phases.now()
+            result = call(*args, **kwargs)
+            phases.record("forward", began)
+            return result
+
+        return forward
+
+    def _evaluate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.began is None:
+            self.began = time.perf_counter() if self.last_step_ended is None else self.last_step_ended
+            if not self.evaluations:
+                site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
+                self.sites.records.setdefault("evaluations", []).append(site)
+            self._mark(begins=True)
+        self.records_gradients |= torch.is_grad_enabled()
+        result = call(*args, **kwargs)
+        self.ended = time.perf_counter()
+        return result
+
+    def end_evaluation(self) -> None:
+        """Counts the evaluation that is running, if there is one, as ended with its last call."""
+        if self.began is None:
+            return
+        seconds = self.ended - self.began
+        self.began = None
+        self.evaluated_seconds += seconds
+        self.evaluations.append((self.step, seconds))
+        self._mark(begins=False)
+
+    def _mark(self, begins: bool) -> None:
+        """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
+        self.marks.append((time.perf_counter(), self.step, os.fstat(STDOUT).st_size, begins))
+
+
+def _outermost_modules() -> list[nn.Module]:
+    """All modules of the process that are part of no other one."""
+    # not isinstance, which would run the properties of objects that are made lazily
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    children = {id(child) for module in modules for child in _children(module)}
+    return [module for module in modules if id(module) not in children]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    try:
+        return list(module.children())
+    except AttributeError:  # its constructor has not run yet
+        return []

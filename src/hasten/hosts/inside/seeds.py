@@ -1,0 +1,45 @@
+"""Another seed for the same script: every seed that the script sets is shifted, and what it leaves unseeded is seeded.
+
+``torch.Generator().manual_seed`` keeps its seed, so that data which a script splits by one stay split alike.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def seed_process(shift: int, on_seed: Callable[[str], None]) -> None:
+    """Seeds all generators of this process with ``shift``, and adds ``shift`` to every integer seed that is set later.
+
+    Args:
+        shift: Added to the script's own seeds; with 0 these stay as they are.
+        on_seed: Called with the name of each function that the script seeds by.
+    """
+    torch.manual_seed(shift)
+    random.seed(shift)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:  # torch imports it where it is installed
+        numpy.random.seed(shift % 2**32)
+    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    if numpy is not None:
+        places += [(numpy.random, "seed"), (numpy.random, "default_rng")]
+    for owner, name in places:
+        setattr(owner, name, _shifted(getattr(owner, name), shift, f"{owner.__name__}.{name}", on_seed))
+
+
+def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str], None]) -> Callable[..., Any]:
+    owner = os.getpid()
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != owner or not args or type(args[0]) is not int:  # loader workers seed themselves
+            return function(*args, **kwargs)
+        on_seed(name)
+        return function(args[0] + shift, *args[1:], **kwargs)
+
+    shifted.__name__ = getattr(function, "__name__", name)
+    shifted.__doc__ = getattr(function, "__doc__", None)
+    return shifted

@@ -1,0 +1,334 @@
+"""The session: hasten inside the process of a script, from ``import torch`` to the end.
+
+Control is inverted. The script runs its own loop; at the end of a step that hasten asked for, the session answers, and
+waits on its socket for what to do next, while the whole process stands still. Between two such steps it only counts.
+The process that makes the first backward pass claims the session; in every other process it does nothing more.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.loaders import LoaderSeam
+from hasten.hosts.inside.missing import missing_sites
+from hasten.hosts.inside.models import ModelSeam
+from hasten.hosts.inside.sites import Sites
+from hasten.hosts.inside.steps import StepSeam
+from hasten.hosts.inside.trackers import TrackerFinder
+from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
+from hasten.utils.phase_timer import PhaseTimer
+
+ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
+
+
+def start(folder: str) -> None:
+    """Begins a session as ``spec.json`` in ``folder`` describes it; see ``write_spec`` in ``hosts/process.py``."""
+    Session(Path(folder), json.loads(Path(folder, SPEC).read_text(encoding="utf-8")))
+
+
+class Session:
+    """One session. ``spec`` holds what the parent wants: see ``write_spec`` in ``hosts/process.py``."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any]):
+        self.folder, self.spec = folder, spec
+        self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
+        self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
+        self.connection: Any = None
+        self.block: dict[str, Any] | None = None  # that is running
+        self.wants_evaluation, self.observer = False, None
+        self.composition: Any = None
+        try:
+            if spec["methods"]:
+                self.composition = self._compose()
+        except Exception as error:
+            self._fail(error)
+        if spec["seed"] is not None:
+            seeded: list[str] = []
+            self.sites.records["seeds"] = []
+            seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
+        self._install(spec["sites"] or {})
+        if spec["mode"] != "train":
+            TrackerFinder(self._note_logged)
+        atexit.register(self._finish)
+
+    def _compose(self) -> Any:
+        from hasten.core.recipe import Recipe  # a watched script needs none of these
+        from hasten.engine.registry import make_methods
+        from hasten.hosts.inside.composition import Composition
+
+        spec = self.spec
+        records_gradients = (
+            any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
+        )
+        composition = Composition(
+            make_methods(Recipe(spec["methods"])), spec["device"], spec["seed"] or 0, records_gradients, spec["name"]
+        )
+        composition.enter_process()
+        return composition
+
+    def _install(self, known: dict[str, Any]) -> None:
+        composition = self.composition
+        acts_on = composition.hooks if composition else set()
+        self.steps = StepSeam(self.sites, self.phases)
+        self.models = ModelSeam(self.sites, self.phases, self._guarded(composition.wrap_call) if composition else None)
+        roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
+        source_of = self._guarded(composition.source_of) if "data" in acts_on else None
+        self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
+        steps = self.steps
+        steps.on_first_backward, steps.on_backward = self._claim, self._after_backward
+        steps.on_step, steps.on_stop = self._after_step, self._stop
+        if composition:
+            steps.wrap_backward = composition.wrap_backward
+            if "optimizer" in acts_on:
+                steps.on_first_step = self._guarded(composition.first_step)
+            if composition.wraps_updates:
+                steps.wrap_update = composition.update_with
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function; an error of it is hasten's or a method's and must not become one of the script."""
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:
+                self._fail(error)
+
+        return guarded
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Ends the process; the reason goes to the parent, or to standard error in a training for real."""
+        refused = type(error).__name__ == "ConfigurationError"
+        text = str(error) if refused or type(error).__name__ == "RunError" else f"{type(error).__name__}: {error}"
+        if self.spec["mode"] == "train":
+            print(f"hasten: {text}", file=sys.stderr)
+        else:
+            (self.folder / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
+        os._exit(2)
+
+    def _note_seed(self, name: str, seeded: list[str]) -> None:
+        if name not in seeded:
+            seeded.append(name)
+            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name})
+
+    def _note_logged(self, name: str, value: float) -> None:
+        self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
+
+    # ── at the seams ─────────────────────────────────────────────────────────────────────────────
+
+    def _claim(self) -> None:
+        """At the first backward pass of a process: this is the process that trains, unless another one was first."""
+        if self.spec["mode"] == "train":
+            return
+        try:
+            os.close(os.open(self.folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self.connection = Client(str(self.folder / SOCKET), family="AF_UNIX")
+        except OSError:
+            (self.folder / f"{RIVAL}-{os.getpid()}").touch()
+            self.steps.active = False
+            self.models.stop_searching()
+
+    def _after_backward(self) -> None:
+        self.loaders.on_backward()
+        self.models.on_backward()
+
+    def _after_step(self) -> None:
+        models, count = self.models, self.steps.count
+        models.step, models.last_step_ended = count, self.steps.last_ended
+        if count == 1:
+            models.find_uncalled()
+            self.loss_type = None
+        if count == ROOT_SEARCH_STEPS:
+            models.stop_searching()
+        if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:
+            self.steps.remaining = 1
+
+    def _stop(self) -> None:
+        """At the end of a step that the parent asked for: answers, and waits for the next request."""
+        if self.spec["mode"] == "train":
+            return self._check_sites()
+        if self.observer is not None and not self.observer.running and self.observer.checks:
+            self.observer.begin()
+            self.steps.remaining = 1
+            return None
+        self._answer(self._result())
+        return self._serve()
+
+    def _finish(self) -> None:
+        """At the end of the script: answers the request that it did not finish. A crash is left to the exit code."""
+        if self.connection is None or not self.steps.active or getattr(sys, "last_value", None) is not None:
+            return
+        self.models.end_evaluation()
+        self._answer(self._result() | {"ended": True})
+        self._serve()
+
+    # ── requests of the parent ───────────────────────────────────────────────────────────────────
+
+    def _serve(self) -> None:
+        """Answers requests until one lets the script continue. Ends the process if the parent is gone."""
+        while True:
+            try:
+                request = json.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            name = request.pop("call")
+            if name in ("train", "observe", "evaluate"):
+                getattr(self, f"_begin_{name}")(**request)
+                return
+            try:
+                self._answer(getattr(self, f"_{name}")(**request))
+            except Exception as error:
+                self._answer({"error": f"{type(error).__name__}: {error}"})
+
+    def _answer(self, result: dict[str, Any]) -> None:
+        try:
+            self.connection.send_bytes(json.dumps(result).encode())
+        except OSError:  # the parent is gone
+            os._exit(0)
+
+    def _begin_train(self, count: int, timed: bool = False) -> None:
+        self.steps.remaining = count
+        self.steps.losses, self.steps.keep_losses = [], True
+        if timed:
+            self.phases.start()
+        _synchronize()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        evaluated = self.models.evaluated_seconds
+        self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
+        self.block["began"] = time.perf_counter()
+        self.models.last_step_ended = self.block["began"]
+
+    def _begin_observe(self) -> None:
+        """Observes the effects of the methods in the second step from here; the first one is another warm-up."""
+        self.observer = self.composition.observer() if self.composition else None
+        self.steps.remaining = 1
+
+    def _begin_evaluate(self) -> None:
+        self.wants_evaluation, self.evaluations_before = True, len(self.models.evaluations)
+        self.steps.remaining = -1  # until an evaluation has ended
+
+    def _result(self) -> dict[str, Any]:
+        """The answer to the request that is running: the block, the evaluation or what was observed."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
+        if self.block is not None:
+            result |= self._end_block()
+        if self.observer is not None:
+            if self.observer.running:
+                self.observer.end()
+            result |= {"effects": self.observer.evidence, "no_effect": self.observer.run.no_effect}
+            self.observer = None
+        if self.wants_evaluation:
+            self.wants_evaluation = False
+            new = self.models.evaluations[self.evaluations_before :]
+            result["evaluation"] = new[0][1] if new else None
+        return result
+
+    def _end_block(self) -> dict[str, Any]:
+        _synchronize()
+        now, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        block, self.block = self.block, None
+        assert block is not None
+        before, evaluated = block["usage"], self.models.evaluated_seconds - block["evaluated"]
+        losses, self.steps.keep_losses = [float(loss) for loss in self.steps.losses], False
+        result = {
+            "count": self.steps.count - block["step"],
+            "seconds": now - block["began"] - evaluated,
+            "untimed": evaluated,
+            "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            "system": after.ru_stime - before.ru_stime,
+            "faults": after.ru_minflt - before.ru_minflt,
+            "switches": after.ru_nivcsw - before.ru_nivcsw,
+            "losses": losses,
+        }
+        return result | ({"phases": self.phases.stop()} if block["timed"] else {})
+
+    def _describe(self) -> dict[str, Any]:
+        """What was found so far: sites, steps, evaluations, and facts about the run."""
+        models = self.models
+        return {
+            "sites": self.sites.records,
+            "steps": self.steps.count,
+            "seconds": time.perf_counter() - self.began,
+            "marks": [(at - self.began, *rest) for at, *rest in models.marks],
+            "logged": self.logged,
+            "backwards_per_step": self.steps.backwards,
+            "skipped": self.steps.skipped,
+            **self._evaluations(),
+            **facts.describe(models, self.loaders.training, self.steps, self.phases.device),
+        }
+
+    def _evaluations(self) -> dict[str, Any]:
+        """Seconds of an evaluation and the steps between two; None until one was seen."""
+        found = [] if self.models.trains_in_eval_mode else self.models.evaluations
+        if not found:
+            return {"evaluation_seconds": None, "evaluation_every": None}
+        steps = [step for step, _ in found if step > 0]
+        every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
+        return {"evaluation_seconds": found[-1][1], "evaluation_every": every}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Everything that is trained, by name: the state of the roots, and parameters that belong to none of them."""
+        tensors = {
+            f"{index}.{name}": tensor
+            for index, root in enumerate(self.models.roots)
+            for name, tensor in root.state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        known = {tensor.data_ptr() for tensor in tensors.values()}
+        loose = [p for optimizer in self.steps.counts for group in optimizer.param_groups for p in group["params"]]
+        return tensors | {f"loose.{i}": p for i, p in enumerate(loose) if p.data_ptr() not in known}
+
+    def _hash(self) -> dict[str, Any]:
+        """SHA-256 of the weights."""
+        digest = hashlib.sha256()
+        weights = self._weights()
+        for name in sorted(weights):
+            tensor = weights[name].detach().cpu().contiguous()
+            digest.update(name.encode())
+            digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        return {"hash": digest.hexdigest(), "tensors": len(weights), "steps": self.steps.count}
+
+    def _save(self, path: str, gradients: bool = False) -> dict[str, Any]:
+        """Saves the weights, or the gradients of the step that has just ended, to a file."""
+        tensors = self._weights()
+        if gradients:
+            parameters = [(n, p) for i, root in enumerate(self.models.roots) for n, p in _named(root, i)]
+            tensors = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
+        return {"tensors": len(tensors), "steps": self.steps.count}
+
+    def _check_sites(self) -> None:
+        """In a training for real, after its first step: what the recipe was found for must be there."""
+        if self.composition is not None:
+            for name, why in self.composition.observer().run.no_effect:
+                print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
+        missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
+        if missing:
+            self._fail_with(
+                f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
+            )
+
+    def _fail_with(self, text: str) -> NoReturn:
+        print(f"hasten: {text}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"{index}.{name}", parameter) for name, parameter in root.named_parameters()]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,56 @@
+"""Where in the user's code a loader, an optimizer or a model came from: ``train.py:81#1``."""
+
+import inspect
+import os
+from collections import Counter
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing")  # packages whose frames are no site
+
+
+class Sites:
+    """The sites that were seen, by kind ("loaders", "optimizers", ...); each is plain data with its ``site``.
+
+    Args:
+        directory: Files below it are named by their relative path.
+    """
+
+    def __init__(self, directory: str):
+        self.directory = directory
+        self.records: dict[str, list[dict[str, Any]]] = {}
+        self.by_object: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def note(self, kind: str, thing: Any, **facts: Any) -> dict[str, Any] | None:
+        """Notes an object that the code which is running now has made or calls; None if that is hasten's own code."""
+        line = self.line()
+        if line is None:
+            return None
+        self.counts[kind, line] += 1
+        record = {"site": f"{line}#{self.counts[kind, line]}", "type": type(thing).__name__, **facts}
+        self.records.setdefault(kind, []).append(record)
+        self.by_object[thing] = record
+        return record
+
+    def of(self, thing: Any) -> dict[str, Any] | None:
+        """The record of an object; None if it was not noted."""
+        return self.by_object.get(thing)
+
+    def line(self) -> str | None:
+        """``file:line`` of the innermost frame of the user; None if hasten's own code called torch."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None:
+            name = frame.f_globals.get("__name__") or ""
+            package = name.partition(".")[0]
+            if package == "hasten" and not name.startswith(__package__ or "hasten.hosts.inside"):
+                return None
+            if package not in (*HIDDEN, "hasten"):
+                return f"{self._relative(frame.f_code.co_filename)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return None
+
+    def _relative(self, file: str) -> str:
+        path = os.path.relpath(file, self.directory) if os.path.isabs(file) else file
+        return os.path.abspath(file) if path.startswith("..") else path

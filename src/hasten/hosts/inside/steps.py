@@ -1,0 +1,159 @@
+"""The step seam: counts the training steps of a loop that others wrote, from torch's own hooks.
+
+A step ends with the update of an optimizer. With several optimizers the longest count is that of the steps, as in
+torch's profiler. Where no optimizer exists, such as with a hand-written update, it ends with the outermost backward
+pass. Several backward passes before an update are gradient accumulation; an update that a GradScaler skips is a step.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hasten.hosts.inside.sites import Sites
+from hasten.utils.phase_timer import PhaseTimer
+
+MOST_BACKWARDS = 256  # without an update, after which an optimizer that exists counts as unused
+
+
+class StepSeam:
+    """Calls ``on_stop`` at the end of the step at which ``remaining`` reaches 0.
+
+    Args:
+        sites: Receives each optimizer with its site.
+        phases: Receives the time of backward passes and updates.
+
+    Attributes:
+        count: Steps so far.
+        remaining: Steps until ``on_stop`` is called.
+        backwards: Backward passes of the last step.
+        skipped: Updates that a GradScaler skipped.
+        losses: Of the backward passes since ``keep_losses`` was set; detached tensors.
+    """
+
+    def __init__(self, sites: Sites, phases: PhaseTimer):
+        self.sites, self.phases = sites, phases
+        self.count, self.remaining, self.backwards, self.skipped = 0, 1, 0, 0
+        self.active, self.keep_losses, self.losses = True, False, list[torch.Tensor]()
+        self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.has_optimizer = False  # that may be used
+        self.inside, self.passes, self.began = False, 0, None
+        self.on_first_backward = self.on_backward = self.on_step = self.on_stop = _nothing
+        self.on_first_step: Callable[[Optimizer], None] = _nothing
+        self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
+        self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
+        torch.Tensor.backward = self._counted(torch.Tensor.backward)
+        Optimizer.__init__ = self._noting(Optimizer.__init__)
+        torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        first = True
+        under_methods: Callable[..., Any] = original
+
+        @functools.wraps(original)
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal first, under_methods
+            if self.inside or not self.active:
+                return original(loss, *args, **kwargs)
+            if first:
+                first = False
+                self.on_first_backward()
+                if not self.active:
+                    return original(loss, *args, **kwargs)
+                under_methods = self.wrap_backward(original)
+            self.inside = True
+            began = self.phases.now() if self.phases.running else None
+            try:
+                result = under_methods(loss, *args, **kwargs)
+            finally:
+                self.inside = False
+            if began is not None:
+                self.phases.record("backward", began)
+            if self.keep_losses and loss.numel() == 1:
+                self.losses.append(loss.detach())
+            self.passes += 1
+            self.on_backward()
+            if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
+                self.has_optimizer = False
+                self._end_step()
+            return result
+
+        return backward
+
+    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def noted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self.has_optimizer = True
+            self.sites.note("optimizers", optimizer)
+            step = type(optimizer).step
+            if self.wrap_update is not None and not hasattr(step, "under_methods"):
+                type(optimizer).step = self._updating(step, self.wrap_update)
+
+        return noted_init
+
+    def _updating(
+        self, original: Callable[..., Any], update: Callable[[Optimizer, Callable[[], Any]], Any]
+    ) -> Callable[..., Any]:
+        """``Optimizer.step`` of a class under the methods that act between backward pass and update."""
+
+        @functools.wraps(original)  # schedules and torch's own wrapper find what they look for
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(optimizer, *args, **kwargs)
+            return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+
+        step.under_methods = True  # pyright: ignore[reportFunctionMemberAccess]
+        return step
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.counts.get(optimizer, 0)
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self.active and self.counts.get(optimizer, 0) == before:
+                self.skipped += 1
+                self._after_update(optimizer, (), {})
+            return result
+
+        return step
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        if optimizer not in self.counts:
+            self.counts[optimizer] = max(0, self.count - 1)
+            self.has_optimizer = True
+            self.on_first_step(optimizer)
+        if self.phases.running:
+            self.began = self.phases.now()
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        if self.began is not None:
+            self.phases.record("optimizer_step", self.began)
+            self.began = None
+        count = self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
+        if count > self.count:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.count += 1
+        self.backwards, self.passes = self.passes, 0
+        self.last_ended = time.perf_counter()
+        self.on_step()
+        self.remaining -= 1
+        if not self.remaining:
+            self.on_stop()
+
+
+def _nothing(*_: Any) -> None:
+    pass

@@ -1,0 +1,9 @@
+"""Names of the files and the variable by which a session and its parent find each other; imports nothing."""
+
+SESSION = "HASTEN_HOST"  # environment variable: the folder of the session; also in inject/sitecustomize.py
+SPEC = "spec.json"  # what the session shall do
+SOCKET = "socket"  # of the parent
+CLAIM = "claim"  # exists once a process trains
+RIVAL = "rival"  # with the id of another process that trains
+FAILURE = "failure"  # why the session ended the script
+ERROR = "error"  # why the session could not begin

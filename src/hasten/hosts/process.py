@@ -1,0 +1,243 @@
+"""A script in its own process group, with hasten inside: started, asked, suspended, killed; its end explained.
+
+It is forked from the server of ``benchmarking.fork_server``, which ends it when this process ends, whatever happens.
+Messages are JSON: nothing that comes back from a script is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
+from hasten.hosts.sandbox import Sandbox
+from hasten.hosts.site_map import known_sites
+
+if TYPE_CHECKING:
+    from hasten.hosts.script_ref import ScriptRef
+
+INJECTED = str(Path(__file__).with_name("inject"))
+END_S = 10.0  # for a process to end after its connection broke
+OUTPUT_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
+MAX_TRACEBACK = 40  # lines that are repeated
+
+
+class ScriptProcess:
+    """One run of a script. As a context manager it kills the process group at the end.
+
+    Args:
+        script: The command.
+        methods: Method -> options.
+        device: Name of the device to assume until the model is seen.
+        seed: Added to the script's seeds; None leaves them.
+        sites: The site map of an earlier run, or None.
+        deadline: Time of ``time.monotonic`` at which the start is given up.
+    """
+
+    def __init__(
+        self,
+        script: ScriptRef,
+        methods: dict[str, Any],
+        device: str = "cpu",
+        seed: int | None = 0,
+        sites: dict[str, Any] | None = None,
+        deadline: float | None = None,
+    ):
+        left = seconds_to_wait(None, deadline)
+        self.script, self.methods, self.began = script, methods, time.monotonic()
+        self.connection: Connection | None = None
+        with ExitStack() as stack:
+            box = stack.enter_context(Sandbox.for_directory(script.directory))
+            self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
+            self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self.listener.bind(str(self.folder / SOCKET))
+            self.listener.listen(1)
+            write_spec(self.folder, script, methods, device, seed, sites, mode="trial")
+            argv, environment = list(script.argv), injected(script.environment, self.folder)
+            environment.setdefault("PYTHONHASHSEED", "0")
+            environment.setdefault("PYTHONUNBUFFERED", "1")
+            command = {"argv": box.wrap(argv), "environment": box.environment(environment)}
+            self.server = clean_server()
+            output = str(self.folder / "output")
+            self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
+            stack.callback(self._end)
+            self.exit = os.pidfd_open(self.pid)
+            stack.callback(os.close, self.exit)
+            self.stack = stack.pop_all()
+
+    def wait_until_trained(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
+        """Waits for the end of the first step. Returns the session's first message.
+
+        Raises:
+            ConfigurationError: The script failed by itself, never trained, or trains in several processes.
+            RunError: The script failed under the methods.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
+        if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
+            self.kill()
+            if known_sites(self.script) is not None:  # it does train
+                seconds_to_wait(None, deadline)
+                raise timeout_error(timeout)
+            raise ConfigurationError(
+                f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s: no backward pass; "
+                "give a larger --budget, or a command that trains"
+            )
+        if not wait([self.listener], 0):
+            self._explain_end()
+        self.connection = Connection(self.listener.accept()[0].detach())
+        return self._receive(timeout, deadline)
+
+    def ask(self, call: str, timeout: float | None = None, deadline: float | None = None, **arguments: Any) -> dict:
+        """Sends a request to the session and waits for its answer.
+
+        Raises:
+            ConfigurationError, RunError: The script failed by itself, or under the methods.
+            RunError: The request failed, or was not answered within ``timeout`` seconds.
+            DeadlineError: It was not answered at the deadline.
+        """
+        assert self.connection is not None, "wait_until_trained comes first"
+        seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
+        self._signal(signal.SIGCONT)
+        try:
+            self.connection.send_bytes(json.dumps({"call": call, **arguments}).encode())
+        except OSError:
+            self._explain_end()
+        answer = self._receive(timeout, deadline)
+        if "error" in answer:
+            raise RunError(f"{self.script.name}: {answer['error']}")
+        return answer
+
+    def _receive(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
+        assert self.connection is not None
+        try:
+            if not self.connection.poll(seconds_to_wait(timeout, deadline)):
+                seconds_to_wait(timeout, deadline)
+                raise timeout_error(timeout)
+            return json.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._explain_end()
+        except RunError:
+            self.kill()
+            raise
+
+    def rivals(self) -> int:
+        """The number of processes of the script that train, too."""
+        return len(list(self.folder.glob(f"{RIVAL}-*")))
+
+    def whole_output(self) -> str:
+        """All that the script has printed, on both streams."""
+        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+
+    def output(self) -> str:
+        """The end of what the script has printed, on both streams."""
+        try:
+            with open(self.folder / "output", "rb") as file:
+                file.seek(max(0, os.path.getsize(file.name) - OUTPUT_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _explain_end(self) -> NoReturn:
+        """Raises the error that says how the script ended."""
+        wait([self.exit], END_S)
+        self.kill()
+        code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
+        if (self.folder / FAILURE).exists():
+            failure = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
+            raise (ConfigurationError if failure["refused"] else RunError)(failure["text"])
+        if code == 0 and (self.folder / ERROR).exists():
+            why = (self.folder / ERROR).read_text(encoding="utf-8", errors="replace")
+            raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
+        if code == 0 and not (self.folder / CLAIM).exists():
+            raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
+        if code is not None and code < 0:
+            text = f"{name} was ended by {signal.Signals(-code).name}"
+        else:
+            text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
+        if self.methods:
+            raise RunError(text.replace(" by itself", ""))
+        if "Traceback (most recent call last)" in output:
+            lines = output[output.rindex("Traceback (most recent call last)") :].splitlines()
+            print("\n".join(lines[-MAX_TRACEBACK:]), file=sys.stderr)
+        raise ConfigurationError(text)
+
+    def suspend(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _end(self) -> None:
+        self.kill()
+        if self.connection is not None:
+            self.connection.close()
+        self.server.exit_code(self.pid)
+
+    def close(self) -> None:
+        """Ends the process and removes its folder."""
+        self.stack.close()
+
+    def __enter__(self) -> ScriptProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_spec(
+    folder: Path,
+    script: ScriptRef,
+    methods: dict[str, Any],
+    device: str,
+    seed: int | None,
+    sites: dict[str, Any] | None,
+    mode: str,
+) -> None:
+    """Writes what ``hosts.inside.session`` reads: ``mode`` is "trial", or "train" for a training for real."""
+    spec = {
+        "name": Path(script.file).name if script.file else script.name,
+        "directory": script.directory,
+        "methods": methods,
+        "device": device,
+        "seed": seed,
+        "sites": sites,
+        "mode": mode,
+    }
+    (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
+
+
+def injected(environment: Any, folder: Path) -> dict[str, str]:
+    """The environment of a command whose Python processes import hasten's ``sitecustomize`` at their start."""
+    path = os.pathsep.join(filter(None, [INJECTED, environment.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path, SESSION: str(folder)}
+
+
+def _reason(output: str) -> str:
+    """The last line of the output that says why a script failed, in its own words."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return "it printed nothing"
+    if lines[-1].startswith("EOFError") or "EOF when reading a line" in lines[-1]:
+        return "it asks for input, and its standard input is empty here (/dev/null)"
+    frames = re.findall(r'File "([^"]+)", line (\d+)', output)
+    own = [(file, line) for file, line in frames if "site-packages" not in file and "/lib/python" not in file]
+    where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own and "Error" in lines[-1] else ""
+    return f"{lines[-1][:300]}{where}"

@@ -1,0 +1,176 @@
+"""A task that is given as a command, such as ``python train.py --epochs 90``: the user's own training, untouched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.method import Method
+from hasten.core.task import Task
+from hasten.engine.tasks import TaskRef
+from hasten.hosts import site_map
+from hasten.hosts.host import SCRIPT, check_supported
+
+IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
+WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
+MAX_FILES = 2000  # Python files whose code the fingerprint covers
+OURS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # set by hasten's command line, not by the user
+
+
+@dataclass(frozen=True)
+class ScriptRef(TaskRef):
+    """A training script and its arguments. ``str(ref)`` is a short name, such as ``train`` for ``train.py``.
+
+    Attributes:
+        argv: The command.
+        directory: Where it runs; absolute.
+        environment: Its environment variables.
+        metric: The metric as ``NAME[:min|max]``; None to find it.
+    """
+
+    argv: tuple[str, ...] = ()
+    directory: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    metric: str | None = None
+    can_be_shortened = False
+
+    @staticmethod
+    def of_command(argv: Sequence[str], metric: str | None = None, directory: str | None = None) -> ScriptRef:
+        """The reference to a command, which is checked as far as that is possible without running it.
+
+        Raises:
+            ConfigurationError: There is no such command or script, or Python is told to ignore PYTHONPATH.
+        """
+        if not argv:
+            raise ConfigurationError("no command is given after --; write hasten VERB -- python train.py")
+        directory = os.path.abspath(directory or os.getcwd())
+        environment = {name: value for name, value in os.environ.items() if OURS.get(name) != value}
+        command = shutil.which(argv[0], path=environment.get("PATH")) if os.sep not in argv[0] else argv[0]
+        if command is None or not os.path.exists(os.path.join(directory, command)):
+            hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
+            raise ConfigurationError(f"there is no command {argv[0]}{hint}")
+        path = os.path.join(directory, command)
+        if not os.access(path, os.X_OK) or os.path.isdir(path):
+            hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
+            raise ConfigurationError(f"{argv[0]} is not executable{hint}")
+        script = _script_of(argv, directory) if _is_python(argv[0]) else None
+        name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or " ".join(argv[:2]).split()[-1]))
+        file = os.path.join(directory, script) if script and script.endswith(".py") else None
+        return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric)
+
+    def load(self) -> Task:
+        """A script is no Task: it runs its own loop."""
+        self._refuse_task()
+
+    def function(self) -> Any:
+        """A script is no function that returns a task."""
+        self._refuse_task()
+
+    def _refuse_task(self) -> NoReturn:
+        raise ConfigurationError(f"{self.command} is a command, and this needs a task: a workload or file.py:function")
+
+    @property
+    def command(self) -> str:
+        """The command as typed."""
+        return shlex.join(self.argv)
+
+    def to_json(self) -> str:
+        fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}
+        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric})
+
+    @staticmethod
+    def from_json(text: str) -> ScriptRef:
+        fields = json.loads(text)
+        return ScriptRef(**(fields | {"argv": tuple(fields["argv"])}))
+
+    def fingerprint(self) -> str:
+        """A hash of the command and of the script's code: its file and the Python files below its folder."""
+        digest = hashlib.sha256(json.dumps([self.argv, self.directory]).encode())
+        for path in _python_files(Path(self.file).parent if self.file else Path(self.directory)):
+            digest.update(path.read_bytes())
+        return f"{self.name}-{digest.hexdigest()[:16]}"
+
+    def check_methods(self, methods: Sequence[Method]) -> None:
+        """Refuses a method that needs what a script cannot offer; ConfigurationError."""
+        check_supported(SCRIPT, methods, Path(self.file).name if self.file else self.name)
+
+    def start_worker(
+        self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
+    ) -> Any:
+        """What answers the calls of a service of the engine for this script.
+
+        Raises:
+            ConfigurationError: More than one process.
+            RunError: A measurement that needs the loop of the engine.
+        """
+        from hasten.hosts import services  # which start processes and import this module
+
+        if processes != 1:
+            raise ConfigurationError(f"{self.name} starts its own processes; leave --processes out")
+        name = service.rpartition(":")[2]
+        if name not in services.SERVICES:
+            raise RunError(f"this measurement needs the loop of the engine, and {self.name} has one of its own")
+        return services.SERVICES[name](self, timeout=timeout, deadline=deadline, **arguments)
+
+    def sites(self) -> dict[str, Any] | None:
+        """The site map of the runs so far; None before the first one."""
+        known = site_map.known_sites(self)
+        return None if known is None else {kind: known[kind] for kind in site_map.KINDS}
+
+    def write_sites(self, folder: Path) -> None:
+        """Writes the site map beside a recipe."""
+        site_map.write(folder, self)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _is_python(command: str) -> bool:
+    return re.fullmatch(r"python[\d.]*", os.path.basename(command)) is not None
+
+
+def _script_of(argv: Sequence[str], directory: str) -> str:
+    """The script or module of a Python command; ConfigurationError if there is none, or for flags in IGNORING."""
+    arguments = iter(argv[1:])
+    for argument in arguments:
+        if not argument.startswith("-"):
+            if not os.path.exists(os.path.join(directory, argument)):
+                raise ConfigurationError(f"there is no file {argument} in {directory}")
+            return argument
+        for letter in argument[1:] if not argument.startswith("--") else "":
+            if letter in IGNORING:
+                raise ConfigurationError(
+                    f"{argv[0]} -{letter} ({IGNORING[letter]}) keeps hasten out of the script; leave the flag out"
+                )
+            if letter in WITH_VALUE:
+                value = argument.partition(letter)[2] or next(arguments, "")
+                if letter in "mc":
+                    return value if letter == "m" else "command"
+                break
+    raise ConfigurationError("this starts Python without a script; write hasten VERB -- python train.py")
+
+
+def _python_files(folder: Path) -> list[Path]:
+    """The Python files below a folder, without hidden folders, runs and virtual environments; at most MAX_FILES."""
+    found: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in ("runs", "node_modules", "__pycache__")
+            and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
+        )
+        found += [Path(root, name) for name in sorted(names) if name.endswith(".py")]
+        if len(found) >= MAX_FILES:
+            break
+    return found[:MAX_FILES]

@@ -1,0 +1,116 @@
+"""What answers for a script where the engine has a worker: service of the engine -> class here, by the same name."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from hasten.core.errors import RunError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.hosts.arm import FIRST_STEP_S, ScriptArm, ScriptProbe
+from hasten.hosts.exactness import check_exactness
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.site_map import remember
+from hasten.hosts.whole_run import find_metric, run_to_end
+
+if TYPE_CHECKING:
+    from hasten.hosts.script_ref import ScriptRef
+
+WATCH_S = 60.0  # that the first run is watched at most after its first step
+WATCH_SHARE = 0.08  # of the budget, for the same
+DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
+WATCH_CHUNK_S = 0.5
+
+
+class Calls:
+    """An object in this process that is used like a worker."""
+
+    def __init__(self, script: ScriptRef, *, timeout: float | None = None, deadline: float | None = None):
+        self.script, self.timeout, self.deadline = script, timeout, deadline
+
+    def call(
+        self,
+        method: str,
+        *,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        watch: ProgressCallback = no_progress,
+        **arguments: Any,
+    ) -> Any:
+        """Calls a method; see ``Worker.call``."""
+        self.deadline = self.deadline if deadline is None else deadline
+        return getattr(self, method)(**arguments)
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class ScriptDescription(Calls):
+    """Watches the first run of a script, without any method."""
+
+    def facts(self, processes: int) -> dict[str, Any]:
+        """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
+        site_map = watch_script(self.script, self.deadline)
+        metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
+        return {
+            "fingerprint": self.script.fingerprint(),
+            "has_validation": metric is not None,
+            "higher_is_better": metric is None or metric["direction"] == "max",
+            "metric": metric["name"] if metric else "",
+            "target": None,
+        }
+
+
+class ScriptTrial(Calls):
+    """A trial of a script under a recipe."""
+
+    def __init__(self, script: ScriptRef, *, methods: dict[str, Any], device: str, seed: int, **limits: Any):
+        super().__init__(script, **limits)
+        self.methods, self.device, self.seed = methods, device, seed
+
+    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict[str, Any]:
+        """A whole run; see ``tuning.trial.Trial.run``. RunError for a shorter one: the script owns its length."""
+        if horizon < 1:
+            raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
+        return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, time_limit)
+
+    def check_exactness(self, base: dict[str, Any], exactness: str, seconds: float) -> dict[str, Any]:
+        """Checks what the exactness class promises, against the methods ``base``; see ``hosts/exactness.py``."""
+        return check_exactness(self.script, base, self.methods, exactness, self.device, self.seed, self.deadline)
+
+
+def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, Any]:
+    """Runs a script unchanged for a while, or to its end if that comes sooner. Returns and remembers its site map.
+
+    Raises:
+        ConfigurationError: It failed, or never trained.
+    """
+    left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
+    with ScriptProcess(script, {}, deadline=deadline) as process:
+        answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
+        early = process.ask("describe", None, deadline)  # while the loaders exist
+        end, count = time.monotonic() + min(WATCH_S, WATCH_SHARE * left), 1
+        while time.monotonic() < end and not answer.get("ended"):
+            began = time.monotonic()
+            answer = process.ask("train", None, deadline, count=count)
+            step = (time.monotonic() - began) / max(1, answer["count"])
+            count = max(1, min(10 * count, int(WATCH_CHUNK_S / max(step, 1e-6))))
+        described = process.ask("describe", None, deadline)
+        described["facts"] = sorted({*described["facts"], *early["facts"]})
+        described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
+        described["total_steps"] = answer["steps"] if answer.get("ended") else None
+        metric = find_metric(script, process, described) if described["total_steps"] else None
+        described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
+        return remember(script, described)
+
+
+SERVICES: dict[str, Any] = {
+    "Arm": ScriptArm,
+    "FirstSteps": ScriptArm,
+    "Probe": ScriptProbe,
+    "Description": ScriptDescription,
+    "Trial": ScriptTrial,
+}

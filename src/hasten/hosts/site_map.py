@@ -1,0 +1,59 @@
+"""What is known of a script from its first watched run: its loaders, optimizers and models with file and line.
+
+Later runs act by site: a loader for training is recognized by the line that made it. A site that does not come again
+means that the run is not the one that was watched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hasten.hosts.script_ref import ScriptRef
+
+FILE = "sites.json"  # beside the recipe that was found with it
+KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds")
+
+_known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
+
+
+def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
+    """Keeps what a session has described, with what earlier runs of the same script have shown; returns all of it."""
+    site_map = {kind: described["sites"].get(kind, []) for kind in KINDS}
+    before = _known.get(script.fingerprint(), {})
+    for kind in KINDS:
+        sites = {entry["site"] for entry in site_map[kind]}
+        site_map[kind] = site_map[kind] + [entry for entry in before.get(kind, ()) if entry["site"] not in sites]
+    for name in ("evaluation_every", "evaluation_seconds", "total_steps", "facts", "samples_per_step", "metric"):
+        value = described.get(name)
+        site_map[name] = before.get(name) if value is None else value
+    _known[script.fingerprint()] = site_map
+    return site_map
+
+
+def known_sites(script: ScriptRef) -> dict[str, Any] | None:
+    """What earlier runs of this command have shown; None before the first one."""
+    return _known.get(script.fingerprint())
+
+
+def write(folder: Path, script: ScriptRef) -> None:
+    """Writes the site map beside a recipe, if there is one."""
+    site_map = known_sites(script)
+    if site_map is not None:
+        (folder / FILE).write_text(json.dumps(site_map, indent=1), encoding="utf-8")
+
+
+def read_beside(recipe: str | None) -> dict[str, Any] | None:
+    """The site map beside a recipe file; None without one. ConfigurationError if it cannot be read."""
+    path = Path(recipe).with_name(FILE) if recipe else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        site_map = json.loads(path.read_text(encoding="utf-8"))
+        return {kind: list(site_map[kind]) for kind in KINDS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

@@ -1,0 +1,50 @@
+"""Facts about the hardware and the model of a run that cards refer to; keys of ``hasten.core.card.FACTS``."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hasten._torch_compat import Convolution
+
+CPU_FLAGS = {  # names under which Linux lists the matrix units
+    "bfloat16_hardware": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16_hardware": {"avx512_fp16", "amx_fp16"},
+}
+GPU_CAPABILITIES = {"float16_hardware": (7, 0), "bfloat16_hardware": (8, 0), "tf32_hardware": (8, 0)}
+
+
+def model_facts(model: nn.Module) -> frozenset[str]:
+    """The facts about the model: what it is built of."""
+    facts = {
+        "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
+        "repeated_blocks": any(_has_repeated_blocks(module) for module in model.modules()),
+        "matrix_weights": any(parameter.ndim >= 2 for parameter in model.parameters()),
+    }
+    return frozenset(fact for fact, holds in facts.items() if holds)
+
+
+def hardware_facts(device: torch.device) -> frozenset[str]:
+    """The facts about the hardware: type of the device, and number formats that its matrix units support."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return frozenset({"cuda"} | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})
+    flags = _cpu_flags()
+    return frozenset({"cpu"} | {fact for fact, names in CPU_FLAGS.items() if names & flags})
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux: no matrix unit is claimed
+        return set()
+    flag_lines = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return {flag for line in flag_lines for flag in line.partition(":")[2].split()}
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a Sequential or ModuleList holds two modules of one class that have submodules themselves."""
+    if not isinstance(module, (nn.Sequential, nn.ModuleList)):
+        return False
+    blocks = [type(child) for child in module if next(child.children(), None) is not None]
+    return len(set(blocks)) < len(blocks)
