@@ -328,3 +328,14 @@ def test_confirm_is_stricter_after_earlier_recipes():
     baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True, [7, 8, 9])
     lows = [confirm(study, [FASTER], baseline, 5.0, tested)[0].gate.difference["low"] for tested in (0, 3)]
     assert lows[1] < lows[0]
+
+
+def test_confirm_counts_a_run_of_the_baseline_once():
+    """The runs that set the margin are those of the confirmation; twice in the spread, they would make it too small."""
+    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, spread=0.002)
+    seeds = fresh_seeds(0, LOOKS[0])
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    again = Baseline([0, 1, 2], runs, TARGET, MARGIN, True, seeds)
+    without = Baseline([0, 1, 2], [], TARGET, MARGIN, True, [])
+    lows = [confirm(study, [FASTER], each, 5.0)[0].gate.difference["low"] for each in (again, without)]
+    assert lows[0] == lows[1]
