@@ -1,4 +1,4 @@
-"""A search that continues: refused beside another one, it keeps what is known and proves what is nearly proven first."""
+"""A search that continues: it is refused beside another one, and proves first what is nearly proven."""
 
 import fcntl
 import math
