@@ -345,7 +345,8 @@ def test_is_compiled_and_why_no_graph_was():
     layer(torch.zeros(1, 2))
     assert compat.graph_break_reasons() == before
     lstm(torch.zeros(1, 1, 2))
-    assert "RNN, GRU, or LSTM" in str(compat.graph_break_reasons() - before)
+    reasons = compat.graph_break_reasons() - before  # until torch 2.14: that it supports no LSTM; then: a call inside it
+    assert reasons and all(reason and "\n" not in reason for reason in reasons)
 
 
 def test_module_call_can_be_set_and_is_dropped_by_copies():
