@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import seconds_to_wait
 from hasten.core.errors import ConfigurationError, RunError
@@ -257,5 +257,5 @@ class ScriptProbe(ScriptArm):
     def input(self, budget: float) -> dict[str, Any]:
         self._not_in_a_script()
 
-    def _not_in_a_script(self) -> Any:
+    def _not_in_a_script(self) -> NoReturn:
         raise RunError(f"{self.script.name} owns its training loop")

@@ -45,7 +45,8 @@ class StepSeam:
         self.has_optimizer = False  # that may be used
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.last_ended: float | None = None  # time of the end of the last step
-        self.on_first_backward = self.on_backward = self.on_stop = _nothing
+        nothing: Callable[[], None] = _nothing
+        self.on_first_backward = self.on_backward = self.on_stop = nothing
         self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
@@ -128,7 +129,7 @@ class StepSeam:
                 return original(optimizer, *args, **kwargs)
             return update(optimizer, lambda: original(optimizer, *args, **kwargs))
 
-        step.under_methods = True  # pyright: ignore[reportFunctionMemberAccess]
+        vars(step)["under_methods"] = True
         return step
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,5 +177,5 @@ class StepSeam:
             self.on_stop()
 
 
-def _nothing(*_: Any) -> None:
+def _nothing() -> None:
     pass
