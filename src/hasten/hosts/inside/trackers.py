@@ -29,7 +29,8 @@ class TrackerFinder:
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _WatchingLoader(spec.loader, self.report)
+                watching: Any = _WatchingLoader(spec.loader, self.report)
+                spec.loader = watching
                 return spec
         return None
 
