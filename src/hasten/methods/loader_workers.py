@@ -32,7 +32,7 @@ class LoaderWorkers(Method):
         strong_baseline=True,
         script_edit={
             "loader": "num_workers={num_workers}[, prefetch_factor={prefetch_factor}]",
-            "by_hand": "on a GPU pass pin_memory=True, too; persistent_workers=True starts the workers once, not in each"
+            "by_hand": "on a GPU pass pin_memory=True, too; persistent_workers=True starts the workers once, not every"
             " epoch, but changes the random numbers",
         },
     )
