@@ -83,8 +83,12 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_KNOWN_WORDS = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS}
-_KNOWN_WORDS |= {"remedy_for": REMEDIES, "ceiling": CEILINGS}
+_KNOWN_WORDS = dict.fromkeys(("requires", "invalidates"), TRAITS) | {
+    "accelerates": PHASES,
+    "default_for": FACTS,
+    "remedy_for": REMEDIES,
+    "ceiling": CEILINGS,
+}
 
 
 @dataclass(frozen=True)
