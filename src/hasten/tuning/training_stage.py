@@ -57,7 +57,7 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
-        recipes = [] if candidates.is_restricted else experience_of(state, study.device)
+        recipes = [] if candidates.is_restricted else experience_of(study, state)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
         first = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         joint, others = split_joint(items)

@@ -103,7 +103,7 @@ class TrialStore:
 
 def check_no_search_runs(folder: Path) -> None:
     """Raises ConfigurationError if a search is running in ``folder``: refused before the task is loaded."""
-    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: told later
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: reported later
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
