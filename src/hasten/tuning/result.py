@@ -111,6 +111,7 @@ def result_of(
     result: Any = {
         "kind": "tune",
         "task": str(study.task),
+        "command": study.task.command,
         "processes": study.processes,
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
         "why": _why(study, state),
