@@ -10,7 +10,7 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError, Task
 from hasten.benchmarking.arm import estimate
-from hasten.benchmarking.blocks import block_samples, block_steps, check_blocks_are_fair
+from hasten.benchmarking.blocks import MIN_PAIRS, block_samples, block_steps, check_blocks_are_fair
 from hasten.benchmarking.compare import Comparison, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.measurement import ArmSamples, Measurement
@@ -270,7 +270,7 @@ def test_run_interleaved_with_a_second_round_that_hangs_ends_with_the_first(tmp_
     began, ref = time.monotonic(), TaskRef.of(lambda: replace_data(HangingOnceBuilt(tmp_path / "marker")))
     comparison = run_interleaved(ref, Recipe(), Recipe(), budget=60.0, device="cpu", deadline=began + 9.0)
     assert time.monotonic() - began < 9.0 + SLACK_S
-    assert comparison.to_json()["rounds"] == 1 and len(comparison.a.blocks) == 6
+    assert comparison.to_json()["rounds"] == 1 and len(comparison.a.blocks) >= MIN_PAIRS
     assert "with so few rounds it assumes that processes of one recipe differ by 3 %" in comparison.why
 
 

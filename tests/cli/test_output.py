@@ -20,7 +20,6 @@ from hasten.reporting.result_schema import SCHEMAS
 from hasten.reporting.terminal import diagnose_answer
 from hasten.reporting.validation import MAX_TEXT
 from hasten.tuning import study, tune
-from hasten.tuning.training_stage import BASELINE_SEEDS
 from hasten.tuning.tune import BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import run_hasten
 
@@ -177,23 +176,20 @@ def check_tune_json_has_documented_keys(search):
     assert result == json.loads(Path(result["out"], "result.json").read_text())
     assert Recipe.load(result["recipe_file"]).methods == result["recipe"] and bool(result["recipe"]) is won
     quality = result["quality"]
-    assert (
-        quality.keys() >= {"baseline", "tuned", "margin", "passed"}
-        and quality["baseline"] >= 0.95
-        and quality["margin"] > 0
-    )
+    assert quality.keys() >= {"baseline", "tuned", "margin", "passed"}
+    if result["evidence"] == "proven":
+        assert quality["tuned"] >= quality["baseline"] - quality["margin"] and quality["baseline"] >= 0.95
+        assert quality["margin"] > 0 and result["speedup_over_strong_baseline"]["median"] > 0
+    else:  # exact methods need no whole training and no margin
+        assert quality["baseline"] is quality["tuned"] is quality["margin"] is None
     assert result["trials"] and all(
         trial.keys() >= {"what", "verdict", "why", "ratio", "seconds"} for trial in result["trials"]
     )
     assert result["search_seconds"] > 0
     if won:
-        assert quality["passed"] and quality["tuned"] >= quality["baseline"] - quality["margin"]
+        assert quality["passed"] and result["evidence"] in ("exact", "proven")
         assert_interval(result["speedup"])
-        assert (
-            result["speedup"]["low"] > 1
-            and result["speedup_over_strong_baseline"]["median"] > 0
-            and result["break_even_runs"] > 0
-        )
+        assert result["speedup"]["low"] > 1 and result["break_even_runs"] > 0
     else:
         assert result["speedup"] is result["speedup_over_strong_baseline"] is result["break_even_runs"] is None
 
@@ -204,7 +200,7 @@ def check_tune_json_states_the_budget_given_or_default(search, capfd):
     shutil.copytree(search.result["out"], again := f"{search.method}-again")
     code, result = run_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)
     assert result["budget_seconds"] == pytest.approx(max(MIN_BUDGET_S, BUDGET_RUNS * result["baseline_seconds"]))
-    assert result["budget_seconds"] > search.seconds and result["remembered_trials"] > BASELINE_SEEDS
+    assert result["remembered_trials"] > 0
     assert code == (0 if result["verdict"] == "faster" else 1)
 
 
@@ -281,7 +277,7 @@ def check_report_shows_its_values(search, capfd):
     assert not any(word in page.style for word in ("url(", "@import", "@font-face"))
     assert SCHEMAS["tune"].__annotations__.keys() == result.keys(), "what the search writes is what the report reads"
     if result["verdict"] == "faster":
-        assert page.heading.endswith("faster") and all(name in page.text for name in result["recipe"])
+        assert "instead of" in page.heading and all(name in page.text for name in result["recipe"])
     else:
         assert page.heading == "No improvement" and plain(result["why"]) in page.text
     assert page.rows == len(result["trials"])
