@@ -341,6 +341,13 @@ def compile_seconds() -> float:
     return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9
 
 
+def cached_compile_seconds() -> float:
+    """Seconds that compiling took for the graphs that this process has read from inductor's cache on disk instead."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return sum(metrics.distributed_ephemeral_timeout_us or 0 for metrics in get_compilation_metrics()) / 1e6
+
+
 # ── a training loop that is not ours ─────────────────────────────────────────────────────────────
 
 

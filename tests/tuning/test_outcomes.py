@@ -2,6 +2,7 @@
 
 import pytest
 
+from hasten.tuning.systems import check_verdict
 from hasten.tuning.training import Baseline, Outcome
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
@@ -53,6 +54,19 @@ def test_run_outcomes_are_classified(run, verdict, message):
     judged = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))
     assert judged.verdict == verdict
     assert message in judged.why
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict"),
+    [
+        ({"passed": False, "why": "3 of 4 weights differ"}, "refused"),
+        ({"passed": False, "why": "ema has no effect: no weights"}, "no effect"),
+        ({"failed": "ema has no effect: no weights"}, "no effect"),
+        ({"failed": "ran out of memory"}, "failed"),
+    ],
+)
+def test_exactness_check_of_a_method_without_effect_is_no_refusal(check, verdict):
+    assert check_verdict(check) == (verdict, check.get("why") or check.get("failed"))
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ class Arm:
     def _warm_up(self, program: Program) -> tuple[float, float]:
         """Trains the first steps: (seconds that they took beyond steady ones, seconds of a steady step).
 
-        The effects are observed in the third step, which takes longer and counts nowhere; in the second one if the
-        first was long. Every rank trains as many steps, since the longest time of all ranks decides.
+        The effects are observed in the third step, or in the second one if the first was long; the time of the checks
+        counts nowhere. Every rank trains as many steps, since the longest time of all ranks decides.
         """
         early = [self._seconds_of_steps(1)]
         if early[0] > LONG_STEP:
@@ -166,8 +166,11 @@ class Arm:
         return max(0.0, first - second), self._evaluate(self.evaluated_batches)
 
     def _seconds_of_steps(self, count: int) -> float:
-        """Seconds of ``count`` steps, the same on all ranks."""
-        return self.ranks.all_reduce_max([self.train(count)["seconds"]])[0]
+        """Seconds of ``count`` steps without the checks of effects, the same on all ranks."""
+        checks = self.program.effects.check_seconds
+        before = sum(checks.values())
+        seconds = self.train(count)["seconds"]
+        return self.ranks.all_reduce_max([seconds + before - sum(checks.values())])[0]
 
     def train(self, count: int) -> dict[str, float]:
         """Trains a block of ``count`` steps, synchronized at its ends only.

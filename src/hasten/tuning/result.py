@@ -44,6 +44,7 @@ class SearchState:
     ablated: Recipe = field(default_factory=Recipe)  # the recipe that the contributions belong to
     contributions: list[Any] = field(default_factory=list)
     step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
+    operations: dict | None = None  # of a step of the chosen recipe, if it lowers the precision
     confirmation: Confirmation | None = None
     tested: list[Recipe] = field(default_factory=list)  # by a confirmation with whole trainings; each makes it stricter
 
@@ -138,6 +139,7 @@ def result_of(
         "contributions": state.contributions if chosen and recipe == state.ablated else [],
         "effects": _effects(winner) or (comparison.get("effects") or {}).get("b", {}),
         "step_profile": state.step_profiles,
+        "operations": state.operations,
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
