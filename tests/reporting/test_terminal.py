@@ -155,11 +155,15 @@ def test_unsuccessful_trials_that_ran_are_listed_first():
     for what in ("num_threads:count=2", "num_threads:count=1", "tf32"):
         why = f"{what.partition(':')[0]} has no effect: nothing there"
         result["trials"].insert(0, samples.trial(what, "systems", "no effect", None, why))
+    result["trials"] += [
+        samples.trial("x.py:X", "training", "no effect", None, "it has no effect: 0 of 4 weights differ")
+    ]
     result["trials"] += [samples.trial("compile", "systems", "failed", None, "it raised")]
     text = words_of(printed(terminal.tune_answer(result)))
     listed = text[text.index("tried without success") :]
     ran = ["cache_dataset", "znorm", "loader_workers", "bfloat16", "batch_size", "compile"]
     no_effect = [f"not measured: {name} has no effect: nothing there" for name in ("tf32", "num_threads")]
+    no_effect.append("not measured: x.py:X: it has no effect: 0 of 4 weights differ")
     positions = [listed.index(entry) for entry in (*ran, *no_effect, "and 1 more")]
     assert positions == sorted(positions) and listed.count("nothing there") == 2, "the reason, once for each method"
     assert "channels_last" not in listed, "methods that were not tried are only counted"

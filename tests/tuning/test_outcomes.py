@@ -2,6 +2,7 @@
 
 import pytest
 
+from hasten.tuning.study import is_in
 from hasten.tuning.systems import check_verdict
 from hasten.tuning.training import Baseline, Outcome
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
@@ -91,3 +92,9 @@ def test_equal_quality_follows_the_metric_direction(higher):
     assert baseline.as_good([1.0 + better * 5 * MARGIN])
     assert baseline.as_good([1.0 - better * MARGIN / 2])
     assert not baseline.as_good([1.0 - better * 2 * MARGIN])
+
+
+@pytest.mark.parametrize(("what", "expected"), [("x.py:Slow", True), ("ema + x.py:Slow:size=2", True), ("ema", False)])
+def test_method_is_found_in_the_text_of_a_recipe_by_its_whole_name(what, expected):
+    assert is_in("x.py:Slow", what) is expected
+    assert not is_in("x.py:Slow", what.replace("Slow", "Slower"))

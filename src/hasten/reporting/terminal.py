@@ -247,13 +247,14 @@ def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
     """The first trials that were compared and not adopted, the methods without effect, and the number of the rest."""
     rejected = view_model.unsuccessful(trials)
     shown = [trial for trial in rejected if trial["verdict"] not in view_model.NOT_RUN][:MAX_UNSUCCESSFUL]
-    no_effect = [trial["why"] for trial in rejected if trial["verdict"] == "no effect"]
+    no_effect = [trial for trial in rejected if trial["verdict"] == "no effect"]
+    reasons = [f"{trial['what']}: " * trial["why"].startswith("it ") + trial["why"] for trial in no_effect]
     table = grid("tried without success", "", ">", "")
     for trial in shown:
         ratio, why = formatting.ratio(trial["ratio"]["median"]), Text(trial["why"], DIM)
         table.add_row(formatting.shorten(trial["what"], 28), trial["verdict"], ratio, why)
     parts = [indented(table)] if shown else []
-    parts += [indented(Text(f"not measured: {why}", DIM)) for why in dict.fromkeys(no_effect)]
+    parts += [indented(Text(f"not measured: {why}", DIM)) for why in dict.fromkeys(reasons)]
     more = len(rejected) - len(shown) - len(no_effect)
     if more:
         text = f"and {more} more" if parts else f"{more} were not tried"

@@ -17,7 +17,7 @@ from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
-from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.study import Study, exactness_of, is_in
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
 from hasten.tuning.trial_store import FREE_THE_DISK
@@ -271,6 +271,6 @@ def _curves(runs: dict[int, dict]) -> list[Curve]:
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
     """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
-    reasons = [trial["why"] for trial in trials if name in trial["what"]]
+    reasons = [trial["why"] for trial in trials if is_in(name, trial["what"])]
     why = reasons[-1] if reasons else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}

@@ -238,6 +238,11 @@ class Study:
         return outcome
 
 
+def is_in(name: str, what: str) -> bool:
+    """Whether the recipe ``what``, as the text of a trial, contains the method ``name``."""
+    return any(member == name or member.startswith(f"{name}:") for member in what.split(" + "))
+
+
 def exactness_of(name: str) -> Exactness:
     """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness
