@@ -65,6 +65,15 @@ def test_compile_without_a_graph_has_no_effect(perceptron, trained):
     assert seen is None and "compiled no graph of this model" in reason
 
 
+def test_compile_with_a_backend_that_fails_trains_on_and_has_no_effect(perceptron, trained, monkeypatch):
+    def fails(graph, inputs):
+        raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr("hasten.methods.compile.compiler_backend", lambda *_: fails)
+    seen, reason = evidence(trained, perceptron())
+    assert seen is None and reason.endswith("of this model: RuntimeError: no working C++ compiler")
+
+
 def test_compile_blocks_of_one_class_share_a_graph_and_keep_names(transformer, trained):
     torch._dynamo.reset()
     run = trained(transformer(), "compile:backend=eager,scope=blocks", 4)

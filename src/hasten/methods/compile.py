@@ -21,7 +21,7 @@ from hasten._torch_compat import (
     graph_break_reasons,
 )
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
+from hasten.core.errors import NoEffectError, format_error
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
@@ -104,23 +104,29 @@ class GraphRecorder:
         self.seconds_before, self.cached_before = compile_seconds(), cached_compile_seconds()
         self.reasons_before = graph_break_reasons()
         self.breaks: dict[str, None] = {}  # in order, without repetition
+        self.failures: dict[str, None] = {}
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Compiles one graph."""
+        """Compiles one graph. One that the backend cannot compile runs as it is, as in eager mode."""
+        try:
+            compiled = self.backend(graph, inputs)
+        except Exception as error:
+            self.failures[format_error(error)] = None
+            return graph.forward
         self.graphs += 1
         if found := graph_break_of(graph):
             reason, file, line = found
             self.breaks[f"{Path(file).name}:{line}: {reason}"] = None
-        return self.backend(graph, inputs)
+        return compiled
 
     def observe(self) -> Generator[None, None, str]:
         """The effect check: how many graphs there are once the step is done."""
         yield
         if not self.graphs:
             unknown = "it was given no call, as under torch.compiler.disable, or states no reason"
-            why = "; ".join(graph_break_reasons() - self.reasons_before) or unknown
+            why = "; ".join(self.failures or graph_break_reasons() - self.reasons_before) or unknown
             raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model: {why}")
-        breaks = [*self.breaks]
+        breaks = [*self.breaks, *(f"a graph that is not compiled: {failure}" for failure in self.failures)]
         spent, cached = compile_seconds() - self.seconds_before, cached_compile_seconds() - self.cached_before
         text = f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {spent + cached:.1f} s"
         if cached:  # by an earlier run on this machine; a run on another one starts with an empty cache
