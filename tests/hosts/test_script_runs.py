@@ -143,6 +143,12 @@ def test_method_without_its_seam_is_an_error(recipe):
         worker.call("build")
 
 
+def test_method_that_leaves_the_loader_as_it_is_reports_why():
+    why = "cache_dataset has no effect: the samples are in memory already"
+    with arm(script("tensors.py"), "cache_dataset") as worker, pytest.raises(RunError, match=why):
+        worker.call("build")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
