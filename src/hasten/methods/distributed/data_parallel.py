@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -64,7 +64,11 @@ class DataParallel(Method):
 def _observe(model: torch.nn.DataParallel[torch.nn.Module]) -> Generator[None, None, str]:
     """Effect check: the copies of the model, which share its hooks, are called on several GPUs."""
     devices: set[int] = set()
-    handle = model.module.register_forward_pre_hook(lambda *_: devices.add(torch.cuda.current_device()))
+
+    def note(*_: Any) -> None:
+        devices.add(torch.cuda.current_device())
+
+    handle = model.module.register_forward_pre_hook(note)
     try:
         yield
     finally:
