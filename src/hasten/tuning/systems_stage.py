@@ -14,7 +14,7 @@ from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, is_exact
+from hasten.tuning.experience import compositions, exact_part
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
@@ -33,7 +33,8 @@ SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
 EXACT_SHARE = 0.8  # of the budget of the systems stage, for the search among exact methods
 SCREENING_S = (2.0, 8.0)  # least and most seconds of a comparison
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
-WHOLE_RUNS = 7.0  # runs of the task that its training stage takes at least; with fewer left, shorter trainings are run
+BASELINE_RUNS, TUNED_RUNS = 3.0, 4.0  # whole runs of its training stage at least; without the time, runs are shorter
+USUAL_SPEEDUP = 2.0  # of the exact methods, where it is not known yet
 SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divided by this
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
@@ -49,25 +50,24 @@ def find_systems(
     budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
         return confirm_best_guess(study, state, plan, save)
-    fits = is_followed and budget.left() >= WHOLE_RUNS * (state.run_seconds or float("inf"))
+    fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
     share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
-    experienced = [] if state.candidates.is_restricted else experience_of(study, state)
+    experienced = _exact_compositions(study, state)
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
     with budget.part(share):
-        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
-            recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
-            with _keep_unconfirmed(state):
-                try_compositions(study, state.incumbents, recipes, samples, screening)
-                search_systems(study, state.incumbents, exact, samples, screening)
-                find_strong_baseline(study, state, samples, screening)
-                state.contributions = leave_one_out(study, state.incumbents, samples)
-                state.ablated = state.incumbents.best
+        exact_share = budget.part(EXACT_SHARE if lower else 1.0)
+        with budget.reserve(seconds + _comparison_overhead(plan)), exact_share, _keep_unconfirmed(state):
+            try_compositions(study, state.incumbents, experienced, samples, screening)
+            search_systems(study, state.incumbents, exact, samples, screening)
+            find_strong_baseline(study, state, samples, screening)
+            state.contributions = leave_one_out(study, state.incumbents, samples)
+            state.ablated = state.incumbents.best
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
         save()
         if state.level != EXACT and lower:
@@ -106,10 +106,31 @@ def _by_exactness(candidates: Candidates) -> tuple[list, list]:
 
 
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
-    """The recipes that made tasks like this one faster, and that can run where its loop is."""
+    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    recipes = compositions(state.diagnosis.get("facts") or (), phases, study.device)
-    return [recipe for recipe in recipes if not study.refusal(recipe)]
+    recipes = []
+    for recipe in compositions(state.diagnosis.get("facts") or (), phases, study.device):
+        able = recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
+        if able and able not in recipes:
+            recipes.append(able)
+    return recipes
+
+
+def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
+    """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
+    if state.candidates.is_restricted:
+        return []
+    parts: list[Recipe] = []
+    for recipe in experience_of(study, state):
+        part = exact_part(recipe)
+        if part and part not in parts:
+            parts.append(part)
+    return parts[:MAX_COMPOSITIONS]
+
+
+def whole_runs_seconds(state: SearchState, speedup: float) -> float:
+    """Seconds that the training stage takes at least with whole runs, if exact methods make them ``speedup`` faster."""
+    return (BASELINE_RUNS + TUNED_RUNS / speedup) * (state.run_seconds or float("inf"))
 
 
 def samples_of(plan: dict[str, Any]) -> float:
@@ -157,9 +178,8 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison, best first: what made similar tasks faster, then methods."""
     exact, _ = _by_exactness(state.candidates)
-    recipes = [] if state.candidates.is_restricted else [*filter(is_exact, experience_of(study, state))]
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
-    return [*recipes[:MAX_COMPOSITIONS], *singles][:GUESSES]
+    return [*_exact_compositions(study, state), *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:
