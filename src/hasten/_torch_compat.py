@@ -10,6 +10,7 @@ message texts are those on which the text was seen.
 """
 
 import ctypes
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -341,11 +342,14 @@ def compile_seconds() -> float:
     return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9
 
 
+_SPARED = "distributed_ephemeral_timeout_us"  # of a compilation: what its graphs once took that are in the cache now
+
+
 def cached_compile_seconds() -> float:
     """Seconds that compiling took for the graphs that this process has read from inductor's cache on disk instead."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return sum(metrics.distributed_ephemeral_timeout_us or 0 for metrics in get_compilation_metrics()) / 1e6
+    utils = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
+    spared = [getattr(one, _SPARED, None) for one in utils.get_compilation_metrics()] if utils else []
+    return sum(microseconds or 0 for microseconds in spared) / 1e6
 
 
 # ── a training loop that is not ours ─────────────────────────────────────────────────────────────

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 
+from hasten._torch_compat import cached_compile_seconds
+from hasten.benchmarking.arm import Arm
 from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
+from hasten.engine.tasks import TaskRef
 
 
 class OwnForward(torch.nn.Module):
@@ -112,6 +115,22 @@ def test_compiled_model_can_be_copied_for_averaging(perceptron, trained):
 def test_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
+
+
+@pytest.mark.slow
+def test_start_of_an_arm_is_that_with_an_empty_cache(perceptron, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    starts, seen = [], []
+    for _ in range(2):
+        before = cached_compile_seconds()
+        torch.compiler.reset()
+        arm = Arm(TaskRef.of(perceptron), {"compile": {}}, "cpu", 0)
+        plan = arm.build()
+        starts.append(plan["start"] - before)
+        seen.append(plan["effects"]["compile"])
+        arm.context.close()
+    assert "in the cache" not in seen[0] and "with the graphs that were in the cache" in seen[1]
+    assert 0.6 < starts[1] / starts[0] < 1.6
 
 
 @pytest.mark.slow
