@@ -1,5 +1,6 @@
 """The observed step: when it comes, what it reports, and that it changes nothing."""
 
+import re
 from dataclasses import dataclass
 from itertools import islice
 
@@ -165,6 +166,31 @@ def test_method_without_effect_is_reported_and_ends_the_run_if_required(error, r
         program.effects.require_effect = True
         list(program.effects.observed(train_steps(program)))
     assert program.run.progress.step == WARMUP_STEPS + 1
+
+
+def exits():
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (lambda: torch.stack([]), r"test_effects.py:\d+: RuntimeError: stack expects a non-empty"),  # raised in torch
+        (exits, r"test_effects.py:\d+: SystemExit: 3"),
+        ("no function", "test_effects.py: TypeError: 'str' object is not callable"),
+    ],
+)
+def test_check_that_fails_is_reported_with_the_file_of_the_method(check, reason):
+    class Fails(Method):
+        card = CARD
+
+        def setup(self, run):
+            run.observe_effect(self, check)
+
+    program, losses = steps_of(Fails())
+    assert len(losses) == 12 and program.effects.evidence == {}
+    [(_, why)] = program.run.no_effect
+    assert re.fullmatch(f"its effect check failed at /.*{reason}.*", why)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "channels_last", "gradient_clipping", "activation_checkpointing"])

@@ -131,9 +131,21 @@ def test_lower_precision_is_judged_by_gradients():
     assert check["number"] is not None and "gradient" in check["why"]
 
 
+@pytest.mark.parametrize("name", ["mnist.py", "gpt.py"])
+def test_compile_compiles_the_model_of_a_script(name):
+    with arm(script(name), "compile:backend=aot_eager") as worker:
+        assert " compiled in " in worker.call("build")["effects"]["compile"]
+
+
 @pytest.mark.parametrize("recipe", ["in_memory_batches", "fused_optimizer", "gradient_clipping"])
 def test_method_without_its_seam_is_an_error(recipe):
     with arm(script("words.py"), recipe) as worker, pytest.raises(RunError, match=f"{recipe} has no effect: words.py"):
+        worker.call("build")
+
+
+def test_method_that_leaves_the_loader_as_it_is_reports_why():
+    why = "cache_dataset has no effect: the samples are in memory already"
+    with arm(script("tensors.py"), "cache_dataset") as worker, pytest.raises(RunError, match=why):
         worker.call("build")
 
 

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 
+from hasten._torch_compat import cached_compile_seconds
+from hasten.benchmarking.arm import Arm
 from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
 from hasten.engine.registry import make_method
+from hasten.engine.tasks import TaskRef
 
 
 class OwnForward(torch.nn.Module):
@@ -65,6 +68,15 @@ def test_compile_without_a_graph_has_no_effect(perceptron, trained):
     assert seen is None and "compiled no graph of this model" in reason
 
 
+def test_compile_with_a_backend_that_fails_trains_on_and_has_no_effect(perceptron, trained, monkeypatch):
+    def fails(graph, inputs):
+        raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr("hasten.methods.compile.compiler_backend", lambda *_: fails)
+    seen, reason = evidence(trained, perceptron())
+    assert seen is None and reason.endswith("of this model: RuntimeError: no working C++ compiler")
+
+
 def test_compile_blocks_of_one_class_share_a_graph_and_keep_names(transformer, trained):
     torch._dynamo.reset()
     run = trained(transformer(), "compile:backend=eager,scope=blocks", 4)
@@ -103,6 +115,22 @@ def test_compiled_model_can_be_copied_for_averaging(perceptron, trained):
 def test_unknown_mode_is_refused():
     with pytest.raises(ConfigurationError, match="compile: mode must be one of default, max-autotune-no-cudagraphs"):
         make_method("compile", {"mode": "fastest"})
+
+
+@pytest.mark.slow
+def test_start_of_an_arm_is_that_with_an_empty_cache(perceptron, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    starts, seen = [], []
+    for _ in range(2):
+        before = cached_compile_seconds()
+        torch.compiler.reset()
+        arm = Arm(TaskRef.of(perceptron), {"compile": {}}, "cpu", 0)
+        plan = arm.build()
+        starts.append(plan["start"] - before)
+        seen.append(plan["effects"]["compile"])
+        arm.context.close()
+    assert "in the cache" not in seen[0] and "with the graphs that were in the cache" in seen[1]
+    assert 0.6 < starts[1] / starts[0] < 1.6
 
 
 @pytest.mark.slow

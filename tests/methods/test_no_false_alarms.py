@@ -1,5 +1,6 @@
 """Methods that act are not reported as without effect, whatever the observed step, the third, is like."""
 
+import time
 from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.tasks import TaskRef
+from hasten.methods.distributed.data_parallel import _observe as data_parallel_effect
 from hasten.methods.malloc_tuning import _describe as describe
 from hasten.methods.tf32 import _describe as tf32_effect
 from hasten.testing import tasks
@@ -209,7 +211,7 @@ def test_malloc_tuning_while_another_thread_allocates_and_frees_memory():
     assert "from the heap" in describe(libc)
 
 
-def test_observed_step_counts_neither_as_start_nor_as_step_of_an_arm(monkeypatch):
+def test_observed_step_comes_before_the_steady_steps_of_an_arm(monkeypatch):
     steps, enter = [], OpRecorder.__enter__
 
     def note(recorder):
@@ -220,6 +222,28 @@ def test_observed_step_counts_neither_as_start_nor_as_step_of_an_arm(monkeypatch
     arm = Arm(TaskRef.of(tasks.perceptron), {"bfloat16": {}}, "cpu", 0)
     arm.build()
     assert steps in ([2], [3])  # before the steady steps; the second one if the first took more than a second
+
+
+def test_seconds_of_a_check_count_neither_as_start_nor_as_step_of_an_arm(monkeypatch):
+    monkeypatch.setattr("hasten.engine.effects.SLOW_CHECK_S", 0.4)
+    monkeypatch.setattr("hasten.methods.batch_size._observe", lambda *_: time.sleep(0.5) or "larger")
+    arm = Arm(TaskRef.of(tasks.perceptron), {"batch_size": {}}, "cpu", 0)
+    plan = arm.build()
+    assert plan["effects"] == {"batch_size": "larger; the check took 0.5 s"}
+    assert plan["start"] < 0.4 and plan["step"] < 0.1
+
+
+@pytest.mark.parametrize(("devices", "acts"), [((0, 1), True), ((0, 0), False)])
+def test_data_parallel_acts_if_its_copies_are_called_on_several_gpus(devices, acts, monkeypatch):
+    model, indices = nn.DataParallel(nn.Linear(2, 2)), iter(devices)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: next(indices))
+    with nullcontext() if acts else pytest.raises(NoEffectError, match="on 1 GPU"):
+        check = data_parallel_effect(model)
+        next(check)
+        for _ in devices:  # as threads do with the copies
+            model.module(torch.ones(1, 2))
+        with pytest.raises(StopIteration, match="over 2 GPUs"):
+            next(check)
 
 
 @pytest.mark.parametrize(("precision", "acts"), [("medium", True), ("high", True), ("highest", False)])

@@ -6,6 +6,7 @@ from torch import nn
 
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
+from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import ops
@@ -13,6 +14,9 @@ from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import Operations
 from hasten.reporting.validation import validate
 from hasten.testing.tasks import CLASSES, Labeled, perceptron
+from hasten.tuning.budget import Budget
+from hasten.tuning.study import Study
+from hasten.tuning.trial_store import TrialStore
 
 WARMUP_STEPS = 15  # of an arm
 
@@ -115,6 +119,15 @@ def test_diagnose_returns_the_operations_as_its_schema_has_them():
     operations = result.get("operations")
     assert operations and validate(result)["operations"] == operations
     assert {(row["op"], row["dtype"]) for row in operations["rows"]} >= KNOWN.keys()
+
+
+def test_a_search_observes_the_operations_of_a_recipe_with_lower_precision_only(tmp_path):
+    study = Study(TaskRef.of(normed()), "cpu", TrialStore(tmp_path, {}), Budget(60.0), no_progress)
+    assert study.operations(Recipe.parse("ema")) is None and not study.store.outcomes
+    seen = study.operations(Recipe.parse("bfloat16"))
+    assert seen and {(row["op"], row["dtype"]) for row in seen["rows"]} >= KNOWN.keys()
+    study.processes = 2
+    assert study.operations(Recipe.parse("bfloat16")) is None
 
 
 def test_loading_is_not_an_operation_of_the_step():

@@ -131,6 +131,23 @@ def test_report_without_the_gate_claims_no_gain(tmp_path, passed, message):
     assert message in text and "5.1× faster" not in text and "Use the recipe" not in text
 
 
+@pytest.mark.parametrize("kind", ["faster", "trained"])
+def test_report_shows_what_each_method_did(tmp_path, kind):
+    text = text_of(
+        page_of(tmp_path, EVERY[kind]() | {"effects": {"compile": "2 graphs", "x.py:X": "effect not checked"}})
+    )
+    assert "What each method did Seen in one step after the warm-up. compile 2 graphs x.py:X effect not checked" in text
+
+
+def test_report_shows_the_operations_of_a_step_by_precision(tmp_path):
+    assert "Operations by precision" not in text_of(page_of(tmp_path, samples.faster()))
+    text = text_of(page_of(tmp_path, samples.faster() | {"operations": samples.operations()}))
+    shown = text[text.index("Operations by precision") :]
+    for needed in ("bfloat16 42 100 % 58 %", "addmm 13 33 % 30 %", "float32 to bfloat16 40 8 %", "3 others"):
+        assert needed in shown
+    assert "Loss scale: 65536 after step 1, 32768 after step 2; 1 step of 2 overflowed." in shown
+
+
 def test_report_recipe_can_be_copied(tmp_path):
     page = page_of(tmp_path, samples.faster())
     copied = html.unescape(re.search(r'<pre tabindex="0" aria-label="recipe as TOML">(.*?)</pre>', page, re.S)[1])

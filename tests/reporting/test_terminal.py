@@ -152,15 +152,33 @@ def test_answer_contains_the_main_values(kind, needed):
 
 def test_unsuccessful_trials_that_ran_are_listed_first():
     result = samples.faster()
-    for what in ("num_threads:count=2", "tf32"):
-        result["trials"].insert(0, samples.trial(what, "systems", "no effect", None, "nothing there"))
+    for what in ("num_threads:count=2", "num_threads:count=1", "tf32"):
+        why = f"{what.partition(':')[0]} has no effect: nothing there"
+        result["trials"].insert(0, samples.trial(what, "systems", "no effect", None, why))
+    result["trials"] += [
+        samples.trial("x.py:X", "training", "no effect", None, "it has no effect: 0 of 4 weights differ")
+    ]
     result["trials"] += [samples.trial("compile", "systems", "failed", None, "it raised")]
     text = words_of(printed(terminal.tune_answer(result)))
     listed = text[text.index("tried without success") :]
     ran = ["cache_dataset", "znorm", "loader_workers", "bfloat16", "batch_size", "compile"]
-    positions = [listed.index(entry) for entry in (*ran, "no effect: tf32, num_threads:count=2", "and 1 more")]
-    assert positions == sorted(positions) and "nothing there" not in listed
+    no_effect = [f"not measured: {name} has no effect: nothing there" for name in ("tf32", "num_threads")]
+    no_effect.append("not measured: x.py:X: it has no effect: 0 of 4 weights differ")
+    positions = [listed.index(entry) for entry in (*ran, *no_effect, "and 1 more")]
+    assert positions == sorted(positions) and listed.count("nothing there") == 2, "the reason, once for each method"
     assert "channels_last" not in listed, "methods that were not tried are only counted"
+
+
+def test_effects_of_both_arms_are_shown():
+    effects = {"a": {"compile": "2 graphs"}, "b": {"compile": "9 graphs", "ema": "effect not checked"}}
+    text = words_of(printed(terminal.compare_answer(samples.compared() | {"effects": effects})))
+    assert "effect in a compile: 2 graphs effect in b compile: 9 graphs ema: effect not checked" in text
+
+
+def test_training_shows_which_methods_acted_and_which_did_not():
+    seen = {"no_effect": [["tf32", "there is no GPU"]], "effects": {"ema": "the step changed the averages"}}
+    text = words_of(printed(terminal.train_answer(samples.trained() | seen)))
+    assert "no effect tf32: there is no GPU effect ema: the step changed the averages" in text
 
 
 def test_values_of_the_frontier_are_aligned():

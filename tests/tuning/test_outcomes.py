@@ -2,6 +2,8 @@
 
 import pytest
 
+from hasten.tuning.study import is_in
+from hasten.tuning.systems import check_verdict
 from hasten.tuning.training import Baseline, Outcome
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
@@ -56,6 +58,19 @@ def test_run_outcomes_are_classified(run, verdict, message):
 
 
 @pytest.mark.parametrize(
+    ("check", "verdict"),
+    [
+        ({"passed": False, "why": "3 of 4 weights differ"}, "refused"),
+        ({"passed": False, "why": "ema has no effect: no weights"}, "no effect"),
+        ({"failed": "ema has no effect: no weights"}, "no effect"),
+        ({"failed": "ran out of memory"}, "failed"),
+    ],
+)
+def test_exactness_check_of_a_method_without_effect_is_no_refusal(check, verdict):
+    assert check_verdict(check) == (verdict, check.get("why") or check.get("failed"))
+
+
+@pytest.mark.parametrize(
     ("seconds", "better", "verdict"),
     [
         (10.2, 2 * MARGIN, "kept"),
@@ -77,3 +92,9 @@ def test_equal_quality_follows_the_metric_direction(higher):
     assert baseline.as_good([1.0 + better * 5 * MARGIN])
     assert baseline.as_good([1.0 - better * MARGIN / 2])
     assert not baseline.as_good([1.0 - better * 2 * MARGIN])
+
+
+@pytest.mark.parametrize(("what", "expected"), [("x.py:Slow", True), ("ema + x.py:Slow:size=2", True), ("ema", False)])
+def test_method_is_found_in_the_text_of_a_recipe_by_its_whole_name(what, expected):
+    assert is_in("x.py:Slow", what) is expected
+    assert not is_in("x.py:Slow", what.replace("Slow", "Slower"))

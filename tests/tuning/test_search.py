@@ -66,6 +66,18 @@ def test_method_of_the_user_is_checked_first():
     assert honest.trials[0]["seconds"] == 2 * TRIAL, "the proof is paid for once"
 
 
+def test_trial_of_a_method_whose_effect_is_not_checked_says_so():
+    class Unchecked(Planted):
+        def compare_speed(self, a, b, **options):
+            effects = {"a": {}, "b": {"num_threads": "effect not checked", "ema": "the step changed the averages"}}
+            return super().compare_speed(a, b, **options) | {"effects": effects}
+
+    study = Unchecked()
+    searched_systems(study, replace(THREADS, presets=({"count": 1},)))
+    [trial] = study.trials
+    assert trial["why"].endswith("; num_threads: effect not checked") and "ema" not in trial["why"]
+
+
 # ── training methods ─────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import cached_compile_seconds
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 from hasten.core.errors import PeerFailure
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
@@ -102,7 +103,7 @@ class Arm:
         if with_evaluation and program.validation is not None:
             first_evaluation, evaluation = self._warm_up_evaluation()
             first += first_evaluation
-        start = built + first
+        start = built + first + cached_compile_seconds()  # as with an empty cache, whatever was tried before
         plan, parallel, progress = program.plan, program.run.parallel, program.run.progress
         samples_per_step = progress.samples / progress.step
         return {
@@ -128,8 +129,8 @@ class Arm:
     def _warm_up(self, program: Program) -> tuple[float, float]:
         """Trains the first steps: (seconds that they took beyond steady ones, seconds of a steady step).
 
-        The effects are observed in the third step, which takes longer and counts nowhere; in the second one if the
-        first was long. Every rank trains as many steps, since the longest time of all ranks decides.
+        The effects are observed in the third step, or in the second one if the first was long; the time of the checks
+        counts nowhere. Every rank trains as many steps, since the longest time of all ranks decides.
         """
         early = [self._seconds_of_steps(1)]
         if early[0] > LONG_STEP:
@@ -166,8 +167,11 @@ class Arm:
         return max(0.0, first - second), self._evaluate(self.evaluated_batches)
 
     def _seconds_of_steps(self, count: int) -> float:
-        """Seconds of ``count`` steps, the same on all ranks."""
-        return self.ranks.all_reduce_max([self.train(count)["seconds"]])[0]
+        """Seconds of ``count`` steps without the checks of effects, the same on all ranks."""
+        checks = self.program.effects.check_seconds
+        before = sum(checks.values())
+        seconds = self.train(count)["seconds"]
+        return self.ranks.all_reduce_max([seconds + before - sum(checks.values())])[0]
 
     def train(self, count: int) -> dict[str, float]:
         """Trains a block of ``count`` steps, synchronized at its ends only.

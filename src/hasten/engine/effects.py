@@ -6,10 +6,12 @@ methods; the other steps cost nothing. The step computes what it would compute w
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Generator, Iterator, Sequence
 from inspect import isgeneratorfunction
 from itertools import islice
+from time import perf_counter
 from typing import TypeVar
 
 from hasten.core.errors import NoEffectError, RunError, format_error
@@ -19,6 +21,7 @@ from hasten.core.types import EffectCheck
 from hasten.utils.op_recorder import NOT_CHECKED
 
 WARMUP_STEPS = 2  # steps of this process before the one that is observed: compiling and first batches are over
+SLOW_CHECK_S = 1.0  # a check that takes longer is reported with its seconds
 NO_EFFECT = "has no effect"  # in the message of the error; the tuner recognizes it
 T = TypeVar("T")
 
@@ -33,6 +36,7 @@ class EffectObserver:
     Attributes:
         evidence: Method -> what its check saw, in one line; "effect not checked" for a method without a check.
         require_effect: Whether a method without effect ends the run.
+        check_seconds: Method -> seconds that its check took, besides the step that it observed.
     """
 
     def __init__(self, run: RunContext, methods: Sequence[Method]):
@@ -41,6 +45,8 @@ class EffectObserver:
         self.evidence = {method.name: NOT_CHECKED for method in methods if method.name not in inactive}
         self.checks = {name: check for name, check in run.effect_checks.items() if name in self.evidence}
         self.running: dict[str, Generator[None, None, str]] = {}  # checks that have begun
+        self.files = {method.name: _file_of(method) for method in methods}
+        self.check_seconds = dict.fromkeys(self.checks, 0.0)
         run.effect_checks = {}  # its checks refer to the run
         for name in self.checks:
             self.evidence[name] = f"{NOT_CHECKED}: the run was too short"
@@ -106,6 +112,7 @@ class EffectObserver:
 
     def _advance(self, name: str) -> None:
         """Runs a check to its yield, or to its end; a check that ended leaves ``running``."""
+        began = perf_counter()
         try:
             next(self.running[name])
             return
@@ -115,15 +122,27 @@ class EffectObserver:
             self.evidence[name] = text if isinstance(text, str) and text.strip() else no_text
         except NoEffectError as error:
             self._report(name, str(error))
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            self._report(name, f"its effect check failed at {frame.filename}:{frame.lineno}: {format_error(error)}")
+        except (Exception, SystemExit) as error:
+            self._report(name, f"its effect check failed at {self._place(name, error)}: {format_error(error)}")
+        finally:
+            self.check_seconds[name] += perf_counter() - began
         del self.running[name]
+        if name in self.evidence and self.check_seconds[name] > SLOW_CHECK_S:
+            self.evidence[name] += f"; the check took {self.check_seconds[name]:.1f} s"
+
+    def _place(self, name: str, error: BaseException) -> str:
+        """``file:line`` of the innermost frame in the method's file; the file alone if there is none."""
+        frames, file = traceback.extract_tb(error.__traceback__), self.files[name]
+        return next((f"{file}:{frame.lineno}" for frame in reversed(frames) if frame.filename == file), file)
 
     def _report(self, name: str, reason: str) -> None:
         self.evidence.pop(name, None)
         if name not in dict(self.run.no_effect):  # the method may have reported a better reason itself
             self.run.no_effect.append((name, reason))
+
+
+def _file_of(method: Method) -> str:
+    return getattr(sys.modules.get(type(method).__module__), "__file__", None) or type(method).__module__
 
 
 def _as_generator(check: EffectCheck) -> Generator[None, None, str]:

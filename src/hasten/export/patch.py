@@ -96,7 +96,7 @@ def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
     def optional(match: re.Match[str]) -> str:
         return match[1] if any(f"{{{name}" in match[1] for name in changed) else ""
 
-    text = re.sub(r"\[(.*?)\]", optional, text)
+    text = re.sub(r"\[(.*?)\]", optional, text).replace("(, ", "(")  # the arguments before may be left out
     return re.sub(r"\{(\w+)\}", lambda match: repr(options[match[1]]) if match[1] in options else match[0], text)
 
 
@@ -124,7 +124,8 @@ def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path
             by_hand += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
             by_hand += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
     diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
-    heading = ["# Not in this patch:", *(f"#   {line}" for line in by_hand), ""] if by_hand else []
+    lines = "\n".join(by_hand).split("\n")  # a text may have several
+    heading = ["# Not in this patch:", *(f"#   {line}" for line in lines), ""] if by_hand else []
     return "\n".join(heading) + "".join(diffs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import (
+    cached_compile_seconds,
     compile_in_place,
     compile_seconds,
     compiler_backend,
@@ -20,7 +21,7 @@ from hasten._torch_compat import (
     graph_break_reasons,
 )
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
+from hasten.core.errors import NoEffectError, format_error
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
@@ -29,6 +30,9 @@ from hasten.utils.blocks import repeated_blocks
 MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
 COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
 MOST_BREAKS = 3  # graph breaks that the evidence lists
+SCRIPT_EDIT = """\
+torch.compiler.config.wrap_top_frame = True  # else Module.compile skips nn.Sequential (before PyTorch 2.15)
+{model}.compile([mode={mode}][, backend={backend}])"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Compile(Method):
         order=WrapOrder.LATE,
         high_setup_cost=True,
         presets=({}, {"scope": "blocks"}, {"mode": "max-autotune-no-cudagraphs"}),
-        script_edit={"model": "{model}.compile([mode={mode}][, backend={backend}])"},
+        script_edit={"model": SCRIPT_EDIT},
     )
 
     scope: str = option("model", one_of=("model", "blocks"))  # what is compiled: all of it, or each repeated block
@@ -97,28 +101,36 @@ class GraphRecorder:
 
     def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
         self.backend, self.graphs = backend, 0
-        self.seconds_before, self.reasons_before = compile_seconds(), graph_break_reasons()
+        self.seconds_before, self.cached_before = compile_seconds(), cached_compile_seconds()
+        self.reasons_before = graph_break_reasons()
         self.breaks: dict[str, None] = {}  # in order, without repetition
+        self.failures: dict[str, None] = {}
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """Compiles one graph."""
+        """Compiles one graph. One that the backend cannot compile runs as it is, as in eager mode."""
+        try:
+            compiled = self.backend(graph, inputs)
+        except Exception as error:
+            self.failures[format_error(error)] = None
+            return graph.forward
         self.graphs += 1
         if found := graph_break_of(graph):
             reason, file, line = found
             self.breaks[f"{Path(file).name}:{line}: {reason}"] = None
-        return self.backend(graph, inputs)
+        return compiled
 
     def observe(self) -> Generator[None, None, str]:
         """The effect check: how many graphs there are once the step is done."""
         yield
         if not self.graphs:
             unknown = "it was given no call, as under torch.compiler.disable, or states no reason"
-            why = "; ".join(graph_break_reasons() - self.reasons_before) or unknown
+            why = "; ".join(self.failures or graph_break_reasons() - self.reasons_before) or unknown
             raise NoEffectError(f"torch.compile {torch.__version__} compiled no graph of this model: {why}")
-        breaks = [*self.breaks]
-        text = (
-            f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {compile_seconds() - self.seconds_before:.1f} s"
-        )
+        breaks = [*self.breaks, *(f"a graph that is not compiled: {failure}" for failure in self.failures)]
+        spent, cached = compile_seconds() - self.seconds_before, cached_compile_seconds() - self.cached_before
+        text = f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {spent + cached:.1f} s"
+        if cached:  # by an earlier run on this machine; a run on another one starts with an empty cache
+            text += f" ({spent:.1f} s with the graphs that were in the cache)"
         if not breaks:
             return f"{text}, no graph break"
         more = f"; {len(breaks) - MOST_BREAKS} more" * (len(breaks) > MOST_BREAKS)

@@ -33,7 +33,7 @@ REPLAYED = "nothing is visible: {method} replays the forward and backward pass a
 
 def check_lower_precision(recipe: Recipe) -> None:
     """Raises a ConfigurationError if no method of the recipe chooses a lower precision for the forward pass."""
-    if _invalidating(recipe, "uniform_precision"):
+    if lowers_precision(recipe):
         return
     cards = cards_that_state("invalidates").items()
     known = " or ".join(f"--with {name}" for name, card in cards if "uniform_precision" in card.invalidates)
@@ -42,8 +42,19 @@ def check_lower_precision(recipe: Recipe) -> None:
     )
 
 
+def lowers_precision(recipe: Recipe) -> bool:
+    """Whether a method of the recipe chooses a lower precision for the forward pass."""
+    return bool(_invalidating(recipe, "uniform_precision"))
+
+
 def measure_operations(
-    task: TaskRef, recipe: Recipe, *, device: str, seed: int, watch: ProgressCallback = no_progress
+    task: TaskRef,
+    recipe: Recipe,
+    *,
+    device: str,
+    seed: int,
+    deadline: float | None = None,
+    watch: ProgressCallback = no_progress,
 ) -> Operations:
     """Trains a few steps, after a warm-up, in a worker process that records their operations.
 
@@ -52,6 +63,7 @@ def measure_operations(
         recipe: with what methods.
         device: "cpu" or "cuda".
         seed: of the run.
+        deadline: time of ``time.monotonic`` at which it ends.
         watch: called with the progress.
 
     Returns:
@@ -62,12 +74,13 @@ def measure_operations(
 
     Raises:
         RunError: the run could not be built or trained.
+        DeadlineError: it was not over at the deadline.
     """
     watch("the operations of a step", 0.0, None)
     if replaying := _invalidating(recipe, "python_between_kernels"):
         return {"steps": 0, "rows": [], "loss_scale": [], "note": REPLAYED.format(method=replaying[0])}
     arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
-    with start_workers(1, "hasten.profiling.ops:RecordedArm", **arguments) as arm:
+    with start_workers(1, "hasten.profiling.ops:RecordedArm", None, deadline, **arguments) as arm:
         arm.call("build")
         return arm.call("record", count=OBSERVED_STEPS)
 

@@ -15,6 +15,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.reporting import charts, formatting, frontier_chart, view_model
 from hasten.reporting.frontier import frontier_rows
+from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
 from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json
@@ -97,6 +98,8 @@ def _tune(result: Json) -> Json:
         "phases": rows,
         "ceilings": ceilings,
         "other_ceilings": view_model.other_ceilings(ceilings, phases.get("baseline", {})),
+        "operations": operation_groups(result["operations"]["rows"]),
+        "operations_notes": _operations_notes(result["operations"]),
         "has_tuned_phases": bool(phases.get("tuned")),
         "measured_seconds": view_model.medians(result["seconds_to_target"]),
         "speed": view_model.sources_of_speed(result),
@@ -133,6 +136,11 @@ def _gate(quality: Json, unit: str) -> tuple[Markup, ...]:
     if quality["difference"]["mean"] is None or not quality["margin"]:
         return ()
     return _drawings(charts.gate, quality["difference"], quality["margin"], unit, quality["passed"])
+
+
+def _operations_notes(operations: Json) -> list[str]:
+    scale = loss_scale_sentence(operations["loss_scale"])
+    return [operations_note(operations), *([f"loss scale: {scale}"] if scale else []), operations["note"]]
 
 
 def _bars(arms: Mapping[str, Json], rows: Iterable[Json]) -> list[tuple[str, str, Json]]:

@@ -279,6 +279,7 @@ class TuneResult(Result, total=False):
     quality: Quality
     curves: Mapping[str, Sequence[Curve]]
     step_profile: Mapping[str, Mapping[str, Amount]]
+    operations: Operations | None
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
     offered: Sequence[Offered]

@@ -14,8 +14,8 @@ from rich.text import Text
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
 from hasten.reporting.frontier import evidence_text, frontier_rows
+from hasten.reporting.operations import operations_table
 from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs
-from hasten.reporting.terminal_operations import operations_table
 from hasten.reporting.validation import validate
 from hasten.reporting.view_model import Json
 
@@ -83,7 +83,8 @@ def compare_answer(result: Json) -> RenderableType:
     rounds = formatting.count(result["rounds"], "round", "rounds")
     measured = f"{blocks}, arms interleaved, in {rounds} of fresh processes"
     rows.append(("measured", measured + _noise(result["system_noise"])))
-    rows += _effects(result["effects"].get("a", {}) | result["effects"].get("b", {}))
+    for arm in ("a", "b"):
+        rows += _effects(result["effects"].get(arm, {}), f"effect in {arm}")
     return Group(
         headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster"),
         *([Text(result["why"])] if result["why"] else []),
@@ -197,9 +198,9 @@ def _facts(result: Json) -> list[tuple[str, str]]:
     return [*rows, *_single_process(result), *_search_cost(result)]
 
 
-def _effects(effects: Json) -> list[tuple[str, str]]:
+def _effects(effects: Json, label: str = "effect") -> list[tuple[str, str]]:
     """What shows that each method acted."""
-    return [("effect" if index == 0 else "", f"{name}: {seen}") for index, (name, seen) in enumerate(effects.items())]
+    return [(label if index == 0 else "", f"{name}: {seen}") for index, (name, seen) in enumerate(effects.items())]
 
 
 def _search_cost(result: Json) -> list[tuple[str, str]]:
@@ -246,14 +247,14 @@ def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
     """The first trials that were compared and not adopted, the methods without effect, and the number of the rest."""
     rejected = view_model.unsuccessful(trials)
     shown = [trial for trial in rejected if trial["verdict"] not in view_model.NOT_RUN][:MAX_UNSUCCESSFUL]
-    no_effect = [trial["what"] for trial in rejected if trial["verdict"] == "no effect"]
+    no_effect = [trial for trial in rejected if trial["verdict"] == "no effect"]
+    reasons = [f"{trial['what']}: " * trial["why"].startswith("it ") + trial["why"] for trial in no_effect]
     table = grid("tried without success", "", ">", "")
     for trial in shown:
         ratio, why = formatting.ratio(trial["ratio"]["median"]), Text(trial["why"], DIM)
         table.add_row(formatting.shorten(trial["what"], 28), trial["verdict"], ratio, why)
     parts = [indented(table)] if shown else []
-    if no_effect:
-        parts.append(indented(Text(f"no effect: {', '.join(dict.fromkeys(no_effect))}", DIM)))
+    parts += [indented(Text(f"not measured: {why}", DIM)) for why in dict.fromkeys(reasons)]
     more = len(rejected) - len(shown) - len(no_effect)
     if more:
         text = f"and {more} more" if parts else f"{more} were not tried"

@@ -17,7 +17,7 @@ from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
-from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.study import Study, exactness_of, is_in
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
 from hasten.tuning.trial_store import FREE_THE_DISK
@@ -44,6 +44,7 @@ class SearchState:
     ablated: Recipe = field(default_factory=Recipe)  # the recipe that the contributions belong to
     contributions: list[Any] = field(default_factory=list)
     step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
+    operations: dict | None = None  # of a step of the chosen recipe, if it lowers the precision
     confirmation: Confirmation | None = None
     tested: list[Recipe] = field(default_factory=list)  # by a confirmation with whole trainings; each makes it stricter
 
@@ -138,6 +139,7 @@ def result_of(
         "contributions": state.contributions if chosen and recipe == state.ablated else [],
         "effects": _effects(winner) or (comparison.get("effects") or {}).get("b", {}),
         "step_profile": state.step_profiles,
+        "operations": state.operations,
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
@@ -269,6 +271,6 @@ def _curves(runs: dict[int, dict]) -> list[Curve]:
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
     """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
-    reasons = [trial["why"] for trial in trials if name in trial["what"]]
+    reasons = [trial["why"] for trial in trials if is_in(name, trial["what"])]
     why = reasons[-1] if reasons else "the budget ended before it was tried"
     return {"method": name, "accepted": name in recipe.methods, "why": why}

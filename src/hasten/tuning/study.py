@@ -21,6 +21,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method, make_methods
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
+from hasten.profiling.ops import lowers_precision, measure_operations
 from hasten.profiling.step_profile import profile_steps
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
@@ -160,6 +161,18 @@ class Study:
         outcome = self._charge("step_profile", {"recipe": recipe.methods}, f"profiling {recipe}", measure)
         return outcome.get("phases", {})
 
+    def operations(self, recipe: Recipe) -> dict | None:
+        """Which operations of a step ran in which precision; None without lower precision, or if that is not seen."""
+        if self.processes > 1 or not lowers_precision(recipe):
+            return None
+
+        def measure(watch: ProgressCallback) -> Any:
+            where = {"device": self.device, "seed": self.seed, "deadline": self.budget.deadline()}
+            return measure_operations(self.task, recipe, watch=watch, **where)
+
+        outcome = self._charge("operations", {"recipe": recipe.methods}, f"the operations of {recipe}", measure)
+        return None if "failed" in outcome else outcome
+
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
         trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
         self.trials.append(trial | {"seconds": round(seconds, 2)})
@@ -223,6 +236,11 @@ class Study:
             self.charged.add(key)
             self.budget.charged += outcome["trial_seconds"] if is_stored else 0.0
         return outcome
+
+
+def is_in(name: str, what: str) -> bool:
+    """Whether the recipe ``what``, as the text of a trial, contains the method ``name``."""
+    return any(member == name or member.startswith(f"{name}:") for member in what.split(" + "))
 
 
 def exactness_of(name: str) -> Exactness:

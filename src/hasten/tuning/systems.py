@@ -23,6 +23,7 @@ from hasten.engine.registry import make_methods, method_class
 from hasten.tuning import finding
 from hasten.tuning.finding import Finding
 from hasten.tuning.study import Study, exactness_of
+from hasten.utils.op_recorder import NOT_CHECKED
 
 EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
@@ -131,10 +132,12 @@ def _try_recipe(
 ) -> tuple[Recipe, Ratio] | None:
     """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
     exactness = exactness or loosest_exactness(recipe)
-    spent, ratio = 0.0, None
+    spent, ratio, outcome = 0.0, None, dict[str, Any]()
 
     def note(verdict: str, why: str) -> None:
-        study.note(text, _stage(exactness), verdict, why, ratio=ratio, seconds=spent)
+        seen = outcome.get("effects", {}).get("b", {}).items()
+        unknown = [f"; {name}: {what}" for name, what in seen if NOT_CHECKED in what and name not in base.methods]
+        study.note(text, _stage(exactness), verdict, why + "".join(unknown), ratio=ratio, seconds=spent)
 
     if check_first:
         check = study.check_exactness(base, recipe, exactness)
@@ -211,7 +214,9 @@ def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:
 
 def check_verdict(check: dict) -> tuple[str, str]:
     """(verdict for the report, reason) of an exactness check that failed or could not be finished."""
-    return ("failed", check["failed"]) if "failed" in check else ("refused", check["why"])
+    if "failed" in check:
+        return failure_verdict(check["failed"]), check["failed"]
+    return "no effect" if NO_EFFECT in check["why"] else "refused", check["why"]
 
 
 def failure_verdict(message: str) -> str:

@@ -17,7 +17,7 @@ from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, exact_part
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
-from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study
+from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
     ROUNDS,
     confirm_speed,
@@ -186,7 +186,7 @@ def note_not_tried(study: Study, stage: str, items: list) -> None:
     """Notes the candidates that the end of the budget left out."""
     tried = [trial["what"] for trial in study.trials]
     for item in items:
-        if not any(item.name in what for what in tried):
+        if not any(is_in(item.name, what) for what in tried):
             study.note(item.name, stage, "not tried", "the search's part of the budget ended before it")
 
 

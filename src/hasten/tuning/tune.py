@@ -171,6 +171,9 @@ def tune(
         if has_training_stage:
             find_training(study, state, plan, margin)
         state.keep_faster(proof)
+        if state.chosen:
+            with clock.part(1.0):
+                state.operations = study.operations(state.chosen.recipe)
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
     except KeyboardInterrupt:

@@ -71,7 +71,7 @@ class LoaderSeam:
     def _iterator_maker(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def iterator(loader: Any) -> Any:
             record = self.sites.of(loader)
-            if record is None:  # made by hasten itself
+            if record is None or self.sites.line() is None:  # made, or read, by hasten itself
                 return original(loader)
             if self.source_of is None:
                 made = original(loader)

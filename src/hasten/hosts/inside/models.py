@@ -19,7 +19,7 @@ from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.phase_timer import PhaseTimer
 
 STDOUT = 1  # file descriptor; a file, in a trial
-WrapCall = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (root, its call) -> the call under methods
+WrapCall = Callable[[nn.Module], Callable[..., Any]]  # (root) -> its call under methods
 
 
 class ModelSeam:
@@ -90,8 +90,8 @@ class ModelSeam:
             return
         self.roots.append(module)
         self.sites.note("models", module, called=True)
-        call = get_module_call(module)
-        set_module_call(module, self._told_apart(module, self.wrap(module, call) if self.wrap else call))
+        call = self.wrap(module) if self.wrap else get_module_call(module)
+        set_module_call(module, self._told_apart(module, call))
 
     def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         phases = self.phases

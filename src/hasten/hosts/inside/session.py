@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
 from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.missing import missing_sites
@@ -267,6 +268,8 @@ class Session:
             "sites": self.sites.records,
             "steps": self.steps.count,
             "seconds": time.perf_counter() - self.began,
+            "compile_seconds": compile_seconds(),
+            "cached_compile_seconds": cached_compile_seconds(),
             "marks": [(at - self.began, *rest) for at, *rest in models.marks],
             "logged": self.logged,
             "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],

@@ -7,13 +7,15 @@ Its advantage is that it needs no second process.
 """
 
 import warnings
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, HastenWarning
+from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.distributed.collectives import warn_local_batch_norm
@@ -51,11 +53,29 @@ class DataParallel(Method):
         warn_local_batch_norm(model, part="each GPU's part of a batch")
         first = run.device.index if "cuda:" in str(run.device) else torch.cuda.current_device()
         others = [index for index in range(torch.cuda.device_count()) if index != first]
-        run.observe_effect(self, lambda: f"each batch is split over {len(others) + 1} GPUs")
-        return torch.nn.DataParallel(model, device_ids=[first, *others])
+        wrapped = torch.nn.DataParallel(model, device_ids=[first, *others])
+        run.observe_effect(self, partial(_observe, wrapped))
+        return wrapped
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         return model if _no_effect_reason(run) else cast(torch.nn.Module, model.module)
+
+
+def _observe(model: torch.nn.DataParallel[torch.nn.Module]) -> Generator[None, None, str]:
+    """Effect check: the copies of the model, which share its hooks, are called on several GPUs."""
+    devices: set[int] = set()
+
+    def note(*_: Any) -> None:
+        devices.add(torch.cuda.current_device())
+
+    handle = model.module.register_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if len(devices) < 2:
+        raise NoEffectError(f"the step called the model on {len(devices)} GPU")
+    return f"the batch was split over {len(devices)} GPUs"
 
 
 def _no_effect_reason(run: RunContext) -> str | None:

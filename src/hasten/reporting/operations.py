@@ -1,4 +1,4 @@
-"""Terminal output of the view of operations, a part of that of ``hasten diagnose``."""
+"""The view of operations, as the terminal (``hasten diagnose --ops``) and the report of a search show it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
