@@ -1,7 +1,7 @@
 # make demo         sets up, tunes the digits task, prints where the report is
 # make test         sets up, checks the style, runs the quick tests
 # make test-all     the quick and the slow tests; everything but soak tests
-# make test-matrix  unit tests on every supported pair of PyTorch and Python that can be installed
+# make test-matrix  the quick tests on supported pairs of PyTorch and Python that can be installed
 # make types        pyright
 # make docs         the documentation site, in build/site
 # make slowest      the 50 slowest quick tests
@@ -40,7 +40,8 @@ test-slow: .venv/ready-dev
 slowest: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not slow" -q -r "" --durations=50 --durations-min=1
 
-# Installs up to 5 GB for each torch that has no CPU build at the package index; MATRIX='--cpu-only' leaves those out.
+# Installs up to 5 GB for each pair whose torch has no CPU build at the package index, in .matrix. MATRIX='--cpu-only'
+# leaves these pairs out, MATRIX='--remove' removes each environment after its tests, MATRIX='--pairs 2.15/3.13' selects.
 test-matrix:
 	$(PYTHON) tests/matrix.py $(MATRIX)
 

@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -94,7 +95,7 @@ class Arms:
         from hasten.engine import checkpoint
 
         checkpoints = checkpoint.Checkpoints(self.folder)
-        checkpoints.whole = [self.folder]  # the first checkpoint of a run is also read back
+        checkpoints.good = [self.folder]  # else the first checkpoint of a run would also be read back
         self.saving.begin(
             checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save
         )
@@ -108,7 +109,7 @@ class Arms:
             state, storage_writer=dcp.FileSystemWriter(self.folder / "dcp", overwrite=True), no_dist=True
         )
         yield
-        getattr(written, "upload_completion", written).result()
+        cast(Any, getattr(written, "upload_completion", written)).result()
 
     def none(self) -> Iterator[None]:
         yield

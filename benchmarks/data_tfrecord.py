@@ -177,13 +177,13 @@ def first_epoch_rate(loader: Loader, records: int) -> float:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--one-core", action="store_true", help="leaves all of them a single core")
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round, later")
-    options.add_argument("--records", type=int, default=100_000, help="of each kind")
-    options.add_argument("--quick", action="store_true", help="fewer records, three short rounds")
-    options = options.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--one-core", action="store_true", help="leaves all of them a single core")
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--seconds", type=float, default=1.5, help="of each loader in a round, later")
+    arguments.add_argument("--records", type=int, default=100_000, help="of each kind")
+    arguments.add_argument("--quick", action="store_true", help="fewer records, three short rounds")
+    options = arguments.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.records = 3, 0.5, 20_000
     numbers, ratios = {}, {}

@@ -214,10 +214,10 @@ def _in_rays_worker(config: dict) -> None:
 def main() -> int:
     if "RANK" not in os.environ:
         return both()
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--steps", type=int, default=6, help="of a leg")
-    options = options.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--steps", type=int, default=6, help="of a leg")
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     from hasten.distributed.process_group import init_process_group
 

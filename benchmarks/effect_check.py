@@ -17,7 +17,7 @@ from itertools import islice
 from time import perf_counter
 
 import torch
-from _common import finish, interval, parser, say, show
+from _common import finish, interval, parser, print_line, show
 
 from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
@@ -89,7 +89,7 @@ def main() -> int:
         rows.append((task, f"{usual.median:.3f}", f"{cost:.3f}", f"{ratio:.3f}"))
         numbers[task] = {"recipe": RECIPES[task], "checks": checks, "check_seconds": cost, "later_steps_ratio": ratio}
     show(("task", "s a step", "s of the check", "later steps, with / without observer"), rows)
-    say(f"recipes: {RECIPES}")
+    print_line(f"recipes: {RECIPES}")
     return finish(options, f"check at most {LIMIT_S:g} s per trial, later steps at ratio 1", reached, numbers)
 
 

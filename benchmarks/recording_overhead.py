@@ -57,12 +57,12 @@ class BetweenSteps:
 
     def __init__(self):
         self.seconds, self.look_up = 0.0, Trainer._pause
-        Trainer._pause = lambda training: self.timed(training)
+        Trainer._pause = lambda trainer: self.timed(trainer)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def timed(self, training: Trainer) -> None:
+    def timed(self, trainer: Trainer) -> None:
         began = perf_counter()
-        self.look_up(training)
-        if training.folder:
+        self.look_up(trainer)
+        if trainer.persistence.folder:
             self.seconds += perf_counter() - began
 
 

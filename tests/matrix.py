@@ -1,4 +1,4 @@
-"""Runs unit tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
+"""Runs the quick tests on every supported pair of torch and Python that can be installed: ``make test-matrix``.
 
 Each pair gets an environment of its own under ``.matrix/``, which later calls reuse. A torch without a CPU build at the
 configured package index is installed as its CUDA build of several GB, which runs on the CPU as well; ``--cpu-only``
@@ -17,16 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIRS = [(torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")] + [("2.15", "3.13")]
-TESTS = ["tests/test_torch_compat.py", "tests/test_private_torch_use.py", "tests/engine", "tests/methods", "tests/core"]
+PAIRS = [
+    *((torch, python) for torch in ("2.11", "2.12", "2.13") for python in ("3.11", "3.12")),
+    *((torch, "3.13") for torch in ("2.13", "2.14", "2.15")),  # the newest Python, up to the newest pair
+]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", nargs="+", metavar="TORCH/PYTHON", help="such as 2.13/3.11; default: all supported")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help=f"default: {' '.join(TESTS)}")
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="default: tests")
     parser.add_argument("--markers", default="not slow", help="pytest's -m; default: %(default)s")
+    parser.add_argument("--workers", type=int, default=2, help="test processes; default: %(default)s")
     parser.add_argument("--cpu-only", action="store_true", help="skip a torch that exists as a CUDA build only")
+    parser.add_argument("--remove", action="store_true", help="remove each environment of up to 5 GB after its tests")
     options = parser.parse_args()
     pairs = [tuple(pair.split("/")) for pair in options.pairs] if options.pairs else PAIRS
     rows = []
@@ -43,32 +47,25 @@ def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str,
     """(``passed``, ``failed`` or ``not installed``, details) of one pair."""
     folder = ROOT / ".matrix" / f"torch{torch}-py{python}"
     try:
-        environment_python = make_environment(folder, torch, python, options.cpu_only)
+        return run_tests(make_environment(folder, torch, python, options.cpu_only), options, Path(f"{folder}.log"))
     except NotInstalledError as error:
         return "not installed", str(error)
+    finally:
+        if options.remove:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_tests(python: Path, options: argparse.Namespace, log: Path) -> tuple[str, str]:
+    """(``passed`` or ``failed``, details) of the tests under this interpreter, whose output goes to ``log``."""
     version = "import sys, torch; print(torch.__version__, sys.version.split()[0])"
-    found = subprocess.run(
-        [environment_python, "-c", version], capture_output=True, text=True, check=True
-    ).stdout.split()
-    command = [
-        environment_python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        options.markers,
-        *options.tests,
-    ]
-    log = folder / "pytest.log"
+    found = subprocess.run([python, "-c", version], capture_output=True, text=True, check=True).stdout.split()
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(options.workers)]
     with log.open("w") as file:
+        command += ["-m", options.markers, *options.tests]
         code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
     summary = log.read_text().strip().splitlines()[-1].strip("= ")
-    return (
-        "passed" if code == 0 else "failed",
-        f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}",
-    )
+    details = f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}"
+    return "passed" if code == 0 else "failed", details
 
 
 class NotInstalledError(Exception):

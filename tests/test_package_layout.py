@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-HASTEN = Path(__file__).resolve().parents[1] / "src" / "hasten"
+TESTS = Path(__file__).resolve().parent
+HASTEN = TESTS.parent / "src" / "hasten"
 BUDGETS = {"engine/loop.py": 125, "engine/plan.py": 275}  # at 120 columns
 PACKAGES = sorted(path.name for path in HASTEN.iterdir() if (path / "__init__.py").exists())
 METHODS = sorted(path for path in (HASTEN / "methods").rglob("*.py") if not path.name.startswith("_"))
@@ -20,24 +21,31 @@ def test_line_budget(file, budget):
     assert lines <= budget, f"{file} has {lines} lines; move something out rather than raise its budget of {budget}"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_has_a_readme(package):
-    readme = HASTEN / package / "README.md"
-    assert readme.exists() and len(readme.read_text(encoding="utf-8").split()) > 20, (
-        f"{package}/README.md: a map of the package, the way through it, how to add to it"
-    )
-
-
-@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_one_method_per_file(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)
+def test_every_package_has_a_readme():
+    readmes = {package: HASTEN / package / "README.md" for package in PACKAGES}
+    short = [
+        package
+        for package, path in readmes.items()
+        if not path.exists() or len(path.read_text(encoding="utf-8").split()) <= 20
     ]
-    assert len(classes) == 1, f"{path.name} must define one method; it defines {classes}"
-    assert ast.get_docstring(tree), f"{path.name} has no docstring"
+    assert not short, f"a README.md with a map of the package, the way through it, how to add to it: {short}"
+
+
+def test_every_package_has_a_folder_of_tests():
+    missing = [package for package in PACKAGES if not list((TESTS / package).glob("test_*.py"))]
+    assert not missing, f"no tests/PACKAGE/test_*.py of {missing}"
+
+
+def test_one_method_per_file():
+    for path in METHODS:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Method" for base in node.bases)
+        ]
+        assert len(classes) == 1, f"{path.name} must define one method; it defines {classes}"
+        assert ast.get_docstring(tree), f"{path.name} has no docstring"
 
 
 def test_importing_hasten_imports_no_torch():

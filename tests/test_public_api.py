@@ -1,7 +1,6 @@
 """The public names of hasten: what type checkers see is what is imported at run time."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +50,6 @@ def test_unknown_name_raises_attribute_error():
 
 
 def test_star_import_gives_every_public_name():
-    code = "from hasten import *; print(Task.__name__, tune.__name__, RunContext.__name__, __version__)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == f"Task tune RunContext {hasten.__version__}\n"
+    names = {}
+    exec("from hasten import *", names)
+    assert names.keys() - {"__builtins__"} == set(hasten.__all__)

@@ -212,24 +212,6 @@ def test_error_of_a_worker_is_recognized_and_quoted():
     error = error_of(DataLoader(Faulty(), batch_size=2, num_workers=1))
     assert compat.contains_worker_traceback(error)
     assert compat.worker_error_text(error) == repr(KeyError("no such\nlabel")).replace("KeyError(", "KeyError: ")[:-1]
-    assert compat.sample_being_fetched(error) is None
-
-
-def test_sample_being_fetched_in_this_process():
-    error = error_of(DataLoader(Faulty(), batch_size=2))
-    assert compat.sample_being_fetched(error) == 3 and not compat.contains_worker_traceback(error)
-    assert compat.sample_being_fetched(KeyError()) is None
-
-
-class Reordered(Faulty):
-    def __getitem__(self, index):
-        index = 5 - index
-        return super().__getitem__(index)
-
-
-def test_sample_being_fetched_is_not_guessed_where_the_argument_is_assigned_to():
-    """Sample 2 raises; its ``index`` is 3 by then."""
-    assert compat.sample_being_fetched(error_of(DataLoader(Reordered(), batch_size=2))) in (2, None)
 
 
 # ── errors that have no type of their own ────────────────────────────────────────────────────────

@@ -14,10 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from dis import get_instructions
 from functools import partial
-from traceback import walk_tb
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -185,31 +183,6 @@ def worker_error_text(error: BaseException) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def sample_being_fetched(error: BaseException) -> int | None:
-    """The index of the sample that torch's fetcher read when the dataset raised in this process; None where not known.
-
-    Read from the frames of the traceback: the loop variable ``idx`` of ``_MapDatasetFetcher.fetch``. From Python 3.12
-    on it is gone when the error leaves the comprehension; then the argument of the dataset's own ``__getitem__`` is
-    read, unless that method assigns to its argument. Frames of worker processes are not available.
-    """
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    fetching = [n for n, frame in enumerate(frames) if frame.f_code.co_filename.endswith("_utils/fetch.py")]
-    if not fetching:
-        return None
-    if "idx" in frames[fetching[-1]].f_locals:
-        return frames[fetching[-1]].f_locals["idx"]
-    for frame in frames[fetching[-1] + 1 :][:1]:
-        code = frame.f_code
-        if code.co_name == "__getitem__" and code.co_argcount == 2 and not _assigns(code, code.co_varnames[1]):
-            return frame.f_locals[code.co_varnames[1]]
-    return None
-
-
-def _assigns(code: CodeType, variable: str) -> bool:
-    stores = [i.argval for i in get_instructions(code) if "STORE_FAST" in i.opname or i.opname == "DELETE_FAST"]
-    return any(variable == name or (isinstance(name, tuple) and variable in name) for name in stores)
-
-
 # ── errors that have no type of their own ────────────────────────────────────────────────────────
 
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
@@ -372,7 +345,7 @@ def compile_seconds() -> float:
 
 
 def get_module_call(module: nn.Module) -> Callable[..., Any]:
-    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` put there, else torch's."""
+    """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` set, else torch's."""
     return module._compiled_call_impl or module._call_impl
 
 
@@ -400,7 +373,7 @@ def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 
 def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the function of all DataLoaders that makes an iterator, ``(loader) -> iterator``, by ``make(original)``."""
+    """Replaces the function of all DataLoaders, ``(loader) -> iterator``, by ``make(original)``."""
     from torch.utils.data import DataLoader
 
     DataLoader._get_iterator = make(DataLoader._get_iterator)

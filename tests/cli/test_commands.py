@@ -21,6 +21,7 @@ from hasten.cli.main import main, parse_arguments
 from hasten.cli.output import strict_json
 from hasten.core.progress import no_progress
 from hasten.engine.registry import method_names
+from helpers.markers import first_quick
 from helpers.process import TIMEOUT_S, join_process, live_children, run_hasten, start_hasten
 
 NOISY = """
@@ -322,7 +323,7 @@ def test_quiet_hides_progress(here, monkeypatch, capfd):
         assert ("training: " in capfd.readouterr().err) is shown
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("by", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_tune_interrupted_states_how_to_resume(here, by):
     code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here, by=by)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
@@ -377,6 +378,7 @@ def test_stdout_that_cannot_be_written_is_one_error_line(here):
     assert code == 1 and "cannot be written to standard output" in message and "internal" not in message
 
 
+@pytest.mark.slow
 def test_stdout_closed_at_start_is_ignored(here):
     done = subprocess.run(
         ["sh", "-c", f"{sys.executable} -m hasten methods --json >&-"],

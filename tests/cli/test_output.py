@@ -52,10 +52,10 @@ def task():
     )
 """
 INTERVAL = {"median", "low", "high"}
-SEARCHES = [
-    pytest.param(("tf32", 150.0), id="no improvement", marks=pytest.mark.slow),  # has no effect on a CPU
-    pytest.param(("in_memory_batches", 150.0), id="something may help", marks=pytest.mark.slow),
-]
+SEARCHES = {
+    "no improvement": ("tf32", 150.0),  # has no effect on a CPU
+    "something may help": ("in_memory_batches", 150.0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,11 @@ def brief_measurements() -> None:
     study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
 
 
-@pytest.fixture(scope="module", params=SEARCHES)
-def search(request, folder) -> Search:
+def search_in_a_process(method: str, seconds: float, folder: Path) -> Search:
     """A complete search by the program in a process of its own.
 
     If there is nothing to find, measurements are short.
     """
-    method, seconds = request.param
     argv = [
         "tune",
         "blobs.py:task",
@@ -129,6 +127,7 @@ def assert_interval(ratio: dict) -> None:
     assert ratio.keys() == INTERVAL and 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
 
 
+@pytest.mark.slow
 def test_diagnose_json_has_documented_keys(here, capfd):
     code, result = run_quietly(capfd, "diagnose", "blobs.py:task", "--budget", "1s")
     assert code == 0 and result["input"]["stages"]["read"] > 0
@@ -159,7 +158,18 @@ def test_compare_json_has_documented_keys(here, capfd):
     assert isinstance(result["blocks"], int) and result["blocks"] >= MIN_PAIRS
 
 
-def test_tune_json_has_documented_keys(search, here):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEARCHES)
+def test_tune_json_page_and_recipe_agree(name, folder, here, capfd):
+    """One search for all checks of it."""
+    search = search_in_a_process(*SEARCHES[name], folder)
+    check_tune_json_has_documented_keys(search)
+    check_tune_json_states_the_budget_given_or_default(search, capfd)
+    check_tune_recipe_file_trains(search, capfd)
+    check_report_shows_its_values(search, capfd)
+
+
+def check_tune_json_has_documented_keys(search):
     result, won = search.result, search.result["verdict"] == "faster"
     assert result["verdict"] in ("faster", "no improvement") and search.done.returncode == (0 if won else 1)
     assert "%" in search.done.stderr, "progress goes to standard error"
@@ -187,7 +197,7 @@ def test_tune_json_has_documented_keys(search, here):
         assert result["speedup"] is result["speedup_over_strong_baseline"] is result["break_even_runs"] is None
 
 
-def test_tune_json_states_the_budget_given_or_default(search, here, capfd):
+def check_tune_json_states_the_budget_given_or_default(search, capfd):
     """The second search finds the measurements of the first in a copy of its folder."""
     assert search.result["budget_seconds"] == search.seconds
     shutil.copytree(search.result["out"], again := f"{search.method}-again")
@@ -197,7 +207,7 @@ def test_tune_json_states_the_budget_given_or_default(search, here, capfd):
     assert code == (0 if result["verdict"] == "faster" else 1)
 
 
-def test_tune_recipe_file_trains(search, here, capfd):
+def check_tune_recipe_file_trains(search, capfd):
     result, out = search.result, f"{search.method}-run"
     code, trained = run_quietly(capfd, "train", "blobs.py:task", "--recipe", result["recipe_file"], "--out", out)
     assert trained["recipe"] == str(Recipe(result["recipe"])) and trained["out"] == out
@@ -261,7 +271,7 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_report_of_a_search_shows_its_values(search, here, capfd):
+def check_report_shows_its_values(search, capfd):
     result = search.result
     assert main(["report", result["out"], "--json"]) == 0
     path = only_object(capfd.readouterr().out)["report"]

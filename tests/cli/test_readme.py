@@ -71,6 +71,7 @@ def test_spiral_task_reaches_its_target(saved_files):
     assert result["best_metric"] >= result["target"]
 
 
+@pytest.mark.slow
 def test_signs_method_changes_the_weights(saved_files):
     for recipe, out in (None, "plain"), ("./signs.py:Signs", "signs"):
         hasten.train("spiral.py:task", recipe, device="cpu", out=out)

@@ -25,6 +25,7 @@ from hasten.data.workers.autotuned import AutotunedRunner, is_cacheable, is_repe
 from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
+from helpers.markers import slow
 from helpers.pipelines import BATCH, ROWS, equal, random_pipeline
 from helpers.process import live_children
 
@@ -153,6 +154,7 @@ def test_autotuned_fast_source_uses_no_workers(monkeypatch):
     assert nothing_left(threads)
 
 
+@pytest.mark.slow
 def test_autotuned_slow_source_uses_workers_up_to_the_cores():
     threads = threading.enumerate()
     pipeline = arrays(torch.arange(1200)).batch(10).map(napping).prefetch("auto", cores=2)
@@ -249,7 +251,7 @@ def caches(tmp_path, monkeypatch):
     return tmp_path / "caches"
 
 
-@pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), ("disk", 600e-9)])
+@pytest.mark.parametrize(("where", "gigabytes"), [("memory", None), slow("disk", 600e-9)])
 def test_autotuned_slow_samples_are_cached(where, gigabytes, caches):
     """In memory, or on disk if their 640 bytes exceed the memory budget."""
     numbers = torch.arange(160.0)

@@ -7,7 +7,6 @@ from hasten import RunError
 from hasten.data import Pipeline, Source
 from hasten.data.cache.cache import Mapped, MemoryCache
 from hasten.data.source import BadRow
-from hasten.profiling.input_benchmark import TimedSource
 from helpers.pipelines import Bad
 
 
@@ -92,8 +91,8 @@ def test_bad_rows_list_states_row_and_reason():
 
 @pytest.mark.parametrize(
     "around",
-    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None), TimedSource],
-    ids=["mapped", "cached", "timed"],
+    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None)],
+    ids=["mapped", "cached"],
 )
 def test_known_bad_rows_pass_through_wrapping_sources(around):
     with pytest.raises(RunError, match=r"row 3 \(numbers.txt\): no number"):

@@ -14,6 +14,7 @@ from hasten.data import feather, parquet, tfrecord
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.formats.tfrecord import frame_records
 from hasten.data.source import BadRow
+from helpers.markers import slow
 from helpers.process import run_script
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -118,7 +119,8 @@ os._exit(0)
     not sys.platform.startswith("linux"), reason="this system reports neither the memory nor the files of a process"
 )
 @pytest.mark.parametrize(
-    ("lacking", "message"), [("memory", "MemoryError"), ("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")]
+    ("lacking", "message"),
+    [("memory", "MemoryError"), slow("files", "cannot read .*row group 1: OSError: .*[Bb]ad file")],
 )
 def test_out_of_memory_is_not_a_bad_row(tmp_path, lacking, message):
     long = pa.table({"n": numpy.zeros(15_000_000, numpy.int64)})  # 120 MB decoded, some kilobytes in the file

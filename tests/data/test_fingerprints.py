@@ -214,6 +214,7 @@ def test_fingerprint_of_cyclic_references_ends():
     assert fingerprint(again) == fingerprint(again)
 
 
+@pytest.mark.slow
 def test_fingerprint_is_equal_in_every_process(tmp_path):
     write(tmp_path)
     ask = """

@@ -9,6 +9,7 @@ import pytest
 from hasten.data.io import manifests
 from hasten.data.io.manifests import list_folder
 from hasten.data.io.paths import resolve_paths
+from helpers.markers import slow
 
 
 def filled(root, folders, files):
@@ -42,7 +43,7 @@ def within(seconds, do):
 
 @pytest.mark.parametrize(
     ("folders", "files"),
-    [(20, 1000), pytest.param(100, 10_000, marks=pytest.mark.slow)],
+    [(20, 1000), slow(100, 10_000)],
     ids=["20 thousand", "a million"],
 )
 def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):

@@ -81,6 +81,7 @@ def test_text_in_memory_outlives_its_file(tmp_path):
     assert run_script(CUT_OFF_WHEN_HELD, tmp_path / "a.feather") == "{'words': ['word 49999']}"
 
 
+@pytest.mark.slow
 def test_more_files_than_may_be_open_are_read(tmp_path):
     for number in range(200):
         tar_file(tmp_path / f"{number}.tar", rows=1)

@@ -9,12 +9,3 @@ def brief_measurements(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     for name in ("stage_throughput.COPY_SECONDS", "stage_throughput.ENOUGH_S"):
         monkeypatch.setattr(f"hasten.datatools.{name}", 0.02)
-    for name in ("MAX_TURNS", "MIN_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
-
-
-@pytest.fixture
-def brief_gain(brief_measurements, monkeypatch):
-    """Short measurements of the gain of a conversion, too."""
-    for name in ("GAIN_SECONDS", "ESTIMATE_SECONDS"):
-        monkeypatch.setattr(f"hasten.datatools.conversion.{name}", 0.02)

@@ -1,19 +1,14 @@
-"""Conversions between storage formats: the same content in every format, and the estimated and measured gain."""
+"""Conversions between storage formats: the same content in every format."""
 
 import json
-import re
 
 import numpy
 import pytest
 import torch
-from rich.console import Console
 
 from hasten import ConfigurationError
-from hasten.cli.main import main
 from hasten.data import arrays, convert, feather, images, parquet, tfrecord, webdataset
 from hasten.data.source import column_leaves
-from hasten.datatools.advice import gain_of
-from hasten.reporting.terminal_data import convert_answer
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
 pytestmark = pytest.mark.usefixtures("brief_measurements")
@@ -45,7 +40,6 @@ def test_convert_rows_to_matrices_that_arrays_reads(tmp_path):
     assert result["files"] == ["inputs.npy", "label.npy"]
     x, y = read_all(arrays(*(tmp_path / "out" / name for name in result["files"])))
     assert_equal((x, y), read_all(parquet(data, target="label")))
-    assert result["gain"]["before"] > 0 and result["gain"]["after"] > 0
 
 
 def test_convert_to_records_that_tfrecord_reads(tmp_path):
@@ -136,41 +130,3 @@ def test_convert_images_of_one_size_to_rows(tmp_path):
     with pytest.raises(ConfigurationError, match="resize images with --resize"):
         convert(data, tmp_path / "mixed", to="rows")
     assert not (tmp_path / "mixed").exists()
-
-
-def test_gain_within_the_noise_is_not_reported():
-    """Noise of 30 % between two measurements of the same, and a real gain of 2 under noise of 10 %, many times."""
-    random = numpy.random.default_rng(0)
-
-    def verdicts(gain, noise, turns=6):
-        sides = 1000 * random.lognormal(0, noise, (2000, 2, turns)) * numpy.array([[1], [gain]])
-        return [gain_of(before.tolist(), after.tolist())["verdict"] for before, after in sides]
-
-    for turns in (2, 3, 6):
-        assert verdicts(1, 0.3, turns).count("no difference") > 0.94 * 2000
-    assert verdicts(2, 0.1).count("faster") > 0.95 * 2000 and verdicts(0.5, 0.1).count("slower") > 0.95 * 2000
-
-
-def test_gain_is_printed_with_its_range(tmp_path, capfd):
-    result = convert(write_table(tmp_path / "in"), tmp_path / "out", to="feather")
-    gain = result["gain"]
-    assert 0 < gain["low"] <= gain["ratio"] <= gain["high"] and gain["before"] > 0
-    for after, *expected in (
-        ([130.0, 90.0, 120.0], "Stored as feather; no clear difference", "measured 1.20\u00d7 (0.90 to 1.30\u00d7)"),
-        ([230.0, 190.0, 200.0], "Read 2.0\u00d7 as fast", "measured 2.0\u00d7 (1.90 to 2.30\u00d7)"),
-    ):
-        Console(width=120).print(convert_answer(result | {"gain": {"estimated": 1.5} | gain_of([100.0] * 3, after)}))
-        page = " ".join(capfd.readouterr().out.split())
-        assert all(text in page for text in expected)
-
-
-def test_gain_is_estimated_before_and_measured_after(tmp_path, capfd):
-    data = write_table(tmp_path / "in", content=numeric_table(50_000))
-    assert (
-        main(["data", "convert", str(data), "--to", "rows", "--out", str(tmp_path / "out"), "--target", "label"]) == 0
-    )
-    match = re.search(r"gain +estimated ([\d.,]+)×, measured ([\d.,]+)×", capfd.readouterr().out)  # noqa: RUF001
-    estimated, measured = (float(number.replace(",", "")) for number in match.groups())
-    assert estimated > 1 and measured > 1
-    noted = json.loads((tmp_path / "out" / "conversion.json").read_text())["estimated"]
-    assert convert(data, tmp_path / "out", to="rows", target="label")["gain"]["estimated"] == noted

@@ -19,7 +19,7 @@ from hasten.data import convert, feather, inspect, parquet
 from helpers.process import FORK, join_process, start_process
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_table
 
-pytestmark = pytest.mark.usefixtures("brief_gain")
+pytestmark = pytest.mark.usefixtures("brief_measurements")
 
 
 TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
@@ -199,6 +199,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_path, capfd):
     data, out = write_table(tmp_path / "in"), tmp_path / "out"
     argv = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]

@@ -55,6 +55,7 @@ def test_accuracy_of_nine_tenths_reaches_its_target(size):
     assert measured("accuracy", pieces).metric == 0.9
 
 
+@pytest.mark.slow
 def test_torchmetrics_are_reset_each_time():
     torchmetrics = pytest.importorskip("torchmetrics")
     metric = torchmetrics.classification.MulticlassAccuracy(num_classes=2, average="micro")

@@ -162,6 +162,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_objects_are_sent_to_another_process(mine):
     height = torch.tensor([5.0])
     closure = lambda: task_with([(torch.zeros(1), torch.zeros(1)), (torch.ones(1), height)])  # noqa: E731

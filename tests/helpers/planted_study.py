@@ -135,7 +135,7 @@ def _members(recipe: Recipe) -> list[str]:
 
 def baseline_of(study: Planted) -> Baseline:
     seeds = [0, 1000, 2000]
-    return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True)
+    return Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
 
 
 def searched_systems(study: Planted, item: Candidate = THREADS) -> Incumbents:

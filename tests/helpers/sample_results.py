@@ -68,18 +68,26 @@ TUNED = {
 
 def faster() -> dict:
     """A successful ``hasten tune digits``."""
+    recipe = {
+        "in_memory_batches": {},
+        "fused_optimizer": {},
+        "num_threads": {"count": 1},
+        "budgeted_schedule": {"factor": 0.35},
+    }
     return ENVIRONMENT | {
         "kind": "tune",
         "task": "digits",
         "verdict": "faster",
         "why": "four methods together, confirmed on three fresh seeds",
         "metric": {"name": "accuracy", "higher_is_better": True, "target": 0.97, "unit": ""},
-        "recipe": {
-            "in_memory_batches": {},
-            "fused_optimizer": {},
-            "num_threads": {"count": 1},
-            "budgeted_schedule": {"factor": 0.35},
-        },
+        "recipe": recipe,
+        "frontier": [
+            recipe_of_frontier({}, 1.0, role="baseline"),
+            recipe_of_frontier({"fused_optimizer": {}}, 1.16, role="strong baseline")
+            | {"speedup": {"median": 1.16, "low": None, "high": None}},
+            recipe_of_frontier(recipe, 5.12, "proven", "recommended", (0.0021, -0.0011, 0.0053))
+            | {"speedup": {"median": 5.12, "low": 4.63, "high": 5.71}},
+        ],
         "recipe_file": "recipe.toml",
         "out": "runs/tune-digits",
         "strong_baseline_recipe": {"fused_optimizer": {}},
@@ -170,6 +178,7 @@ def no_improvement() -> dict:
         "verdict": "no improvement",
         "why": "The step consists of arithmetic; no method that applies made it faster by more than the noise.",
         "recipe": {},
+        "frontier": [],
         "recipe_file": None,
         "speedup": None,
         "speedup_over_strong_baseline": None,

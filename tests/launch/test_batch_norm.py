@@ -14,6 +14,7 @@ from hasten.engine.train import train
 from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
+from helpers.markers import slow
 from helpers.ranks import run_ranks, training_of
 
 LAYERS = {
@@ -31,8 +32,8 @@ def few_in_the_last_batch():
     return with_norm(train_data=rank_tasks.Rows(rank_tasks.SAMPLES - 4))
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "zero:stage=1", "zero:stage=3"])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["ddp", slow("zero:stage=1"), slow("zero:stage=3")])
+@pytest.mark.parametrize("world", [2, slow(4)])
 @pytest.mark.parametrize("make", [with_norm, few_in_the_last_batch])
 def test_two_ranks_train_like_one_process(tmp_path, make, world, recipe):
     """Including the running statistics, which are exported, for shards of any sizes."""

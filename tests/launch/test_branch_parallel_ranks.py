@@ -10,6 +10,7 @@ from hasten.engine.train import train
 from helpers import branch_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.equivalence import assert_trains_like_one_process
+from helpers.markers import first_quick
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -19,22 +20,24 @@ from helpers.ranks import (
     training_of,
 )
 
-QUICK = [
-    ("inception", "branch_parallel", 4),
+ALIKE = [
     ("towers", "branch_parallel:degree=2", 4),
     ("ensemble", "branch_parallel", 2),
     ("recurrent", "branch_parallel", 2),
+    ("inception", "branch_parallel", 2),
+    ("inception", "branch_parallel", 4),
+    ("towers", "branch_parallel", 2),
+    ("ensemble", "branch_parallel", 4),
 ]
-SLOW = [("inception", "branch_parallel", 2), ("towers", "branch_parallel", 2), ("ensemble", "branch_parallel", 4)]
-ALIKE = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
 
-@pytest.mark.parametrize(("name", "strategy", "world"), ALIKE)
+@pytest.mark.parametrize(("name", "strategy", "world"), first_quick(ALIKE, 3))
 def test_branches_train_like_one_process(tmp_path, name, strategy, world):
     make = getattr(branch_tasks, name)
     assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
+@pytest.mark.slow
 def test_branches_interrupted_resume_bit_for_bit(tmp_path):
     make, strategy = branch_tasks.inception, "branch_parallel:assignment=0-1-0-1-1-0-1-0-0-1"
     run_ranks(2, training_of, make, strategy, tmp_path / "whole")
@@ -46,13 +49,15 @@ def test_branches_interrupted_resume_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "then", "world"),
-    [
-        ("branch_parallel", "baseline", 1),
-        ("branch_parallel", "ddp", 2),
-        pytest.param("pipeline:split_sizes=3-3", "branch_parallel", 2, marks=pytest.mark.slow),
-        pytest.param("branch_parallel", "branch_parallel:degree=2", 4, marks=pytest.mark.slow),
-        pytest.param("branch_parallel", "zero:stage=3", 2, marks=pytest.mark.slow),
-    ],
+    first_quick(
+        [
+            ("branch_parallel", "baseline", 1),
+            ("branch_parallel", "ddp", 2),
+            ("pipeline:split_sizes=3-3", "branch_parallel", 2),
+            ("branch_parallel", "branch_parallel:degree=2", 4),
+            ("branch_parallel", "zero:stage=3", 2),
+        ]
+    ),
 )
 def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
     make = branch_tasks.towers if "pipeline" not in first else branch_tasks.trunk_of_branches
@@ -66,21 +71,18 @@ def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, worl
 
 @pytest.mark.parametrize(
     ("method", "world"),
-    [
-        ("gradient_clipping:max_norm=0.1", 4),
-        ("gradient_accumulation:accumulation_steps=3", 2),
-        *(
-            pytest.param(each, 2, marks=pytest.mark.slow)
-            for each in (
-                "gradient_centralization",
-                "in_memory_batches",
-                "fused_optimizer",
-                "bfloat16",
-                "compile:backend=eager",
-                "gradient_clipping:max_norm=0.1",
-            )
-        ),
-    ],
+    first_quick(
+        [
+            ("gradient_accumulation:accumulation_steps=3", 2),
+            ("gradient_clipping:max_norm=0.1", 4),
+            ("gradient_clipping:max_norm=0.1", 2),
+            ("gradient_centralization", 2),
+            ("in_memory_batches", 2),
+            ("fused_optimizer", 2),
+            ("bfloat16", 2),
+            ("compile:backend=eager", 2),
+        ]
+    ),
 )
 def test_branches_combine_with_other_methods(tmp_path, method, world):
     make = branch_tasks.towers
@@ -90,6 +92,7 @@ def test_branches_combine_with_other_methods(tmp_path, method, world):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
+@pytest.mark.slow
 def test_checkpointed_block_is_not_divided(tmp_path):
     """The two equal blocks are divided, and the one between them is not."""
     train(branch_tasks.inception(), device="cpu", out=tmp_path / "single")

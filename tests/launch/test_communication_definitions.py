@@ -10,6 +10,7 @@ from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.by_hand import ByHand, plain, trained
+from helpers.markers import slow
 from helpers.ranks import run_ranks, training
 
 APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2", "diloco:sync_every=4"]
@@ -26,7 +27,7 @@ def momentum() -> object:
     return rank_tasks.task(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8))
 
 
-@pytest.mark.parametrize("make", [rank_tasks.samples, momentum])
+@pytest.mark.parametrize("make", [momentum, slow(rank_tasks.samples)])
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -96,8 +97,8 @@ def test_half_precision_gradients_are_rounded_once_and_summed(tmp_path, name):
     assert 1e-9 < farthest(out, tmp_path / "single") < 0.1, "it rounds, and not much"
 
 
-@pytest.mark.parametrize("start", [0, 7])
-@pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 1), (3, 2)])
+@pytest.mark.parametrize("start", [slow(0), 7])
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), slow(4, 1), (3, 2)])
 def test_powersgd_equals_the_definition_of_vogels(tmp_path, world, rank, start):
     """With the paper's Gram-Schmidt. The last layer's gradient, whose two rows are opposite, is sent uncompressed:
     compressed, its rounding errors are fed back and grow from step to step, in a direction that changes no output."""
@@ -168,7 +169,7 @@ def test_powersgd_with_another_factorization_has_the_same_span(tmp_path):
     [
         "powersgd:matrix_approximation_rank=8,min_compression_rate=0.1",
         *(
-            pytest.param(each, marks=pytest.mark.slow)
+            slow(each)
             for each in (
                 "powersgd:matrix_approximation_rank=8",
                 "powersgd:matrix_approximation_rank=1,min_compression_rate=1,start_powerSGD_iter=100",

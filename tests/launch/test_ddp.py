@@ -10,10 +10,11 @@ from hasten.engine.plan import build
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
+from helpers.markers import first_quick, slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_as_rank, training_of
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -63,7 +64,7 @@ def test_methods_combine_with_ddp(tmp_path, recipe):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize("name", ["dropping", "dropping_loader"])
+@pytest.mark.parametrize("name", first_quick(["dropping_loader", "dropping"]))
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, name):
     make = getattr(rank_tasks, name)
     run_ranks(2, training_of, make, None, tmp_path / "whole")
@@ -76,7 +77,8 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("samples", 1), ("samples", 3), ("loader", 1), ("loader", 3), ("own_sampler", 3)]
+    ("name", "world"),
+    first_quick([("samples", 1), ("loader", 3), ("samples", 3), ("loader", 1), ("own_sampler", 3)], 2),
 )
 def test_run_resumes_with_another_number_of_ranks(tmp_path, name, world):
     make = getattr(rank_tasks, name)

@@ -1,7 +1,6 @@
 """``hasten diagnose`` of several processes: planted delays are attributed to their rank and cause."""
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.engine.resources import peak_memory
 from hasten.profiling.communication import verdict_of
 from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
@@ -45,11 +45,12 @@ def diagnosed(task, world: int = 2) -> dict:
     return found[0]
 
 
+@pytest.mark.slow
 def test_free_memory_of_ranks_is_enough_for_one_more_process():
     """Each rank reports its share of the free memory."""
 
     def with_little(rank: int) -> dict:
-        share = int(1.3 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        share = int(1.3 * peak_memory())
         with patch("hasten.engine.plan.free_memory", lambda *_: share):
             return diagnose_ranks(rank_tasks.samples, budget=0.5, device="cpu")
 
@@ -71,13 +72,14 @@ def test_steps_that_differ_from_short_blocks_are_reported():
 
 
 @pytest.mark.timing
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "cause", "works"),
     [
         (waiting_tasks.late_data, "data", False),
-        pytest.param(waiting_tasks.late_stream, "data", False, marks=pytest.mark.slow),
+        (waiting_tasks.late_stream, "data", False),
         (waiting_tasks.slower_computation, "compute", True),
-        pytest.param(waiting_tasks.sleeping_rank, "compute", False, marks=pytest.mark.slow),
+        (waiting_tasks.sleeping_rank, "compute", False),
     ],
 )
 def test_late_rank_is_named_with_its_cause(task, cause, works):
@@ -99,6 +101,8 @@ def test_late_rank_of_three_is_named():
     assert diagnosed(waiting_tasks.late_data, world=3)["straggler"]["rank"] == 1
 
 
+@pytest.mark.timing
+@pytest.mark.slow
 def test_communication_bound_job_is_named():
     found = diagnosed(waiting_tasks.communication_bound)
     exchange = found["communication"]
@@ -111,6 +115,8 @@ def test_communication_bound_job_is_named():
     assert "distributed" in found["facts"]
 
 
+@pytest.mark.timing
+@pytest.mark.slow
 def test_compute_bound_job_is_named():
     found = diagnosed(waiting_tasks.compute_bound)
     assert found["communication"]["share"] < 0.3
@@ -118,6 +124,7 @@ def test_compute_bound_job_is_named():
     assert found["efficiency"] == pytest.approx(found["speedup"]["median"] / 2)
 
 
+@pytest.mark.slow
 def test_ranks_whose_exchange_cannot_be_disabled_are_reported():
     """The slow rank is then unknown, which is reported; everything else is measured."""
     found, _ = run_ranks(
@@ -240,6 +247,7 @@ def test_rank_with_a_bad_batch_reports_it():
     assert any("the batch itself holds NaN" in str(each) for each in answers), answers
 
 
+@pytest.mark.slow
 def test_pipeline_ranks_are_diagnosed():
     answers = run_ranks(2, lambda rank: diagnose_ranks(tower_tasks.tower, recipe="pipeline", budget=1.0, device="cpu"))
     assert all(isinstance(answer, dict) for answer in answers), answers
@@ -264,17 +272,15 @@ def test_single_process_with_a_distributed_request_is_refused():
             1,
             "hasten: rank 1: the dataset raised at sample 226: OSError: the disk is gone",
         ),
-        pytest.param(
+        (
             "diagnose waiting_tasks.py:few --processes 2",
             2,
             "hasten: 2 processes cannot share a batch of 1 samples",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "diagnose waiting_tasks.py:no_batches --processes 2",
             2,
             "hasten: Task(train_data=) must be",
-            marks=pytest.mark.slow,
         ),
         (
             "launch --nproc-per-node 1 -- diagnose rank_tasks.py:samples",

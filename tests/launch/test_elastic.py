@@ -54,6 +54,7 @@ def test_thirty_kills_lose_no_sample(tmp_path, on_machines):
     assert outcome.ranks + outcome.machines == 30 and outcome.recoveries > 0
 
 
+@pytest.mark.slow
 def test_port_of_another_program_is_reported(monkeypatch):
     """A port of a program that never responds: torch would wait for it forever."""
     monkeypatch.setattr(launcher, "STORE_ANSWER_S", 1.0)

@@ -15,6 +15,7 @@ from hasten.engine.registry import make_methods
 from hasten.engine.train import train, with_strategy
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
+from helpers.markers import first_quick
 from helpers.ranks import run_ranks, training_of
 
 WORLDS = [2, 4]
@@ -52,7 +53,9 @@ def noting():
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("recipe", ["ddp", "zero:stage=3", "ddp + gradient_accumulation:accumulation_steps=3"])
+@pytest.mark.parametrize(
+    "recipe", first_quick(["ddp", "zero:stage=3", "ddp + gradient_accumulation:accumulation_steps=3"])
+)
 def test_remark_1_weight_decay_is_not_scaled_with_the_loss(tmp_path, recipe, world):
     """Each rank's loss is weighted by its number of samples; the optimizer applies weight decay once per step."""
     train(decayed(), device="cpu", out=tmp_path / "single")

@@ -13,6 +13,7 @@ WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
+@pytest.mark.slow
 def test_two_nodes_train_like_one_process(folder):
     train(rank_tasks.samples(), device="cpu", out=folder / "single")
     with two_nodes():

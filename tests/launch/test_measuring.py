@@ -27,6 +27,7 @@ from hasten.tuning.systems import Incumbents, candidate, search_systems
 from hasten.tuning.systems_stage import compare_with_one_process
 from hasten.tuning.trial_store import TrialStore
 from helpers import HELPERS, rank_methods, rank_tasks
+from helpers.markers import first_quick
 
 TASK = f"{HELPERS / 'rank_tasks.py'}:samples"
 
@@ -49,6 +50,7 @@ def test_compare_of_a_job_with_itself_finds_no_difference():
     assert all(result["evaluation_seconds"].values())
 
 
+@pytest.mark.slow
 def test_compare_finds_a_straggler_on_any_rank():
     result = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
     assert result["verdict"] == "slower", result
@@ -56,6 +58,7 @@ def test_compare_finds_a_straggler_on_any_rank():
     assert lost > 0.8 * rank_methods.LATE * 1000 / rank_tasks.BATCH
 
 
+@pytest.mark.slow
 def test_compare_counts_samples_of_all_ranks():
     comparison = run_interleaved(TaskRef.of(TASK), Recipe(), Recipe(), budget=1, processes=(2, 1), device="cpu")
     assert (comparison.a.processes, comparison.b.processes) == (2, 1)
@@ -150,7 +153,7 @@ def test_exactness_check_compares_gradients_of_a_job(tmp_path):
     assert proof.get("passed"), proof
 
 
-@pytest.mark.parametrize("name", ["pipeline", "pipeline:balance=memory"])
+@pytest.mark.parametrize("name", first_quick(["pipeline", "pipeline:balance=memory"]))
 def test_exactness_check_of_a_divided_model_passes(tmp_path, name):
     of = study_of(tmp_path, "tower_tasks.py:tower")
     proof = of.check_exactness(Recipe(), Recipe.coerce(name), hasten.Exactness.EQUIVALENT_MATH)
@@ -165,6 +168,7 @@ def test_exactness_check_of_a_divided_model_passes(tmp_path, name):
     assert "Unlike requires monolithic_forward, which pipeline invalidates; choose one of them" in proof["failed"]
 
 
+@pytest.mark.slow
 def test_exactness_check_compares_sharded_gradients_with_full_ones(tmp_path):
     of = study_of(tmp_path, "tower_tasks.py:tower")
     honest = of.check_exactness(Recipe(), Recipe.coerce("pipeline"), hasten.Exactness.REDUCED_PRECISION)
@@ -189,6 +193,7 @@ def test_search_continues_after_a_rank_that_hangs_or_raises(tmp_path):
     assert incumbents.best == Recipe().with_method(names[3])
 
 
+@pytest.mark.slow
 def test_hang_while_building_is_ended_by_the_timeout(tmp_path):
     ref, stuck = TaskRef.of(TASK), Recipe.coerce(method("Stuck"))
     began = time.monotonic()
@@ -220,6 +225,7 @@ def test_search_selects_a_distributed_recipe_faster_than_one_process():
     assert found.winner and found.one_process_is_faster
 
 
+@pytest.mark.slow
 def test_winner_is_compared_with_its_single_process_part(tmp_path):
     """Small steps, which communication makes many times as long."""
     of, winner = study_of(tmp_path), confirmed(Ratio(1.8, 1.7, 1.9))

@@ -86,6 +86,7 @@ def test_pipeline_rank_has_only_the_weights_of_its_stage():
     assert one | other == {name for name, _ in tower_tasks.Tower().named_parameters()} and not one & other
 
 
+@pytest.mark.slow
 def test_rank_has_its_shard_of_the_split_layers_of_its_stage():
     sizes = run_ranks(4, sizes_held, "tensor_parallel:degree=2 + pipeline:degree=2")
     full = {name: weight.numel() for name, weight in tower_tasks.Tower().named_parameters()}

@@ -15,6 +15,7 @@ from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.equivalence import assert_trains_like_one_process
+from helpers.markers import first_quick, slow
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -26,28 +27,23 @@ from helpers.ranks import (
 BOTH = "tensor_parallel:degree=2 + pipeline:degree=2"
 BY_WORLD = [
     ("tensor_parallel", 2),
-    pytest.param("tensor_parallel", 4, marks=pytest.mark.slow),
-    pytest.param("tensor_parallel:degree=2", 4, marks=pytest.mark.slow),
     ("pipeline", 2),
-    ("pipeline", 4),
     ("pipeline:schedule=gpipe,microbatches=3", 2),
+    ("tensor_parallel", 4),
+    ("tensor_parallel:degree=2", 4),
+    ("pipeline", 4),
     ("pipeline:schedule=interleaved,degree=2", 4),
     ("pipeline:schedule=zero_bubble", 2),
-    *(
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in [
-            (BOTH, 4),
-            (BOTH, 8),
-            ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
-            ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4),
-            ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8),
-        ]
-    ),
+    (BOTH, 4),
+    (BOTH, 8),
+    ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
+    ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4),
+    ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8),
 ]
-STRATEGIES = ["tensor_parallel", "pipeline"]
+STRATEGIES = ["pipeline", "tensor_parallel"]
 
 
-@pytest.mark.parametrize(("strategy", "world"), BY_WORLD)
+@pytest.mark.parametrize(("strategy", "world"), first_quick(BY_WORLD, 3))
 def test_strategy_trains_like_one_process(tmp_path, strategy, world):
     make = tower_tasks.tower
     assert_trains_like_one_process(tmp_path, make, strategy, world)
@@ -90,17 +86,14 @@ class InPieces(nn.Sequential):
 
 @pytest.mark.parametrize(
     ("strategy", "rows"),
-    [
-        ("pipeline", 227),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                ("pipeline", 224),
-                ("pipeline:schedule=interleaved", 227),
-                ("pipeline:schedule=zero_bubble", 224),
-            ]
-        ),
-    ],
+    first_quick(
+        [
+            ("pipeline", 227),
+            ("pipeline", 224),
+            ("pipeline:schedule=interleaved", 227),
+            ("pipeline:schedule=zero_bubble", 224),
+        ]
+    ),
 )
 def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
     def make(kind=nn.Sequential):
@@ -114,7 +107,7 @@ def test_batch_norm_ignores_padding_rows(tmp_path, strategy, rows):
 
 @pytest.mark.parametrize(
     ("make", "strategy", "world"),
-    [(rank_tasks.viewing, "pipeline:", 2), pytest.param(tower_tasks.in_a_row, f"{BOTH},", 4, marks=pytest.mark.slow)],
+    first_quick([(rank_tasks.viewing, "pipeline:", 2), (tower_tasks.in_a_row, f"{BOTH},", 4)]),
 )
 def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, world):
     train(make(), device="cpu", out=tmp_path / "single")
@@ -125,11 +118,7 @@ def test_stages_end_in_a_view_or_in_a_split_layer(tmp_path, make, strategy, worl
 
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [
-        ("tensor_parallel", 2),
-        ("pipeline:split_sizes=2-3", 2),
-        pytest.param(f"{BOTH},split_sizes=2-3", 4, marks=pytest.mark.slow),
-    ],
+    first_quick([("pipeline:split_sizes=2-3", 2), ("tensor_parallel", 2), (f"{BOTH},split_sizes=2-3", 4)]),
 )
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, strategy, world):
     make = tower_tasks.dropping_tower
@@ -183,7 +172,7 @@ def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, worl
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", first_quick(STRATEGIES))
 def test_run_resumes_in_one_process(tmp_path, strategy):
     train(tower_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, tower_tasks.longer_tower, tmp_path / "shared", strategy)
@@ -194,20 +183,16 @@ def test_run_resumes_in_one_process(tmp_path, strategy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "at", "then", "world"),
     [
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                (BOTH, 4, "baseline", 1),
-                (BOTH, 4, "ddp", 2),
-                (BOTH, 8, "zero:stage=3", 2),
-                ("ddp", 2, BOTH, 4),
-                ("pipeline", 2, BOTH, 8),
-                (BOTH, 4, "tensor_parallel", 2),
-            ]
-        )
+        (BOTH, 4, "baseline", 1),
+        (BOTH, 4, "ddp", 2),
+        (BOTH, 8, "zero:stage=3", 2),
+        ("ddp", 2, BOTH, 4),
+        ("pipeline", 2, BOTH, 8),
+        (BOTH, 4, "tensor_parallel", 2),
     ],
 )
 def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
@@ -223,10 +208,8 @@ def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then,
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [("pipeline:degree=2", 4), *(pytest.param(BOTH, world, marks=pytest.mark.slow) for world in (4, 8))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world"), [("pipeline:degree=2", 4), (BOTH, 4), (BOTH, 8)])
 def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
     """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
@@ -243,6 +226,7 @@ def test_dropout_between_split_layers_equals_one_process(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
+@pytest.mark.slow
 def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_path):
     train(tower_tasks.dropping_tower(), device="cpu", out=tmp_path / "single")
     interrupted_early(0, tower_tasks.dropping_tower, tmp_path / "shared", "baseline")
@@ -257,7 +241,7 @@ def test_ranks_of_one_replica_draw_alike_after_resuming_from_one_process(tmp_pat
         (drawing_tasks.in_a_loader, "pipeline", 2),
         (drawing_tasks.in_a_loader, "pipeline + in_memory_batches", 2),
         (drawing_tasks.with_a_sampler, "pipeline", 2),
-        pytest.param(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4, marks=pytest.mark.slow),
+        slow(drawing_tasks.with_a_sampler, "pipeline:degree=2", 4),
     ],
 )
 def test_stages_of_one_replica_read_the_same_batches(make, strategy, world):
@@ -295,7 +279,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("then", ["pipeline", "ddp"])
+@pytest.mark.parametrize("then", first_quick(["ddp", "pipeline"]))
 def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
     make = tower_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "single")

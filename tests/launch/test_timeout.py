@@ -33,11 +33,11 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, 0])
 def test_hanging_rank_is_named_and_not_the_waiting_one(folder, rank):
     job, error, seconds = stopped(folder, rank, "--max-restarts", "0")
     assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in error, error
-    assert PATIENCE < seconds < PATIENCE + 15 and not jobs_left()
+    assert PATIENCE < seconds < PATIENCE + 60 and not jobs_left()
 
 
 @pytest.mark.slow
@@ -51,6 +51,7 @@ def test_all_ranks_restart_if_a_restart_is_left(folder):
     assert all(ours[name].sub(single[name]).abs().max() < 1e-9 for name in single) and not jobs_left()
 
 
+@pytest.mark.slow
 def test_process_groups_of_torch_have_the_same_timeout():
     def waits(rank: int) -> float:
         with init_process_group("cpu", timeout=2.0) as ranks:

@@ -22,6 +22,7 @@ from hasten.loading import autotuner as autotuner_module
 from hasten.loading import loader_stats
 from hasten.loading.autotuner import LoaderAutotuner
 from helpers import loader_tasks
+from helpers.markers import first_quick
 from helpers.process import join_process, start_process, wait_until_it_trains
 
 TUNED = "autotune_loader:cores=2"
@@ -59,7 +60,7 @@ def test_workers_above_cores_are_refused():
         make_methods(Recipe.parse("autotune_loader:cores=1,processes=4"))
 
 
-@pytest.mark.parametrize("name", ["dataset", "loader", "pipeline"])
+@pytest.mark.parametrize("name", first_quick(["loader", "dataset", "pipeline"]))
 def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
     before = process_and_thread_count()
     task = getattr(loader_tasks, name)
@@ -72,7 +73,8 @@ def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
     assert result["no_effect"] == [] and no_processes_left(before)
 
 
-@pytest.mark.parametrize("name", ["dataset", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dataset", "pipeline"])
 def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeypatch):
     monkeypatch.setattr(loader_stats, "MIN_SECONDS", 0.1)  # enough batches to search again on a busy machine
     task = getattr(loader_tasks, name)(epochs=60)
@@ -99,6 +101,7 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
         hasten.train(task, "baseline", out=tmp_path / "run", resume=True, device="cpu")
 
 
+@pytest.mark.slow
 def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(cadence, "CHECKPOINT_TIME_FRACTION", 1.0)  # they appear soon, however slow the disk is
 

@@ -24,6 +24,7 @@ from hasten.methods.loader_workers import LoaderWorkers
 from hasten.testing.effects import observe_effect
 from hasten.testing.tasks import perceptron
 from hasten.utils.denormals import flushes_denormals, nonzero_values, smallest_denormals
+from helpers.markers import slow
 
 COUNT = 1 << 18  # values of an operation, so that each thread computes some
 
@@ -141,7 +142,7 @@ def _run(thread):
     thread.join()
 
 
-slow_spawn = pytest.param("spawn", marks=pytest.mark.slow)  # imports torch anew
+slow_spawn = slow("spawn")  # imports torch anew
 
 
 @pytest.mark.parametrize("start", ["fork", slow_spawn])

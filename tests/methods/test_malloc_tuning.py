@@ -30,6 +30,7 @@ for context in nullcontext, MallocTuning().process_context(nullcontext, RunConte
 """
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_large_tensors_cause_no_further_page_faults():
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)

@@ -13,10 +13,12 @@ from hasten.testing import Subject
 from hasten.testing.checks import shows_its_effect
 from hasten.testing.effects import observe_effect
 from hasten.testing.models import MODEL_MAKES, available_makes
+from helpers.markers import slow
 from helpers.small_tasks import SETTINGS
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "data" / "effects.json"
 SAME_ON_ALL_MODELS = {"loader_workers", "num_threads", "budgeted_schedule", "batch_size"}  # their presets act alike
+PROCESSES_AND_THREADS = ("loader_workers", "num_threads")  # which take long to start
 OF_A_COMPILER = ("sequential_subclass", "lstm")  # quickly compiled
 
 
@@ -32,9 +34,9 @@ def recipes() -> list[tuple[str, dict]]:
 
 
 def case(name: str, options: dict):
-    """A test case; compiling all makes takes long, and ``test_compile.py`` has the usual ones."""
-    marks = [pytest.mark.slow] if method_class(name).card.high_setup_cost else []
-    return pytest.param(name, options, id=str(Recipe({name: options})), marks=marks)
+    """A test case; slow if all makes take long: other tests have the usual ones."""
+    case = slow if method_class(name).card.high_setup_cost or name in PROCESSES_AND_THREADS else pytest.param
+    return case(name, options, id=str(Recipe({name: options})))
 
 
 @pytest.fixture(autouse=True)

@@ -182,6 +182,7 @@ def test_recorder_survives_a_formula_that_raises(monkeypatch):
     assert recorder.count("mm") == 1 and recorder.flops() == 0
 
 
+@pytest.mark.slow
 def test_graph_that_the_observed_step_compiles_contains_no_hook_of_a_check(transformer):
     graphs = []
     for observed in (True, False):

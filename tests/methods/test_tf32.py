@@ -38,6 +38,7 @@ def test_flag_that_is_set_already_has_no_effect():
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.slow
 def test_precision_set_by_the_newer_api_is_unchanged():
     """In a process of its own: once the newer flags are set, torch refuses to read the older ones."""
     code = (

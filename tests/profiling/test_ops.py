@@ -82,6 +82,7 @@ def test_the_loss_scale_falls_with_each_overflow():
     assert 2.0**4 < values[-1] < 2.0**11 and not history[-1]["overflow"], "the scale found its level"
 
 
+@pytest.mark.slow
 def test_a_compiled_run_names_what_is_not_visible():
     seen = observed(normed(), "bfloat16 + compile:backend=aot_eager")
     assert seen["note"] == ops.COMPILED and seen["rows"]

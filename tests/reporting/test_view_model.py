@@ -125,14 +125,6 @@ def test_quality_that_nobody_measured_has_no_height():
     assert rows[-1]["height"] is None, "an estimated recipe may change the quality"
 
 
-def test_frontier_of_an_older_result_is_made_from_its_speedups():
-    baseline, strong, best = frontier_rows(validate(samples.faster()))
-    assert (baseline["role"], strong["role"], best["role"]) == ("baseline", "strong baseline", "recommended")
-    assert strong["speedup"]["median"] == pytest.approx(5.12 / 4.43) and strong["evidence"] == ""
-    assert best["evidence"] == "proven" and best["quality"]["mean"] == 0.0021
-    assert frontier_rows(validate(samples.no_improvement())) == []
-
-
 def test_measured_trials_come_before_excluded_ones():
     unsuccessful = view_model.unsuccessful(validate(samples.faster())["trials"])
     names = [

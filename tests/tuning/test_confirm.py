@@ -85,7 +85,7 @@ class Planted:
 
 
 def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
-    baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True)
+    baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True, [7, 8, 9])
     return next(iter(confirm(study, [Recipe(), *rungs], baseline, 5.0)), None)
 
 

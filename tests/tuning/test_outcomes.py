@@ -72,7 +72,7 @@ def test_clearly_better_metric_compensates_no_gain_but_not_a_loss(seconds, bette
 
 @pytest.mark.parametrize("higher", [True, False])
 def test_equal_quality_follows_the_metric_direction(higher):
-    baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher)
+    baseline = Baseline([0, 1], [{"metric": 1.0}, {"metric": 1.0}], TARGET, MARGIN, higher, [7, 8])
     better = 1 if higher else -1
     assert baseline.as_good([1.0 + better * 5 * MARGIN])
     assert baseline.as_good([1.0 - better * MARGIN / 2])

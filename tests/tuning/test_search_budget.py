@@ -18,7 +18,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.systems_stage import find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
-from helpers.planted_study import SAMPLES, TARGET, TRIAL, Planted, clipping, frozen, threads
+from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
 
 
 def test_budget_ends_trials_that_would_reach_its_reserve():
@@ -83,19 +83,37 @@ def test_ablation_removes_members_without_a_gain():
     assert study.trials[-1]["verdict"] == "left out"
 
 
+def test_ablation_removes_members_whose_share_is_in_doubt():
+    recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
+    study = Planted(faster={threads(2): 2.0, "fused_optimizer": 1.04}, restless=True)  # 1.04x (0.83 to 1.30)
+    incumbents = Incumbents([Recipe(), recipe])
+    assert [share["method"] for share in leave_one_out(study, incumbents, SAMPLES)] == ["num_threads"]
+    assert "no proven share" in study.trials[-1]["why"]
+
+
+def test_ablation_keeps_members_that_end_better_only():
+    recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
+    study = Planted(faster={threads(2): 1.5}, better={clipping(1): 2 * MARGIN})
+    incumbents = Incumbents([Recipe(), recipe])
+    leave_one_out(study, incumbents, SAMPLES, baseline_of(study))
+    assert incumbents.best == recipe
+
+
 def test_ablation_keeps_members_that_gain_by_step_time_only():
     """As DiLoCo does: equally many samples, a slightly worse final metric, and much faster steps."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 3.0}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
-    speedups = {share["method"]: share["speedup"] for share in leave_one_out(study, incumbents, SAMPLES)}
+    speedups = {
+        share["method"]: share["speedup"] for share in leave_one_out(study, incumbents, SAMPLES, baseline_of(study))
+    }
     assert incumbents.best == recipe
     assert (
         speedups["gradient_clipping"]["median"] == pytest.approx(3.0)
         and speedups["gradient_clipping"]["low"] is not None
     )
     study = Planted(faster={threads(2): 1.5}, better={clipping(1): -0.01})
-    leave_one_out(study, incumbents, SAMPLES)
+    leave_one_out(study, incumbents, SAMPLES, baseline_of(study))
     assert str(incumbents.best) == threads(2)
 
 
@@ -104,7 +122,7 @@ def test_setting_with_faster_but_more_steps_is_judged_by_total_time():
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5, clipping(1): 1.5}, samples={clipping(1): 1.5}, better={clipping(1): -0.01})
     incumbents = Incumbents([Recipe(), recipe])
-    leave_one_out(study, incumbents, SAMPLES)
+    leave_one_out(study, incumbents, SAMPLES, baseline_of(study))
     assert str(incumbents.best) == threads(2)
 
 

@@ -163,6 +163,7 @@ def test_tune_for_a_proof_without_validation_data_is_refused(tmp_path):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out", evidence="proven")
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_tune_without_validation_data_answers_within_its_budget(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))

@@ -32,8 +32,17 @@ from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
+WARM_UP_SECONDS = 3.0  # of steady steps, after which no further round begins
+LONG_STEP = 1.0  # seconds; if the second step takes longer, one step is a round
 LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
 EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
+
+
+def warm_up_steps(step: float) -> int:
+    """Number of steps in the warm-up of an arm whose steps take ``step`` seconds."""
+    if step <= LONG_STEP:
+        return 3 + WARM_UP_ROUNDS * WARM_UP_STEPS
+    return 1 + min(WARM_UP_ROUNDS, math.ceil(WARM_UP_SECONDS / step))
 
 
 class Arm:
@@ -61,7 +70,8 @@ class Arm:
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Builds the run and warms it up. Loading the task is not timed: it takes the same time under every recipe.
 
-        Without ``with_evaluation`` there are no evaluations, as if the task had no validation data.
+        The warm-up has fifteen steps, and three if each takes seconds. Without ``with_evaluation`` there are no
+        evaluations, as if the task had no validation data.
 
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
@@ -81,35 +91,30 @@ class Arm:
         program = self.program_of(task)
         program.effects.require_effect = True
         program.effects.check()
-        program.effects.warmup_steps = WARM_UP_STEPS  # the observed step, which takes longer, counts nowhere
         self.context.enter_context(program.process_context())
         self.source = program.train
         self.program = _endless(program, self._epoch)
         self.steps = program.effects.observed(train_steps(self.program))
         built = time.perf_counter() - began
 
-        first = self.train(WARM_UP_STEPS)["seconds"]
-        step = min(self.train(WARM_UP_STEPS)["seconds"] for _ in range(WARM_UP_ROUNDS)) / WARM_UP_STEPS
-        start = built + max(0.0, first - step * WARM_UP_STEPS)
+        first, step = self._warm_up(program)
         evaluation = None
         if with_evaluation and program.validation is not None:
-            self.validation_batches = program.validation.length
-            first, evaluation = (self._evaluate(None) for _ in range(2))
-            start += max(0.0, first - evaluation)
-            self.evaluated_batches = None  # all
-            if self.validation_batches and evaluation > EVALUATION_SECONDS:
-                self.evaluated_batches = max(1, round(self.validation_batches * EVALUATION_SECONDS / evaluation))
+            first_evaluation, evaluation = self._warm_up_evaluation()
+            first += first_evaluation
+        start = built + first
         plan, parallel, progress = program.plan, program.run.parallel, program.run.progress
+        samples_per_step = progress.samples / progress.step
         return {
             "start": start,
             "step": step,
             "sync_period": parallel.sync_period if parallel else 1,
             "warmup_steps": parallel.warmup_steps if parallel else 0,
             "evaluation": evaluation,
-            "samples_per_epoch": plan.samples or (program.train.length and program.train.length * plan.batch_size),
+            "samples_per_epoch": plan.samples or (program.train.length and program.train.length * samples_per_step),
             "batch_size": plan.batch_size,
             "samples": progress.samples,
-            "samples_per_step": progress.samples / progress.step,
+            "samples_per_step": samples_per_step,
             "steps": plan.steps,
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
@@ -119,6 +124,50 @@ class Arm:
     def program_of(self, task: Task) -> Program:
         methods = with_strategy(make_methods(self.recipe), self.ranks)
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
+
+    def _warm_up(self, program: Program) -> tuple[float, float]:
+        """Trains the first steps: (seconds that they took beyond steady ones, seconds of a steady step).
+
+        The effects are observed in the third step, which takes longer and counts nowhere; in the second one if the
+        first was long. Every rank trains as many steps, since the longest time of all ranks decides.
+        """
+        early = [self._seconds_of_steps(1)]
+        if early[0] > LONG_STEP:
+            program.effects.warmup_steps = 1
+        early.append(self._seconds_of_steps(1))
+        is_long = early[-1] > LONG_STEP
+        steady = [early.pop()] if is_long else []
+        if not is_long:
+            early.append(self._seconds_of_steps(1))
+        count = 1 if is_long else WARM_UP_STEPS
+        while not steady or (len(steady) < WARM_UP_ROUNDS and count * sum(steady) < WARM_UP_SECONDS):
+            steady.append(self._seconds_of_steps(count) / count)
+        return max(0.0, sum(early) - len(early) * min(steady)), min(steady)
+
+    def _warm_up_evaluation(self) -> tuple[float, float]:
+        """(seconds that the first evaluation takes beyond another one, seconds of an evaluation).
+
+        Sets ``evaluated_batches``, the number that ``evaluate`` times: all (None) unless an evaluation is long.
+        """
+        assert self.program.validation is not None
+        self.validation_batches = batches = self.program.validation.length
+        self.evaluated_batches = None
+        if not batches:  # unknown
+            first = self._evaluate(None)
+            second = first if first > LONG_EVALUATION else self._evaluate(None)
+            return max(0.0, first - second), second
+        first = self._evaluate(1) / batches
+        if first > LONG_STEP:
+            self.evaluated_batches = 1
+            return 0.0, first * batches
+        second = self._evaluate(1) / batches
+        if second * batches > EVALUATION_SECONDS:
+            self.evaluated_batches = min(batches, max(1, round(EVALUATION_SECONDS / second)))
+        return max(0.0, first - second), self._evaluate(self.evaluated_batches)
+
+    def _seconds_of_steps(self, count: int) -> float:
+        """Seconds of ``count`` steps, the same on all ranks."""
+        return self.ranks.all_reduce_max([self.train(count)["seconds"]])[0]
 
     def train(self, count: int) -> dict[str, float]:
         """Trains a block of ``count`` steps, synchronized at its ends only.
@@ -221,27 +270,29 @@ def estimate(
     processes: int = 1,
     timeout: float | None = None,
     deadline: float | None = None,
+    service: str = "hasten.benchmarking.arm:Arm",
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
     Returns ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``. After ``timeout``
-    seconds of silence a group of several
-    processes counts as hanging. ``deadline`` is a time of ``time.monotonic``.
+    seconds of silence a group of several processes counts as hanging. ``deadline`` is a time of ``time.monotonic``;
+    ``service`` is the class of the arm.
 
     Raises:
         RunError, ConfigurationError: the unchanged training does not run.
         DeadlineError: the estimate was not ready at the deadline.
     """
     arguments = {"task": task, "methods": {}, "device": device, "seed": seed}
-    with start_workers(processes, "hasten.benchmarking.arm:Arm", timeout, deadline, **arguments) as worker:
+    with start_workers(processes, service, timeout, deadline, **arguments) as worker:
         plan = worker.call("build")
-        if 0.0 < (plan["evaluation"] or 0.0) < LONG_EVALUATION:  # a single one may have been disturbed
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_STEP:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
     if plan["samples_per_epoch"] is None:
         return {"seconds": None, "plan": plan}
     samples = plan["samples_per_epoch"] * plan["epochs"]
     evaluations = samples / (plan["evaluate_every"] or plan["samples_per_epoch"])
-    seconds = plan["start"] + plan["step"] * samples / plan["batch_size"] + (plan["evaluation"] or 0.0) * evaluations
+    steps = samples / plan["samples_per_step"]
+    seconds = plan["start"] + plan["step"] * steps + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}
 
 

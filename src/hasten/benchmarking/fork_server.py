@@ -21,6 +21,7 @@ system call, and a process whose own parent has ended is reached, too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -57,6 +58,7 @@ STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
 ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
 MAX_REQUEST_BYTES = 1 << 20  # to the fork server
+CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
 
 
 class DeadlineError(RunError):
@@ -89,7 +91,7 @@ class Worker:
     ):
         ours, theirs = socket.socketpair()
         self.server = clean_server()
-        self.pid = self.server.fork(theirs, environment)
+        self.pid = self.server.fork(theirs, environment, seconds_to_wait(None, deadline))
         theirs.close()
         self.connection = Connection(ours.detach())
         self.timeout, self.deadline = timeout, deadline
@@ -205,24 +207,48 @@ class ForkServer:
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the server and its workers. A process that was forked from the owner changes nothing."""
+        if self.owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)  # forked processes may hold the socket, too
+        self.control.close()
+        try:
+            self.process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def is_usable(self) -> bool:
-        """Whether the server runs and was started by this process, not by a parent that forked it."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        """Whether the server still runs."""
+        return self.process.poll() is None
 
-    def fork(self, connection: socket.socket, environment: Mapping[str, str]) -> int:
-        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's."""
+    def fork(self, connection: socket.socket, environment: Mapping[str, str], timeout: float | None = None) -> int:
+        """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's.
+
+        The first worker waits until the server has imported torch. DeadlineError after ``timeout`` seconds.
+        """
         request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
-        return self._request(request, [connection.fileno()])
+        return self._request(request, [connection.fileno()], timeout)
 
-    def execute(self, directory: str, argv: list[str], environment: Mapping[str, str], output: str) -> int:
+    def execute(
+        self,
+        directory: str,
+        argv: list[str],
+        environment: Mapping[str, str],
+        output: str,
+        timeout: float | None = None,
+    ) -> int:
         """Starts a command in a process group of its own, which ends with this process like a worker.
 
         Its standard input is empty; both output streams go to the file ``output``. Returns the process ID. A command
         that cannot be started ends with exit code 127 and the reason in the output.
         """
         request = {"directory": directory, "argv": argv, "variables": dict(environment), "output": output}
-        return self._request(request)
+        return self._request(request, timeout=timeout)
 
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
@@ -231,10 +257,15 @@ class ForkServer:
         except (OSError, RunError):
             return None
 
-    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+    def _request(self, request: dict[str, Any], descriptors: Sequence[int] = (), timeout: float | None = None) -> int:
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
+            self.control.settimeout(timeout)
             reply = self.control.recv(64)
+            self.control.settimeout(None)
+        except TimeoutError:
+            self.process.kill()
+            raise DeadlineError("the deadline passed before a worker was started") from None
         except BaseException:  # a late reply would be taken for that of the next request
             self.process.kill()
             raise
@@ -243,16 +274,16 @@ class ForkServer:
         return int(reply)
 
 
-_server: ForkServer | None = None
+_servers: dict[int, ForkServer] = {}  # by process ID of the owner; a forked process inherits one that it cannot use
 _shown_warnings: set[str] = set()  # texts without their numbers; workers do not repeat them
 
 
 def clean_server() -> ForkServer:
     """The fork server of this process; started at the first call."""
-    global _server
-    if _server is None or not _server.is_usable():
-        _server = ForkServer()
-    return _server
+    server = _servers.get(os.getpid())
+    if server is None or not server.is_usable():
+        server = _servers[os.getpid()] = ForkServer()
+    return server
 
 
 def _installed_modules() -> list[str]:
@@ -471,3 +502,4 @@ def _sender(connection: Connection) -> Callable[[str, object], None]:
 
 if __name__ == "__main__":
     _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # the parent may wait, and the end of an interpreter that has imported torch takes 0.2 s

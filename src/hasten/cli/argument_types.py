@@ -175,6 +175,15 @@ def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:
     )
 
 
+def add_metric(parser: ArgumentParser) -> None:
+    """Add ``--metric``: what the training script of a command is judged by."""
+    parser.add_argument(
+        "--metric",
+        metavar="NAME[:min|max]",
+        help="the metric of your own command, as it prints or logs it (default: found, or asked for)",
+    )
+
+
 def add_recipe_options(parser: ArgumentParser) -> None:
     """Add ``--recipe`` and ``--with``, which name the methods to train with."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")

@@ -78,8 +78,7 @@ def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Store the same samples in another format and verify each part by reading it back.
 
     An interrupted conversion continues when the same command is given again. The files get their final names when all
-    of them are written. The result is how much faster reading became: as estimated from a sample of the rows, and as
-    measured.
+    of them are written.
     """
     from hasten.datatools.conversion import convert
 

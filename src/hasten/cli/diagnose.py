@@ -22,6 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     types.add_processes(parser, "shard every batch over N processes on this machine (data parallel)")
     types.add_timeout(parser)
     types.add_measuring_budget(parser)
+    types.add_metric(parser)
     parser.add_argument(
         "--ops",
         action="store_true",

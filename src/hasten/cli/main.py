@@ -54,7 +54,12 @@ COMMANDS = {
     "launch": launch,
     "bench-comm": bench_comm,
 }
-TASK_HELP = "TASK is the name of a workload, such as digits, or path/to/file.py:function."
+OF_SCRIPTS = ("diagnose", "train", "compare", "tune")  # that also take the user's own command after --
+COMMAND = "command"  # stands for it where a task is parsed
+TASK_HELP = (
+    "TASK is the name of a workload, such as digits, or path/to/file.py:function. "
+    "diagnose, compare, tune and train also take your own command: hasten tune -- python train.py --epochs 90."
+)
 DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the common options
 
 
@@ -64,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in argv
+    as_json = "--json" in split_command(argv)[0]
     _prepare_streams()
     _silence_libraries()
     _show_hasten_warnings()
@@ -126,8 +131,11 @@ def _run_command(argv: list[str]) -> CommandResult | None:
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
     """Parse the command line; ConfigurationError if it is wrong, None if it has no command and the help was printed."""
     parser = build_parser()
-    options, unknown = parser.parse_known_args(argv)
+    own, command = split_command(argv)
+    options, unknown = parser.parse_known_args(own if command is None else [*own, " ".join(command) or COMMAND])
     options.argv = argv
+    if command is not None and not unknown:
+        options.task = _script(command, options)
     if unknown:
         raise _unknown_argument(unknown, options.verb)
     if options.verb is None:
@@ -136,6 +144,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
         parser.print_help()
         return None
     return argparse.Namespace(**(DEFAULTS | vars(options)))
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The arguments before ``--``, and the user's own command after it; None for commands that take a task only."""
+    argv = list(argv)
+    verb = next((argument for argument in argv if argument in COMMANDS), None)
+    if verb not in OF_SCRIPTS or "--" not in argv:
+        return argv, None
+    index = argv.index("--")
+    return argv[:index], argv[index + 1 :]
+
+
+def _script(command: list[str], options: argparse.Namespace) -> object:
+    from hasten.hosts.script_ref import ScriptRef
+
+    return ScriptRef.of_command(command, metric=getattr(options, "metric", None))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,7 @@
-"""Shows progress on standard error: a bar on a terminal, else a line every 15 seconds; nothing with ``--quiet``."""
+"""Shows progress on standard error: a bar on a terminal, else a line when something changes.
+
+Nothing with ``--quiet``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 
 INITIAL_DELAY_S = 2.0
 BAR_INTERVAL_S = 0.5  # drawing the bar takes about a millisecond
-LINE_INTERVAL_S = 15.0
+LINE_INTERVAL_S = 15.0  # between two lines at least
+LINE_PROGRESS = 0.1  # after which there is another line although the work is the same
 
 
 @contextmanager
@@ -80,10 +84,13 @@ def _start_bar() -> Progress:
 
 
 def _lines() -> ProgressCallback:
-    is_due = _rate_limit(LINE_INTERVAL_S)
+    is_due, shown = _rate_limit(LINE_INTERVAL_S), ("", 0.0)
 
     def watch(what: str, done: float, seconds_left: float | None = None) -> None:
-        if is_due():
+        nonlocal shown
+        is_news = what != shown[0] or abs(done - shown[1]) >= LINE_PROGRESS
+        if is_news and is_due():
+            shown = what, done
             print_stderr(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip())
 
     return watch

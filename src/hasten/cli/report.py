@@ -1,4 +1,4 @@
-"""Writes the HTML report about a search, a run, a comparison or a diagnosis: one file that works offline."""
+"""Writes the HTML report about a search or a run: one file that works offline."""
 
 from argparse import ArgumentParser, Namespace
 

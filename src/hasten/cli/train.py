@@ -54,6 +54,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Train in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
+    if not isinstance(options.task, str):
+        return _run_script(options)
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
@@ -86,6 +88,19 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         error_type = RunInterrupted if is_managed_rank() else RunError  # the launcher may have interrupted its rank
         raise error_type(_how_to_resume(options)) from None
     return CommandResult(result, page("terminal", "train_answer"), code=1 if _target_missed(result) else 0)
+
+
+def _run_script(options: Namespace) -> CommandResult:
+    """Run the user's command with the recipe; its output, its input and its exit code are its own."""
+    from hasten.hosts.launch import check_train, train_script
+
+    for name in ("out", "resume", "max_bad_rows"):
+        if getattr(options, name):
+            reason = f"{options.task} writes and resumes its own files"
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {reason}; leave it out")
+    recipe = types.recipe_from_options(options)
+    sites = check_train(options.task, recipe, options.recipe, options.processes)
+    return CommandResult(None, deferred=partial(train_script, options.task, recipe, options.device, sites))
 
 
 def _choose_directory(options: Namespace) -> None:

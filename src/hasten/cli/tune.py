@@ -1,10 +1,12 @@
 """Searches for methods that make a task faster at equal quality, and proves the result; or finds that nothing does."""
 
+import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
+from hasten.cli.progress import print_stderr
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
 
@@ -43,6 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="how much worse the metric may become, in its own unit (default: the larger of 0.5 %% of the metric and "
         "one standard deviation between seeds)",
     )
+    types.add_metric(parser)
     parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",
@@ -67,9 +70,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def seconds_since_start() -> float:
+    """Seconds since this process began: importing torch counts, too."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """Search; the exit code is 0 only for the verdict "faster"."""
-    from hasten.tuning.tune import search_folder, tune
+    from hasten.tuning.tune import SearchInterrupted, tune
 
     wishes = {"evidence": options.evidence, "price_per_hour": options.price_per_hour}
     try:
@@ -85,11 +95,13 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             timeout=options.timeout,
             device=options.device,
             seed=options.seed,
+            spent=seconds_since_start(),
             watch=watch,
             **{name: wish for name, wish in wishes.items() if wish is not None},
         )
+    except SearchInterrupted as interrupt:
+        print_stderr("hasten: interrupted; the same command continues the search")
+        return CommandResult(interrupt.result, page("terminal", "tune_answer"), code=1)
     except KeyboardInterrupt:
-        folder = search_folder(options.task, options.out)
-        best = f"; hasten report {folder} shows the best answer so far" if (folder / "result.json").exists() else ""
-        raise RunError(f"interrupted; the same command continues the search{best}") from None
+        raise RunError("interrupted before the first answer; the same command starts again") from None
     return CommandResult(result, page("terminal", "tune_answer"), code=0 if result.get("verdict") == "faster" else 1)

@@ -69,6 +69,25 @@ class Source(ABC):
         return
 
 
+class WrappedSource(Source):
+    """A source around another one with the same rows: forwards everything but ``read`` and ``fingerprint``."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def chunk_offsets(self) -> numpy.ndarray:
+        return self.source.chunk_offsets()
+
+    def known_bad_rows(self) -> list[BadRow]:
+        return self.source.known_bad_rows()
+
+    def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
+        self.source.prepare(runner, faults)
+
+
 class BadRow(Exception):  # noqa: N818  # skipping it is no error
     """A row cannot be read. The pipeline turns it into a RunError, or skips the row.
 
@@ -93,6 +112,14 @@ def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
     for row in rows.tolist() if bad else ():
         if row in bad:
             raise BadRow(row, *bad[row])
+
+
+def split_target(columns: dict, target: str | None) -> Any:
+    """Returns named columns as they are, or, with a target, the tuple (other columns in order, target)."""
+    if target is None:
+        return columns
+    last = columns.pop(target)
+    return *columns.values(), last
 
 
 def unbatch(columns: Any) -> list:

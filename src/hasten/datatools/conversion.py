@@ -15,7 +15,6 @@ from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.source import BadRow
-from hasten.datatools.advice import estimated_gain, measured_gain
 from hasten.datatools.format_detection import (
     SKIPPED,
     StorageFormat,
@@ -26,13 +25,12 @@ from hasten.datatools.format_detection import (
 )
 from hasten.datatools.output_lock import lock_output, remove_output, save_manifest, write_atomically
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import ReportRows, ShardPlan, Writer, translate_write_errors
+from hasten.datatools.shard_plan import ReportRows, ShardPlan, Writer
 from hasten.datatools.writers import WRITERS
+from hasten.engine.error_messages import translate_disk_errors
 
 FORMAT = 2  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
-GAIN_SECONDS = 2.0  # for each side of the final comparison
-ESTIMATE_SECONDS = 1.0  # for each side of the comparison before the conversion
 RESUME_ADVICE = "complete parts stay there; free some space, and start the same command again to resume"
 TARGET_FORMATS = {  # of each format
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
@@ -77,8 +75,7 @@ def convert(
         "out", "to", "rows", "skipped_rows" (number), "skipped_files" (number), "files", "bytes", "bytes_before",
         "digest" (of the content that was read back), "classes" (class names in the order of their indices, also in
         ``conversion.json``; None if there are none), "others" (number of files of other formats at the path, by
-        format), "seconds", "written" (rows of this call), "open" (code that opens the output), and "gain": ``gain_of``
-        of the rows/s on one core, with the ratio that was "estimated" before.
+        format), "seconds", "written" (rows of this call), and "open" (code that opens the output).
 
     Raises:
         ConfigurationError: An unknown format, another conversion in the folder, a folder that cannot be written to, or
@@ -100,11 +97,9 @@ def convert(
         plan.done, manifest["skipped files"] = manifest["parts done"], skipped_files
         faults.restore(manifest["skipped_rows"])
         written = 0 if "finished" in manifest else _write_missing(to, plan, manifest, watch)
-    watch("measuring the gain", 1.0, None)
     output_files = [plan.folder / name for name in manifest["files"]]
     if missing := [file for file in output_files if not file.exists()]:
         raise RunError(f"{missing[0]} was removed after it was written; remove {plan.folder} and start again")
-    gain = measured_gain(reader, to, [*map(str, output_files)], GAIN_SECONDS)
     return {
         "path": str(path),
         "out": str(out),
@@ -124,7 +119,6 @@ def convert(
         "written": written,
         "open": _opening_code(to, manifest, plan.folder, resize),
         "seconds": perf_counter() - start,
-        "gain": {"estimated": manifest["estimated"], **gain},
     }
 
 
@@ -141,10 +135,8 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
 def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
     """Writes the parts that are not in the manifest yet; returns the rows written. RunError if a row cannot be read."""
     try:
-        with translate_write_errors(plan.folder, RESUME_ADVICE):
+        with translate_disk_errors(plan.folder, RESUME_ADVICE):
             writer = WRITERS[to](plan)
-            if "estimated" not in manifest:
-                manifest["estimated"] = estimated_gain(plan.reader, to, ESTIMATE_SECONDS)
             return _write_parts(writer, plan, manifest, watch)
     except ConfigurationError:
         if not plan.done:

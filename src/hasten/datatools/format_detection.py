@@ -107,7 +107,7 @@ def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, 
 
 def class_names(source: Source, files: list[str]) -> list[str] | None:
     """Returns class names in the order of their indices, from the source or from a conversion beside its files."""
-    stored = _load_manifest(os.path.dirname(files[0])).get("classes")
+    stored = load_manifest(os.path.dirname(files[0])).get("classes")
     return getattr(source, "classes", None) or ([str(name) for name in stored] if isinstance(stored, list) else None)
 
 
@@ -182,7 +182,7 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
 def _open_arrays(where: Any) -> Pipeline:
     """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name."""
     files = resolve_paths(where, FORMATS["rows"].suffixes)
-    manifest, by_name = _load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
+    manifest, by_name = load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):
         columns = {name: by_name[file] for name, file in manifest["columns"].items()}
         if len(columns) == len(files):
@@ -190,7 +190,7 @@ def _open_arrays(where: Any) -> Pipeline:
     return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})
 
 
-def _load_manifest(folder: str) -> dict:
+def load_manifest(folder: str) -> dict:
     """The manifest of the conversion that wrote a folder; empty if there is none."""
     try:
         manifest = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))

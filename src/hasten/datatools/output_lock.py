@@ -9,12 +9,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hasten.core.errors import ConfigurationError
-from hasten.datatools.format_detection import MANIFEST, SKIPPED
+from hasten.datatools.format_detection import MANIFEST, SKIPPED, load_manifest
 from hasten.datatools.shard_plan import PART, fsync
 from hasten.engine.error_messages import writable
+
+MANIFEST_TYPES = {"settings": dict, "parts done": list, "skipped_rows": list}
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def _lock_and_load(handle: int, folder: Path, settings: dict) -> dict:
     except BlockingIOError:
         message = f"another process converts into {folder}; wait for it, or choose another --out"
         raise ConfigurationError(message) from None
-    manifest = _load_manifest(folder)
-    if manifest is None:
+    manifest = load_manifest(str(folder))
+    if not all(isinstance(manifest.get(name), kind) for name, kind in MANIFEST_TYPES.items()):  # none, or damaged
         if any(not name.endswith(PART) for name in os.listdir(folder)):
             raise ConfigurationError(f"{folder} is not empty and contains no conversion; choose another --out")
         remove_output(folder)
@@ -60,16 +61,6 @@ def _check_same_settings(folder: Path, old: dict, new: dict) -> None:
             if name == "original":
                 difference = "the original has changed since"
             raise ConfigurationError(f"{folder} contains another conversion ({difference}); choose another --out")
-
-
-def _load_manifest(folder: Path) -> dict[str, Any] | None:
-    """The content of conversion.json in ``folder``; None if it is missing or damaged."""
-    types = {"settings": dict, "parts done": list, "skipped_rows": list}
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return manifest if all(isinstance(manifest[name], kind) for name, kind in types.items()) else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def save_manifest(folder: Path, manifest: dict) -> None:

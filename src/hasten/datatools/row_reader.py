@@ -7,16 +7,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy
 import torch
 
-from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
-from hasten.data.formats.table_files import Csv, Feather, Parquet, asks_too_much, check
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
@@ -68,11 +68,7 @@ class RowReader:
 
     @cached_property
     def rows(self) -> int:
-        if self.kind.is_table:
-            rows = sum(rows for manifest in self._manifests.values() for rows in manifest.chunks)
-        else:
-            rows = len(self.source)
-        return rows if self.max_rows is None else min(rows, self.max_rows)
+        return len(self.source) if self.max_rows is None else min(len(self.source), self.max_rows)
 
     @cached_property
     def first(self) -> Any:
@@ -135,68 +131,26 @@ class RowReader:
         if not self.kind.is_table:
             yield from map(arrow_table, self.columns(first, last))
             return
-        import pyarrow as pa
+        for chunk, (begin, end) in enumerate(pairwise(self.source.chunk_offsets().tolist())):
+            rows = range(max(first, begin), min(last, end))
+            table = self._readable_chunk(chunk, rows) if rows else None
+            if table is not None:
+                table = table.slice(rows.start - begin, len(rows))
+                step = max(1, CHUNK * len(table) // max(1, table.nbytes))
+                yield from (table.slice(row, step) for row in range(0, len(table), step))
 
-        run_begin, schema = 0, pa.schema(list(self._layout.types.items()))
-        for file, manifest in self._manifests.items():
-            for index, num_rows in enumerate(manifest.chunks):
-                rows = range(max(first, run_begin), min(last, run_begin + num_rows))
-                run = self._readable_run(file, index, run_begin, rows) if rows else None
-                if run is not None:
-                    step = max(1, CHUNK * len(run) // max(1, run.nbytes))
-                    for begin in range(0, len(run), step):
-                        yield run.slice(begin, step).cast(schema)
-                run_begin += num_rows
-
-    def _readable_run(self, file: str, index: int, first: int, rows: range) -> Any:
-        """``rows`` as an Arrow table, from run ``index`` that begins at row ``first``; None if skipped as bad."""
+    def _readable_chunk(self, chunk: int, rows: range) -> Any:
+        """A chunk (row group, record batch) as an Arrow table; None if it is damaged and its ``rows`` are skipped."""
         try:
-            return self._run(file, index, first).slice(rows.start - first, len(rows))
+            return self._chunk(chunk)
         except BadRow as bad_row:
             for row in rows:
                 self._skip(BadRow(row, bad_row.where, bad_row.why))
             return None
 
     @cached_property
-    def _run(self) -> Callable:
-        """``_decode`` with a cache of one run, since two parts may share a run (row group, record batch)."""
-        return lru_cache(maxsize=1)(self._decode)
-
-    def _decode(self, file: str, index: int, first: int) -> Any:
-        """Run ``index`` of a file as an Arrow table; BadRow, about its first row ``first``, if it cannot be decoded."""
-        import pyarrow as pa
-
-        bad = self._manifests[file].bad
-        if index in bad:
-            raise BadRow(first, file, bad[index])
-        try:
-            run = self._form.chunk(file, index, self._layout.names)
-            check(run, self._manifests[file].chunks[index])
-        except ConfigurationError:
-            raise
-        except (MemoryError, OSError, ValueError, LookupError, pa.ArrowException) as error:
-            if isinstance(error, MemoryError) and not asks_too_much(error):
-                raise
-            if getattr(error, "errno", None) is not None:  # an error of the operating system, not of the row
-                raise RunError(f"cannot read {file}: {format_error(error)}") from None
-            raise BadRow(first, f"{file}, {self._form.chunk_name} {index}", format_error(error)) from None
-        run = pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run
-        return run.select(self._layout.names)
-
-    @cached_property
-    def _form(self) -> Any:
-        return {"parquet": Parquet, "feather": Feather}[self.kind.name]() if self.kind.name != "csv" else Csv()
-
-    @cached_property
-    def _manifests(self) -> dict:
-        return {file: self._form.manifest(file) for file in self.files}
-
-    @cached_property
-    def _layout(self) -> Any:
-        from hasten.data.formats.table_layout import Layout  # requires pyarrow
-
-        schemas = {file: manifest.schema for file, manifest in self._manifests.items()}
-        return Layout.of(schemas, None, None, guessed=self.kind.name == "csv")
+    def _chunk(self) -> Callable:
+        return lru_cache(maxsize=1)(self.source.chunk_as_arrow)  # two parts may share a chunk
 
     # ---- as files in a tar
 

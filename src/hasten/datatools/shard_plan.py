@@ -5,15 +5,13 @@ a file with a final name is complete, and no reader mistakes a part of the data 
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
 from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.row_reader import RowReader
-from hasten.engine.error_messages import translate_disk_errors
 
 PART = ".part"
 ReportRows = Callable[[int], None]  # called with the number of rows written since the last call
@@ -59,13 +57,3 @@ def fsync(file: IO) -> None:
     """Flushes a file to the disk, so that its content survives a power failure."""
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextmanager
-def translate_write_errors(folder: Path, advice: str) -> Iterator[None]:
-    """Context manager: an OSError becomes a RunError of one line that names ``folder`` and ends in ``advice``."""
-    try:
-        yield
-    except OSError:
-        with translate_disk_errors(folder, advice):
-            raise

@@ -9,6 +9,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.distributed.deferred_init import replace_tensors
+from hasten.utils.tree import tree_map
 
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -52,29 +53,30 @@ def _can_step(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
 
 def gather_full_state(state: Any, keep: bool = True) -> Any:
     """A nested state with DTensors gathered to full tensors; None with ``keep=False``. All ranks must call it."""
-    if hasattr(state, "full_tensor"):
-        tensor = state.full_tensor()
+
+    def gather(leaf: Any) -> Any:
+        if not hasattr(leaf, "full_tensor"):
+            return leaf
+        tensor = leaf.full_tensor()
         return tensor if keep else None
-    if isinstance(state, Mapping):
-        return {key: gather_full_state(value, keep) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(gather_full_state(value, keep) for value in state)
-    return state
+
+    return tree_map(gather, state)
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
     """A nested state with this rank's shards of DTensors and their offsets. Other tensors become None with
     ``keep=False``, or if they are on the meta device: another rank has them.
     """
-    if isinstance(state, DTensor):
-        chunks = state.__create_chunk_list__()
-        return {PIECE: state.to_local(), "first": list(chunks[0].offsets) if chunks else [], "shape": list(state.shape)}
-    if isinstance(state, Mapping):
-        return {key: local_shards(value, keep) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(local_shards(value, keep) for value in state)
-    is_elsewhere = isinstance(state, torch.Tensor) and state.is_meta
-    return state if keep and not is_elsewhere else None
+
+    def shard_of(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            chunks = leaf.__create_chunk_list__()
+            first = list(chunks[0].offsets) if chunks else []
+            return {PIECE: leaf.to_local(), "first": first, "shape": list(leaf.shape)}
+        is_elsewhere = isinstance(leaf, torch.Tensor) and leaf.is_meta
+        return leaf if keep and not is_elsewhere else None
+
+    return tree_map(shard_of, state)
 
 
 def merge_shards(states: list[Any]) -> Any:

@@ -47,7 +47,7 @@ class EffectObserver:
         steps = run.plan.steps
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
-    def observed(self, steps: Iterator[T]) -> Iterator[T]:
+    def observed(self, steps: Generator[T]) -> Generator[T]:
         """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
 
         Raises:
@@ -60,7 +60,7 @@ class EffectObserver:
         if self.require_effect and self.run.no_effect:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
-    def _observed(self, steps: Iterator[T]) -> Iterator[T]:
+    def _observed(self, steps: Generator[T]) -> Generator[T]:
         while self.warmup_steps:
             for item in steps:
                 yield item

@@ -54,6 +54,8 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
     """Context manager: turns an OSError into a RunError "cannot write ``path``: reason; ``advice``"."""
     try:
         yield
+    except RunError:
+        raise
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error  # torch raises a RuntimeError in the context of the system's error
         while cause is not None and not isinstance(cause, OSError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from hasten._torch_compat import contains_worker_traceback, sample_being_fetched, worker_error_text, workers_started
+from hasten._torch_compat import contains_worker_traceback, worker_error_text, workers_started
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
@@ -21,7 +21,7 @@ from hasten.distributed.batch_sharding import IndexShard
 from hasten.utils.denormals import flushes_denormals
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
-SampleFinder = Callable[[int, str], int | None]  # (batch index, error text) -> index of the sample that raised it
+SampleFinder = Callable[[int, Exception], int | None]  # (batch index, error) -> index of the sample that raised it
 
 
 def from_spec(spec: LoaderSpec) -> BatchSource:
@@ -106,7 +106,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
                 iter(loader)
-        find = _sample_finder(spec, epoch) if spec is not None and loader.num_workers else None  # before iter() draws
+        find = _sample_finder(spec, epoch) if spec is not None else None  # before iter() draws
         return islice(_with_clear_errors(_start(loader), find), start, None)
 
     return BatchSource(
@@ -255,7 +255,7 @@ def _seeded_by_position(iterator: Iterator[Batch], seed: int, epoch: int) -> Ite
 
 
 def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
-    """Finds the sample that failed in a worker of the user's DataLoader, in the epoch that begins now.
+    """Finds the sample that failed in the user's DataLoader, in the epoch that begins now.
 
     The order of the epoch is drawn once more and the samples of the batch are read in this process, one by one. The
     sample that raises the same error is the one.
@@ -263,15 +263,17 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
     generators = (torch.default_generator, *_generators_of(spec.loader))
     states = [generator.get_state() for generator in generators]
 
-    def find(batch: int, text: str) -> int | None:
+    def find(batch: int, error: Exception) -> int | None:
+        if spec.num_workers and not contains_worker_traceback(error):
+            return None  # a worker died: this process might die of the same sample
         with preserve_rng_state(*generators[1:]):
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
             for index in next(islice(spec.batch_sampler(epoch), batch, None), list[int]()):
                 try:
                     spec.dataset[index]
-                except Exception as error:
-                    if _error_text(error) == text:
+                except Exception as again:
+                    if _error_text(again) == _error_text(error):
                         return index
         return None
 
@@ -281,7 +283,7 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
 def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = None) -> Iterator[Batch]:
     """The same batches; an exception of the dataset, from whichever process, becomes a RunError of one line.
 
-    ``find`` finds the sample where torch's own frames do not name it.
+    ``find`` finds the sample that raised.
     """
     batches_read = 0
     try:
@@ -292,12 +294,9 @@ def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = No
         lines = [line for line in str(error).splitlines() if "the dataset raised at sample" in line]
         raise RunError(lines[-1].split("RunError: ")[-1] if lines else str(error)) from error
     except Exception as error:
-        text = _error_text(error)
-        sample = sample_being_fetched(error)
-        if sample is None and find is not None and contains_worker_traceback(error):
-            sample = find(batches_read, text)  # not after a worker died: this process might die of the same sample
-        sample_text = "" if sample is None else f", sample {sample}"
-        raise RunError(f"the data raised at batch {batches_read + 1} of the epoch{sample_text}: {text}") from error
+        sample = None if find is None else find(batches_read, error)
+        where = f"batch {batches_read + 1} of the epoch" + ("" if sample is None else f", sample {sample}")
+        raise RunError(f"the data raised at {where}: {_error_text(error)}") from error
 
 
 def _error_text(error: Exception) -> str:

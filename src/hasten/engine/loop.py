@@ -5,7 +5,7 @@ steps.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -17,7 +17,7 @@ from hasten.utils.batch import batch_size, map_tensors
 from hasten.utils.rng import preserve_rng_state
 
 
-def train_steps(program: Program) -> Iterator[torch.Tensor]:
+def train_steps(program: Program) -> Generator[torch.Tensor]:
     """Trains to the end of the plan; yields each step's loss, a scalar on the device. RunError if an epoch is empty."""
     while not is_finished(program):
         before = program.run.progress.step
@@ -41,7 +41,7 @@ def is_finished(program: Program) -> bool:
     return progress.epoch >= plan.epochs or (plan.steps is not None and progress.step >= plan.steps)
 
 
-def train_epoch(program: Program) -> Iterator[torch.Tensor]:
+def train_epoch(program: Program) -> Generator[torch.Tensor]:
     """Trains to the end of the current epoch (or of the plan); yields the loss of each step, as ``train_steps``."""
     progress, plan, schedule = program.run.progress, program.plan, program.schedule
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform

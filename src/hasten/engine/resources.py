@@ -5,6 +5,7 @@ Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.htm
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,15 @@ MEMORY_FILES = {  # limit, usage, and the statistics of reclaimable file cache: 
 def free_memory() -> int:
     """Bytes of host memory that this process may still allocate; an equal share for each of LOCAL_WORLD_SIZE ranks."""
     return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // _local_world_size()
+
+
+def peak_memory() -> int:
+    """The most bytes of host memory that were resident in this process so far.
+
+    ``getrusage`` states more: its figure survives ``exec``, so it includes what the starting process held.
+    """
+    peak = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(peak.group(1)) if peak else psutil.Process().memory_info().rss
 
 
 def available_cpus() -> int:

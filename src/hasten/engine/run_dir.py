@@ -199,10 +199,10 @@ def to_json_lines(records: list[dict[str, Any]]) -> str:
     return json.dumps(records, allow_nan=False)[1:-1].replace("}, {", "}\n{") + "\n" if records else ""
 
 
-def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def atomic_write(path: Path, write: Callable[[BinaryIO], object], advice: str = FREE_THE_DISK) -> None:
     """Replaces ``path`` by a complete file: readers see the old or the new one. RunError if it cannot be written."""
     temporary = path.with_name(path.name + TEMPORARY)
-    with translate_disk_errors(path, FREE_THE_DISK):
+    with translate_disk_errors(path, advice):
         try:
             with open(temporary, "wb") as file:
                 write(file)

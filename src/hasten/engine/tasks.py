@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
 from hasten.core.method import Method
@@ -102,14 +102,23 @@ class TaskRef:
         sys.path.extend(folder for folder in fields["path"] if folder not in sys.path)  # to find its modules
         return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
 
+    can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
+
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Raises ConfigurationError if a method needs a hook that cannot be offered; the engine offers all."""
 
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
     ) -> Any:
-        """What answers the calls of a service (``module:Class``) in another way than by the engine; None: the engine."""
+        """What answers the calls of a service (``module:Class``) instead of the engine; None: the engine does."""
         return None
+
+    def sites(self) -> dict[str, Any] | None:
+        """Where the loaders, optimizers and models are that the engine does not build; None for a task."""
+        return None
+
+    def write_sites(self, folder: Path) -> None:
+        """Writes ``sites`` beside a recipe, if there are any."""
 
     def fingerprint(self) -> str:
         """A hash of the task's code: its file and the modules imported from the same folder, or the pickled object."""

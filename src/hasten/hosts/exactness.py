@@ -45,7 +45,8 @@ MIN_GRADIENT_DB = 20.0
 NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
 NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
-DOUBLE = {f"{RunConditions.__module__}:{RunConditions.__name__}": {"double": True}}
+CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
+DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
 
 Weights = dict[str, torch.Tensor]
 
@@ -126,7 +127,9 @@ class _Runs:
         """Whether two runs of the script as it is end with the same bits."""
         return self.run({}, keep=True).hash == self.run({}, again=1, keep=True).hash
 
-    def in_double(self, base: dict[str, Any], candidate: dict[str, Any], steps: int) -> tuple[ScriptRun, ScriptRun] | None:
+    def in_double(
+        self, base: dict[str, Any], candidate: dict[str, Any], steps: int
+    ) -> tuple[ScriptRun, ScriptRun] | None:
         """Both recipes in float64; None if the script cannot run in it."""
         if self.key in self.double_fails:
             return None
@@ -140,7 +143,7 @@ class _Runs:
     def _run(self, methods: dict[str, Any], steps: int) -> ScriptRun:
         sites, limits = known_sites(self.script), (None, self.deadline)
         with (
-            ScriptProcess(self.script, methods, self.device, self.seed, sites) as process,
+            ScriptProcess(self.script, methods, self.device, self.seed, sites, self.deadline) as process,
             tempfile.TemporaryDirectory(prefix="hasten-") as folder,
         ):
             answer = process.wait_until_trained(*limits)
@@ -149,7 +152,11 @@ class _Runs:
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
             process.ask("save", *limits, path=f"{folder}/weights")
-            weights, gradients = (torch.load(Path(folder, name), weights_only=True) for name in ("weights", "gradients"))
+            weights, gradients = (
+                torch.load(Path(folder, name), weights_only=True) for name in ("weights", "gradients")
+            )
+        if not weights:
+            raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
         return ScriptRun(found["steps"], found["hash"], weights, gradients)
@@ -173,7 +180,8 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
     if both is not None:
         number = _difference(both[0].weights, both[1].weights)
         relation = "below" if number < MAX_DIFFERENCE else "not below"
-        why = f"in float64 the weights differ by {number:.1e} after {both[1].steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
+        steps = both[1].steps
+        why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
         return _result(number < MAX_DIFFERENCE, number, why)
     a, b, rounded = runs.run(base, keep=True), runs.run(candidate), runs.run({**base, **ROUNDED}, keep=True)
     number, allowed = _difference(a.weights, b.weights), _difference(a.weights, rounded.weights)
@@ -187,7 +195,8 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
 
 def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     both = runs.in_double(base, candidate, GRADIENT_STEPS)
-    clean, noisy = (both[0] if both else runs.run(base, keep=True)), runs.run(candidate, GRADIENT_STEPS)
+    clean = both[0] if both else runs.run({**base, **SINGLE}, GRADIENT_STEPS, keep=True)
+    noisy = runs.run({**candidate, **SINGLE}, GRADIENT_STEPS)
     against = "float64" if both else "float32"
     name, worst = _worst_gradient(clean.gradients, noisy.gradients)
     if not worst >= MIN_GRADIENT_DB:
@@ -196,7 +205,9 @@ def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
     if both is not None and (movement := _difference(both[0].weights, both[1].weights)) >= MAX_DIFFERENCE:
         why = f"it does more than round: in float64 the weights differ by {movement:.1e} after {both[1].steps} steps"
         return _result(False, movement, why)
-    return _result(True, worst, f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}")
+    return _result(
+        True, worst, f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
+    )
 
 
 def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:

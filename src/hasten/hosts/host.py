@@ -74,8 +74,7 @@ def check_supported(host: Host, methods: Iterable[Method], owner: str) -> None:
         needless = set() if method.card.exactness is Exactness.CHANGES_TRAINING else {"export"}
         if "distributed" in method.card.applies_to:
             raise ConfigurationError(
-                f"{method.name} is for several processes that hasten starts, but {owner} starts its own; "
-                f"{host.way_out}"
+                f"{method.name} is for several processes that hasten starts, but {owner} starts its own; {host.way_out}"
             )
         for hook in hooks_of(method):
             if hook not in host.hooks | needless:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeo
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
 from hasten.hosts.sandbox import Sandbox
+from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -44,7 +44,7 @@ class ScriptProcess:
         device: Name of the device to assume until the model is seen.
         seed: Added to the script's seeds; None leaves them.
         sites: The site map of an earlier run, or None.
-        isolated: Whether it runs in a sandbox.
+        deadline: Time of ``time.monotonic`` at which the start is given up.
     """
 
     def __init__(
@@ -54,13 +54,14 @@ class ScriptProcess:
         device: str = "cpu",
         seed: int | None = 0,
         sites: dict[str, Any] | None = None,
-        isolated: bool = True,
+        deadline: float | None = None,
     ):
+        left = seconds_to_wait(None, deadline)
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
         with ExitStack() as stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="hasten-"))
-            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            box = stack.enter_context(Sandbox.for_directory(script.directory))
+            self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.folder / SOCKET))
             self.listener.listen(1)
@@ -68,12 +69,10 @@ class ScriptProcess:
             argv, environment = list(script.argv), injected(script.environment, self.folder)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
-            if isolated:
-                box = stack.enter_context(Sandbox.for_directory(script.directory))
-                argv, environment = box.wrap(argv), box.environment(environment)
+            command = {"argv": box.wrap(argv), "environment": box.environment(environment)}
             self.server = clean_server()
-            command = {"argv": argv, "environment": environment, "output": str(self.folder / "output")}
-            self.pid = self.server.execute(script.directory, **command)
+            output = str(self.folder / "output")
+            self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
             stack.callback(self._end)
             self.exit = os.pidfd_open(self.pid)
             stack.callback(os.close, self.exit)
@@ -90,6 +89,9 @@ class ScriptProcess:
         soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
             self.kill()
+            if known_sites(self.script) is not None:  # it does train
+                seconds_to_wait(None, deadline)
+                raise timeout_error(timeout)
             raise ConfigurationError(
                 f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s: no backward pass; "
                 "give a larger --budget, or a command that trains"
@@ -135,6 +137,10 @@ class ScriptProcess:
     def rivals(self) -> int:
         """The number of processes of the script that train, too."""
         return len(list(self.folder.glob(f"{RIVAL}-*")))
+
+    def whole_output(self) -> str:
+        """All that the script has printed, on both streams."""
+        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
 
     def output(self) -> str:
         """The end of what the script has printed, on both streams."""

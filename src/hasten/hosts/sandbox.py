@@ -1,23 +1,230 @@
-"""Isolation of trials: a stand-in that isolates nothing, until the sandbox with overlays takes its place."""
+"""Isolation of a trial: what the user's command writes is gone afterwards, and it finds nothing of an earlier trial.
 
+::
+
+    with Sandbox.for_directory(cwd, extra_writable=["/data/runs"]) as box:
+        process = subprocess.Popen(box.wrap(command), env=box.environment(os.environ), cwd=cwd)
+
+An overlay file system covers the working directory and each further directory, in a mount namespace of the command
+alone: it reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so
+a script that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
+user a user namespace as well, in which the command keeps its user id.
+
+Where namespaces are not permitted, the command runs in a copy of its working directory. A copy protects what the
+command reaches by relative paths and by paths in its arguments and PYTHONPATH. It cannot protect directories outside,
+nor absolute paths into the directory that the program has from elsewhere (a configuration file, an editable
+installation), and relative paths that leave the directory miss their targets.
+
+The directories that an overlay covers are not those that other processes see: the command must exchange files and
+sockets with its parent in ``Sandbox.folder``. A file of the user that is opened for writing is copied to the layer
+whole, which takes time and disk space for a large one.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.core.errors import ConfigurationError
 
+MAX_COPY_BYTES = 200 * 10**6
+PREFIX = "hasten-sandbox-"
+INTERPRETER = sys.executable or "python3"
+ENTER = Path(__file__).with_name("enter_sandbox.py")
+NEVER_OVERLAID = ("/dev", "/proc", "/sys")  # devices and the kernel's files are no data of the user
+
+# Trackers write into the sandbox and upload nothing. {} is a fresh directory. TensorBoard writes plain files.
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_DIR": "{}/wandb",
+    "WANDB_CACHE_DIR": "{}/wandb",
+    "WANDB_DATA_DIR": "{}/wandb",
+    "MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db",
+    "TRACKIO_DIR": "{}/trackio",
+    "COMET_OFFLINE_DIRECTORY": "{}/comet",
+    "COMET_START_ONLINE": "0",
+    "CLEARML_OFFLINE_MODE": "1",
+    "NEPTUNE_MODE": "offline",
+}
+
+
+@dataclass(frozen=True)
 class Sandbox:
-    """Runs commands so that they write nothing into the user's directories."""
+    """An isolated place for commands.
+
+    Attributes:
+        cwd: Working directory of the command.
+        directories: Directories whose content the command cannot change; none of them contains another.
+        folder: Temporary folder of this sandbox, outside of ``directories`` and removed at the end.
+        isolation: "overlay", or "copy" with the limits that the module's docstring states.
+        obstacle: Why an overlay is not possible; empty if it is.
+    """
+
+    cwd: str
+    directories: tuple[str, ...]
+    folder: Path
+    isolation: str = "overlay"
+    obstacle: str = ""
 
     @staticmethod
     @contextmanager
     def for_directory(cwd: str | Path, extra_writable: Iterable[str | Path] = ()) -> "Iterator[Sandbox]":
-        """A sandbox around the working directory of a command and other directories that it writes to."""
-        yield Sandbox()
+        """Context manager: a sandbox over the working directory and further directories that the command writes to.
+
+        Args:
+            cwd: Working directory of the command.
+            extra_writable: Further files or directories that it writes to, which need not exist yet.
+
+        Raises:
+            ConfigurationError: The directory cannot be isolated; the message has the reason.
+        """
+        cwd = os.path.realpath(cwd)
+        if not os.path.isdir(cwd):
+            raise ConfigurationError(f"cannot isolate a trial in {cwd}: it is not a directory")
+        directories = _outermost([cwd, *map(_existing_directory, extra_writable)])
+        if "/" in directories:
+            raise ConfigurationError("cannot isolate a trial in /; start the command in the directory of the script")
+        base = _base_outside(directories)
+        _remove_stale(base)
+        with _locked_folder(base) as folder:
+            box = Sandbox(cwd, directories, folder)
+            if obstacle := _overlay_obstacle(box):
+                _check_copy_is_possible(box, obstacle)
+                box = Sandbox(cwd, directories, folder, "copy", obstacle)
+            yield box
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` inside."""
-        return list(argv)
+        """The command that runs ``argv`` in this sandbox. It becomes ``argv`` (exec): process id, process group,
+        signals and exit code are those of ``argv``; exit code 125 means that the sandbox could not be made.
+        """
+        enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.folder), self.cwd]
+        return [*enter, *self.directories, "--", *argv]
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a command inside."""
-        return dict(variables)
+        """A copy of ``variables`` in which trackers are offline and write to a fresh folder in the sandbox."""
+        trackers = tempfile.mkdtemp(prefix="trackers-", dir=self.folder)
+        offline = {name: value.format(trackers) for name, value in OFFLINE.items()}
+        for value in offline.values():
+            if value.startswith(trackers):
+                os.makedirs(value, exist_ok=True)
+        return {**variables, **offline}
+
+
+def _existing_directory(path: str | Path) -> str:
+    """The directory itself, or the nearest parent that exists of a file or of a path that does not exist yet."""
+    path = os.path.realpath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _outermost(directories: list[str]) -> tuple[str, ...]:
+    """The directories that lie in no other of them, in order; those of devices and of the kernel are left out."""
+    outer: list[str] = []
+    for directory in sorted(set(directories)):
+        if not any(_contains(parent, directory) for parent in (*outer, *NEVER_OVERLAID)):
+            outer.append(directory)
+    return tuple(outer)
+
+
+def _contains(parent: str, path: str) -> bool:
+    return path == parent or path.startswith(parent.rstrip("/") + "/")
+
+
+def _base_outside(directories: tuple[str, ...]) -> str:
+    """A directory for temporary folders that lies in none of the directories; raises ConfigurationError."""
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+        base = os.path.realpath(base)
+        outside = not any(_contains(directory, base) for directory in directories)
+        if outside and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
+            return base
+    remedy = "set TMPDIR to a directory outside of " + ", ".join(directories)
+    raise ConfigurationError(f"cannot isolate a trial: there is no place for its temporary files; {remedy}")
+
+
+@contextmanager
+def _locked_folder(base: str) -> Iterator[Path]:
+    """A temporary folder that is locked while this process lives, so that no other one removes it as stale."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        with suppress(FileNotFoundError):  # a process that looked for stale folders was faster
+            descriptor = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.path.exists(os.path.join(folder, "lock")):
+                break
+            os.close(descriptor)
+    try:
+        yield Path(folder)
+    finally:
+        _remove(folder)
+        os.close(descriptor)
+
+
+def _remove_stale(base: str) -> None:
+    """Removes the folders of this user's sandboxes that no process holds any more."""
+    for entry in os.scandir(base):
+        if not entry.name.startswith(PREFIX) or entry.is_symlink() or entry.stat().st_uid != os.geteuid():
+            continue
+        try:
+            descriptor = os.open(os.path.join(entry.path, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(entry.path)
+        except BlockingIOError:
+            pass  # in use
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: str) -> None:
+    """Removes a folder and all in it, also directories of mode 000, which overlays leave in their work directories."""
+    for parent, names, _ in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in names):
+            if not os.path.islink(path):  # chmod follows links, out of the sandbox
+                with suppress(OSError):
+                    os.chmod(path, stat.S_IRWXU)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _overlay_obstacle(box: Sandbox) -> str:
+    """Why overlays over the sandbox's directories are not possible; empty if they are."""
+    probe = subprocess.run(box.wrap(["true"]), capture_output=True, text=True, cwd="/")
+    return (
+        ""
+        if probe.returncode == 0
+        else probe.stderr.strip().removeprefix("hasten: ") or f"exit code {probe.returncode}"
+    )
+
+
+def _check_copy_is_possible(box: Sandbox, obstacle: str) -> None:
+    """Raises ConfigurationError if a copy cannot isolate the command, either."""
+    if others := [directory for directory in box.directories if directory != box.cwd]:
+        reason = f"a copy of {box.cwd} cannot protect {', '.join(others)}, to which the command writes"
+    elif _size_above(box.cwd, MAX_COPY_BYTES) > MAX_COPY_BYTES:
+        reason = f"{box.cwd} holds more than {MAX_COPY_BYTES // 10**6} MB, which is too large to copy for each trial"
+    else:
+        return
+    remedy = "permit user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container, "
+    remedy += "--security-opt seccomp=unconfined or --privileged)"
+    raise ConfigurationError(f"cannot isolate a trial: {obstacle}, and {reason}; {remedy}")
+
+
+def _size_above(directory: str, limit: int) -> int:
+    """Bytes of the files in a directory, counted until they exceed the limit."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+        if total > limit:
+            break
+    return total

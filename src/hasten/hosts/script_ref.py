@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
 from hasten.core.task import Task
 from hasten.engine.tasks import TaskRef
+from hasten.hosts import site_map
 from hasten.hosts.host import SCRIPT, check_supported
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
@@ -40,6 +41,7 @@ class ScriptRef(TaskRef):
     directory: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     metric: str | None = None
+    can_be_shortened = False
 
     @staticmethod
     def of_command(argv: Sequence[str], metric: str | None = None, directory: str | None = None) -> ScriptRef:
@@ -107,7 +109,8 @@ class ScriptRef(TaskRef):
         """What answers the calls of a service of the engine for this script.
 
         Raises:
-            ConfigurationError: More than one process, or a measurement that needs the engine's loop.
+            ConfigurationError: More than one process.
+            RunError: A measurement that needs the loop of the engine.
         """
         from hasten.hosts import services  # which start processes and import this module
 
@@ -115,8 +118,17 @@ class ScriptRef(TaskRef):
             raise ConfigurationError(f"{self.name} starts its own processes; leave --processes out")
         name = service.rpartition(":")[2]
         if name not in services.SERVICES:
-            raise ConfigurationError(f"this measurement needs hasten's own loop, and {self.name} has one of its own")
+            raise RunError(f"this measurement needs the loop of the engine, and {self.name} has one of its own")
         return services.SERVICES[name](self, timeout=timeout, deadline=deadline, **arguments)
+
+    def sites(self) -> dict[str, Any] | None:
+        """The site map of the runs so far; None before the first one."""
+        known = site_map.known_sites(self)
+        return None if known is None else {kind: known[kind] for kind in site_map.KINDS}
+
+    def write_sites(self, folder: Path) -> None:
+        """Writes the site map beside a recipe."""
+        site_map.write(folder, self)
 
     def __str__(self) -> str:
         return self.name
@@ -127,7 +139,7 @@ def _is_python(command: str) -> bool:
 
 
 def _script_of(argv: Sequence[str], directory: str) -> str:
-    """The script or module that a Python command runs; ConfigurationError if there is none, or for flags in IGNORING."""
+    """The script or module of a Python command; ConfigurationError if there is none, or for flags in IGNORING."""
     arguments = iter(argv[1:])
     for argument in arguments:
         if not argument.startswith("-"):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.hosts.arm import FIRST_STEP_S, ScriptArm, ScriptProbe
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
+from hasten.hosts.whole_run import find_metric, run_to_end
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
-WATCH_S = 15.0  # that the first run is watched after its first step
+WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
+DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 WATCH_CHUNK_S = 0.5
 
 
@@ -49,14 +52,14 @@ class ScriptDescription(Calls):
     """Watches the first run of a script, without any method."""
 
     def facts(self, processes: int) -> dict[str, Any]:
-        """As ``tuning.trial.Description``. Without a metric there is nothing to validate, and no target."""
-        watch_script(self.script, self.deadline)
-        metric = None
+        """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
+        site_map = watch_script(self.script, self.deadline)
+        metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
             "fingerprint": self.script.fingerprint(),
             "has_validation": metric is not None,
-            "higher_is_better": True,
-            "metric": "",
+            "higher_is_better": metric is None or metric["direction"] == "max",
+            "metric": metric["name"] if metric else "",
             "target": None,
         }
 
@@ -67,6 +70,12 @@ class ScriptTrial(Calls):
     def __init__(self, script: ScriptRef, *, methods: dict[str, Any], device: str, seed: int, **limits: Any):
         super().__init__(script, **limits)
         self.methods, self.device, self.seed = methods, device, seed
+
+    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict[str, Any]:
+        """A whole run; see ``tuning.trial.Trial.run``. RunError for a shorter one: the script owns its length."""
+        if horizon < 1:
+            raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
+        return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, time_limit)
 
     def check_exactness(self, base: dict[str, Any], exactness: str, seconds: float) -> dict[str, Any]:
         """Checks what the exactness class promises, against the methods ``base``; see ``hosts/exactness.py``."""
@@ -79,9 +88,10 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     Raises:
         ConfigurationError: It failed, or never trained.
     """
-    left = WATCH_S / WATCH_SHARE if deadline is None else deadline - time.monotonic()
-    with ScriptProcess(script, {}) as process:
+    left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
+    with ScriptProcess(script, {}, deadline=deadline) as process:
         answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
+        early = process.ask("describe", None, deadline)  # while the loaders exist
         end, count = time.monotonic() + min(WATCH_S, WATCH_SHARE * left), 1
         while time.monotonic() < end and not answer.get("ended"):
             began = time.monotonic()
@@ -89,12 +99,17 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             step = (time.monotonic() - began) / max(1, answer["count"])
             count = max(1, min(10 * count, int(WATCH_CHUNK_S / max(step, 1e-6))))
         described = process.ask("describe", None, deadline)
+        described["facts"] = sorted({*described["facts"], *early["facts"]})
+        described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
+        metric = find_metric(script, process, described) if described["total_steps"] else None
+        described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
 
 
 SERVICES: dict[str, Any] = {
     "Arm": ScriptArm,
+    "FirstSteps": ScriptArm,
     "Probe": ScriptProbe,
     "Description": ScriptDescription,
     "Trial": ScriptTrial,

@@ -76,14 +76,15 @@ def _measure(
     ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: ProgressCallback
 ) -> dict[str, Any]:
     calls: dict[tuple[str, int], tuple[Call, int]] = {}  # (collective, size) -> (call, repeats)
-    for name, make in COLLECTIVES.items():
-        for size in sizes:
-            call = make(size, ranks, device)
+    slow: set[str] = set()
+    for size in sizes:
+        for name, call in _collectives(size, ranks, device).items():
+            if name in slow:
+                continue
             call()
             seconds = seconds_per_call(call, 1, ranks, device)
             calls[name, size] = call, min(MAX_CALLS, max(1, round(MIN_SAMPLE_S / seconds)))
-            if seconds > MAX_CALL_S:
-                break
+            slow |= {name} if seconds > MAX_CALL_S else set()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for index in range(ROUNDS):
         watch("communicating", index / ROUNDS, None)
@@ -96,7 +97,7 @@ def _measure(
         "device": str(device),
         "collectives": {
             name: _summary({size: samples for (other, size), samples in times.items() if other == name})
-            for name in COLLECTIVES
+            for name in dict.fromkeys(name for name, _ in calls)
         },
     }
 
@@ -151,38 +152,14 @@ def _tensor(size: int, ranks: ProcessGroupInfo, device: torch.device) -> torch.T
     return torch.ones(-(-size // (4 * ranks.world_size)) * ranks.world_size, device=device)
 
 
-def _all_reduce(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
+def _collectives(size: int, ranks: ProcessGroupInfo, device: torch.device) -> dict[str, Call]:
+    """Name -> a call of each collective in which this rank contributes ``size`` bytes."""
     tensor = _tensor(size, ranks, device)
-    return lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX)
-
-
-def _reduce_and_broadcast(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
-    tensor = _tensor(size, ranks, device)
-    return lambda: (dist.reduce(tensor, 0, dist.ReduceOp.MAX), dist.broadcast(tensor, 0))
-
-
-def _reduce_scatter(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
-    tensor = _tensor(size, ranks, device)
-    shard = torch.empty(len(tensor) // ranks.world_size, device=device)
-    return lambda: reduce_scatter_single(shard, tensor, dist.ReduceOp.MAX)
-
-
-def _all_gather(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
-    tensor = _tensor(size, ranks, device)
-    shard = torch.ones(len(tensor) // ranks.world_size, device=device)
-    return lambda: all_gather_single(tensor, shard)
-
-
-def _all_to_all(size: int, ranks: ProcessGroupInfo, device: torch.device) -> Call:
-    tensor = _tensor(size, ranks, device)
-    received = torch.empty_like(tensor)
-    return lambda: dist.all_to_all_single(received, tensor)
-
-
-COLLECTIVES = {
-    "all-reduce": _all_reduce,
-    "all-reduce by tree": _reduce_and_broadcast,
-    "reduce-scatter": _reduce_scatter,
-    "all-gather": _all_gather,
-    "all-to-all": _all_to_all,
-}
+    received, shard = torch.empty_like(tensor), tensor[: len(tensor) // ranks.world_size].clone()
+    return {
+        "all-reduce": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+        "all-reduce by tree": lambda: (dist.reduce(tensor, 0, dist.ReduceOp.MAX), dist.broadcast(tensor, 0)),
+        "reduce-scatter": lambda: reduce_scatter_single(shard, tensor, dist.ReduceOp.MAX),
+        "all-gather": lambda: all_gather_single(received, shard),
+        "all-to-all": lambda: dist.all_to_all_single(received, tensor),
+    }

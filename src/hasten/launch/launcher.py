@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import NoReturn, cast
 
@@ -36,7 +37,7 @@ from hasten.engine.data_adapters import check_process_count
 from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
 from hasten.launch import elastic
-from hasten.launch.rank_results import PARENT, RESUME_DIR, job_directory, read_results
+from hasten.launch.rank_results import PARENT, RESUME_DIR, read_results
 from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 
 RENDEZVOUS_TIMEOUT_S = 900  # for the nodes to find each other, and for a lost node to come back
@@ -96,7 +97,12 @@ def launch(
     _check_memory(nproc_per_node)
     _silence_torch_agent()
     address = LOOPBACK if rdzv_endpoint is None else local_address(rdzv_endpoint)
-    with job_directory() as directory, _rank_environment(nproc_per_node, address), _signals_as_errors(directory):
+    # a launcher that is killed leaves the directory, as torchrun leaves its log directory
+    with (
+        TemporaryDirectory(prefix="hasten-job-") as directory,
+        _rank_environment(nproc_per_node, address),
+        _signals_as_errors(directory),
+    ):
         job = _Job(argv, nproc_per_node, nnodes, rdzv_endpoint, max_restarts, directory, address)
         result = _run_with_new_stores(job)
         if result is None:

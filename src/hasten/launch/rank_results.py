@@ -8,27 +8,18 @@ writes one, and ``extraInfo`` also holds the fields of ``RankResult``:
 - ``is_peer_failure`` separates the root cause, which is reported, from the ranks that failed because of it.
 - ``stopped`` and ``waited`` decide whether the ranks are restarted (tests/launch/test_elastic.py, test_timeout.py).
 - ``code`` may be 1 for a negative result (a missed target), which torchrun would take for a crash.
-
-This module creates the directory of the files itself: torchrun never removes its log directory, while the directory of
-a launcher that was killed is removed by the next launcher (tests/launch/test_rank_results.py).
 """
 
 import ctypes
-import fcntl
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ERROR_FILES = "*/attempt_*/*/error.json"  # in the job directory, as torch's DefaultLogsSpecs lays it out
-PREFIX = "hasten-job-"  # of the names of job directories
-MIN_STALE_AGE_S = 60.0  # a younger job directory may not be locked yet
 PEER_RESULT_TIMEOUT_S = 60.0  # how long a finished rank waits for the results of the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun's agent
@@ -117,33 +108,6 @@ def run_directory(job: str) -> str | None:
 def resume_directory() -> str | None:
     """The run directory to resume, if the ranks of this job were restarted after some were lost."""
     return _resume_dir
-
-
-@contextmanager
-def job_directory() -> Iterator[str]:
-    """Creates a temporary directory, locked as long as this process lives, and removes those of killed launchers."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > MIN_STALE_AGE_S and not _is_locked(path):
-                shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released with the process, however it ends
-            yield directory
-        finally:
-            os.close(descriptor)
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def remove_results(job: str) -> None:

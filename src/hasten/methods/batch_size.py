@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import Card, Exactness
+from hasten.core.card import Card, Exactness, SearchRange
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
@@ -35,6 +35,7 @@ class BatchSize(Method):
         gain_when="the fixed cost of a step exceeds its arithmetic; linear for SGD, sqrt for Adam",
         accelerates={"steps", "forward", "backward", "optimizer_step", "input"},
         presets=tuple({"factor": factor, "rule": rule} for factor in (2, 4, 8) for rule in ("sqrt", "linear")),
+        search_space={"factor": SearchRange(1, 16, powers_of_two=True, no_effect=1), "rule": "none"},
         trial_priority=1,
         ceiling="larger_batch",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten.core.card import Card, Exactness
+from hasten.core.card import Card, Exactness, SearchRange
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
@@ -47,6 +47,11 @@ class BudgetedSchedule(Method):
             {"factor": 0.15, "peak": 10.0},
             {"factor": 0.1, "peak": 20.0},
         ),
+        search_space={
+            "factor": SearchRange(0.08, 0.64, is_length=True),
+            "peak": SearchRange(1.5, 32.0),
+            "warmup": SearchRange(0.03, 0.3),
+        },
         trial_priority=2,
     )
 

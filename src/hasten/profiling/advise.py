@@ -64,6 +64,13 @@ def advise(
     return sorted(advice, key=order), not_advised
 
 
+def advise_without_profile(facts: frozenset[str], cards: Mapping[str, Card]) -> tuple[list[Advice], list[NotAdvised]]:
+    """``advise`` where nothing was measured: every method whose facts hold could pay, its bound is unknown."""
+    advice, not_advised = advise(dict.fromkeys(PHASES, 1.0), {}, facts, cards)
+    unknown: list[Advice] = [{**entry, "bound": None, "why": "its phases were not measured"} for entry in advice]
+    return unknown, not_advised
+
+
 def bound_of(
     name: str, card: Card, phases: Mapping[str, float], ceilings: Mapping[str, float]
 ) -> tuple[float | None, str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hasten.benchmarking.arm import WARM_UP_STEPS
+from hasten.benchmarking.arm import warm_up_steps
 from hasten.benchmarking.blocks import BLOCK_SECONDS, BLOCK_STEPS
 from hasten.benchmarking.compare import run_interleaved
 from hasten.benchmarking.fork_server import Worker
@@ -26,8 +26,8 @@ SYSTEM_TIME = "system_time"  # name, also in the cards, of the ceiling of CPU ti
 MIN_SHARE = 0.02  # the ceiling of a phase with a smaller share is not measured: the phase can never pay
 LOOKS = (6, 9, 14)  # pairs of blocks; a ceiling needs less precision than a verdict
 MIN_PAIRS = 3
+LARGER_BATCH_STEPS = 10  # to build and measure a larger batch, whose samples cost less
 CHEAP_S = 2 * MIN_PAIRS * BLOCK_SECONDS  # a measurement that takes no longer is always done
-LARGER_BATCH_STEPS = 2 * WARM_UP_STEPS + 1 + MIN_PAIRS  # steps needed at least to build and measure a larger batch
 
 
 @dataclass
@@ -65,13 +65,14 @@ def measure_ceilings(
     for index, name in enumerate(names):
         left = began + budget - time.monotonic()
         watch(f"the ceiling of {name}", index / len(names), left)
-        least = LARGER_BATCH_STEPS * BATCH_FACTOR * step
-        if name == LARGER_BATCH and max(left, CHEAP_S) < least:
-            found.not_measured[name] = f"{BATCH_FACTOR} times the batch would take {least:.0f} s to try"
+        least = _least_seconds(name, count, step)
+        if max(left, CHEAP_S) < least:
+            what = f"{BATCH_FACTOR} times the batch" if name == LARGER_BATCH else "it"
+            found.not_measured[name] = f"{what} would take {least:.0f} s to try"
             continue
         try:
             found.ratios[name] = _measure_ceiling(probe, name, count, extra, left / (len(names) - index))
-        except RunError as error:  # out of memory with the larger batch, or a step that cannot do without its update
+        except (RunError, ConfigurationError) as error:  # no other batch size, or a step that needs its update
             found.not_measured[name] = str(error)
     return found
 
@@ -112,6 +113,14 @@ def measure_allocator_ceiling(
     except (RunError, ConfigurationError) as error:  # for example, the method has no effect here
         found.not_measured[SYSTEM_TIME] = str(error)
     return found
+
+
+def _least_seconds(name: str, count: int, step: float) -> float:
+    """Seconds that measuring a ceiling takes at least, with blocks of ``count`` steps of ``step`` seconds."""
+    if name != LARGER_BATCH:
+        return (1 + 2 * MIN_PAIRS * count) * step
+    larger = BATCH_FACTOR * step  # at most
+    return min(LARGER_BATCH_STEPS, warm_up_steps(larger) + 1 + MIN_PAIRS) * larger
 
 
 def _measure_ceiling(probe: Worker | WorkerGroup, name: str, count: int, extra: float, budget: float) -> Ratio:

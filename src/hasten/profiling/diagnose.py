@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hasten.benchmarking.arm import warm_up_steps
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
 from hasten.core.errors import ConfigurationError, RunError
@@ -16,8 +17,8 @@ from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
-from hasten.profiling.ceilings import measure_allocator_ceiling
-from hasten.profiling.drift import Drift, describe, measure_drift
+from hasten.profiling.ceilings import CHEAP_S, measure_allocator_ceiling
+from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import possible_gains, verdict_of
@@ -98,7 +99,7 @@ def diagnose(
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
         part = _part(watch, before_drift, before_drift + DRIFT_SHARE)
-        drift, no_drift = _measure_drift(task, recipe, device, seed, budget * DRIFT_SHARE, part)
+        drift, no_drift = _measure_drift(task, recipe, device, seed, profile.plan, budget * DRIFT_SHARE, deadline, part)
     allocator = measure_allocator_ceiling(
         task,
         recipe,
@@ -146,16 +147,28 @@ def diagnose(
         "start_seconds": profile.plan["start"],
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
+        "sites": task.sites() or {},
         "seconds": time.monotonic() - began,
     }
 
 
 def _measure_drift(
-    task: TaskRef, recipe: Recipe, device: str, seed: int, seconds: float, watch: ProgressCallback
+    task: TaskRef,
+    recipe: Recipe,
+    device: str,
+    seed: int,
+    plan: dict[str, Any],
+    seconds: float,
+    deadline: float | None,
+    watch: ProgressCallback,
 ) -> tuple[Drift, dict[str, str]]:
     """The drift, and why it was not measured: a training that fails later on can still be diagnosed."""
+    least = (warm_up_steps(plan["step"]) + STRETCHES) * plan["step"]
+    if least > max(seconds, CHEAP_S):
+        return Drift(), {"drift": f"it would take {least:.0f} s to train on"}
+    where = {"device": device, "seed": seed, "seconds": seconds, "deadline": deadline}
     try:
-        return measure_drift(task, recipe, device=device, seed=seed, seconds=seconds, watch=watch), {}
+        return measure_drift(task, recipe, watch=watch, **where), {}
     except RunError as error:
         return Drift(), {"drift": str(error)}
 

@@ -90,16 +90,18 @@ def measure_drift(
     device: str,
     seed: int,
     seconds: float,
+    deadline: float | None = None,
     watch: ProgressCallback = no_progress,
 ) -> Drift:
     """Runs a training on for about ``seconds`` or to its end, and returns what changes.
 
     Raises:
         RunError: The run could not be built or trained.
+        DeadlineError: It was not over at ``deadline``, a time of ``time.monotonic``.
     """
     arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
     watch("running the training on", 0.0, seconds)
-    with start_workers(1, "hasten.profiling.drift:DriftProbe", **arguments) as probe:
+    with start_workers(1, "hasten.profiling.drift:DriftProbe", None, deadline, **arguments) as probe:
         plan = probe.call("build")
         count = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
         if plan["steps"]:

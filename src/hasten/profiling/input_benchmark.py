@@ -6,7 +6,6 @@ nothing.
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from inspect import ismethod
@@ -14,14 +13,13 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-import numpy
 from torch.utils.data import IterableDataset, default_collate
 
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import RunError
 from hasten.core.types import Batch
 from hasten.data.pipeline import Pipeline
-from hasten.data.source import BadRow, Source
+from hasten.data.source import Source
 from hasten.data.workers.runners import InlineRunner
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error
@@ -133,8 +131,11 @@ def _step_throughput(program: Program, batch: Batch, seconds: float) -> float:
         program.optimizer_step()
         program.zero_grad()
 
+    deadline = time.perf_counter() + seconds
     for _ in range(WARM_UP_STEPS):
         step()
+        if time.perf_counter() > deadline:
+            break
     return batch_size(batch) * _calls_per_second(program, step, seconds)
 
 
@@ -193,16 +194,19 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
 
 
 def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_measured: dict[str, str]) -> dict:
-    source, maps_watch = TimedSource(pipeline.source), Stopwatch()
-    if not source.has_raw:
+    read, fetch, maps_watch = Stopwatch(), Stopwatch(), Stopwatch()
+    has_raw = _has_raw(pipeline.source)
+    if not has_raw:
         not_measured["decode"] = "read includes it: the source has no method raw() that only fetches the bytes"
     maps = {
         name: tuple(replace(each, function=maps_watch.time_calls(each.function)) for each in getattr(pipeline, name))
         for name in ("sample_maps", "batch_maps")
     }
+    source = time_source(pipeline.source, read, fetch)
     timed = replace(pipeline, source=source, batch_size=batch_size, runner=InlineRunner(), device=None, **maps)
     samples, total = _draw((timed.epoch(epoch) for epoch in count()), seconds)
-    spent = source.seconds_by_stage() | {"map": maps_watch.seconds}
+    spent = {"read": fetch.seconds, "decode": read.seconds - fetch.seconds} if has_raw else {"read": read.seconds}
+    spent |= {"map": maps_watch.seconds}
     if pipeline.sample_maps or pipeline.collate_fn:
         spent["batch"] = total - sum(spent.values())
     return {name: samples / each if each else None for name, each in spent.items()}
@@ -257,38 +261,15 @@ class Stopwatch:
             yield item
 
 
-class TimedSource(Source):
-    """A data source whose ``read`` is timed, and ``raw`` (fetching bytes) separately: the rest is decoding."""
+def time_source(source: Source, read: Stopwatch, fetch: Stopwatch) -> Source:
+    """A copy of a source whose ``read`` is timed by ``read``, and its ``raw``, which fetches bytes, by ``fetch``."""
+    timed: Any = object.__new__(type(source))  # copy() would drop what a source leaves out when it is pickled
+    vars(timed).update(vars(source))
+    if _has_raw(source):
+        vars(timed)["raw"] = fetch.time_calls(timed.raw)
+    vars(timed)["read"] = read.time_calls(timed.read)
+    return timed
 
-    def __init__(self, source: Source):
-        self.source, self._total, self._fetch = source, Stopwatch(), Stopwatch()
-        self.has_raw = ismethod(getattr(source, "raw", None))
-        if self.has_raw:
-            source = copy(source)
-            raw = self._fetch.time_calls(source.raw)  # pyright: ignore[reportAttributeAccessIssue]  # not in Source
-            source.raw = raw  # pyright: ignore[reportAttributeAccessIssue]  # the same
-        self._timed_read = self._total.time_calls(source.read)
 
-    def seconds_by_stage(self) -> dict[str, float]:
-        """Seconds spent in "read" and, if they can be separated, in "decode"."""
-        if not self.has_raw:
-            return {"read": self._total.seconds}
-        return {"read": self._fetch.seconds, "decode": self._total.seconds - self._fetch.seconds}
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, rows: numpy.ndarray) -> Any:
-        return self._timed_read(rows)
-
-    def fingerprint(self) -> dict:
-        return self.source.fingerprint()
-
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self.source.chunk_offsets()
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return self.source.known_bad_rows()
-
-    def prepare(self, runner: Callable, faults: Any) -> None:
-        self.source.prepare(runner, faults)
+def _has_raw(source: Source) -> bool:
+    return ismethod(getattr(source, "raw", None))

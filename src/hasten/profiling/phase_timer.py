@@ -18,6 +18,7 @@ from hasten.core.types import Batch, OptimizerFactory
 from hasten.engine.registry import method_names
 from hasten.utils.phase_timer import PhaseTimer
 
+
 def _timed(phase: str) -> Callable[..., Callable[..., Any]]:
     """A hook that records every call of the function that it wraps under a phase."""
     return lambda method, function, run: _timer(run).timed(phase, function)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ from hasten.engine.devices import pick_device
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
 from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
-from hasten.engine.resources import single_process_threads
+from hasten.engine.resources import peak_memory, single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, run_identity
 from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
@@ -318,7 +317,7 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
     single, why = None, ""
     if ranks.is_main_process:
         nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        rank_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rank_bytes = peak_memory()
         try:
             # free_memory is this rank's part of its node, so a full batch needs a rank's memory times the nodes
             if probe.program.run.services.free_memory() < rank_bytes * nodes:

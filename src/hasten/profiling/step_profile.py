@@ -100,8 +100,13 @@ def profile_steps(
         noise, count = SystemNoise(), block_steps(plan)
         check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * MIN_PAIRS)
         watch("timing the phases of the step", 0.1, budget)
-        timed, plain = _run_blocks(probe, count, budget * TIMING_SHARE if ceilings else budget)
-        evaluation = None if plan["evaluation"] is None else min(plan["evaluation"], probe.call("evaluate"))
+        is_long = 2 * MIN_PAIRS * count * plan["step"] > budget
+        timed, plain = _run_blocks(
+            probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS
+        )
+        evaluation = plan["evaluation"]
+        if evaluation is not None and not is_long:
+            evaluation = min(evaluation, probe.call("evaluate"))
         facts = probe.call("facts")
         extra = evaluation_seconds_per_sample(plan, evaluation)
         phases, measured = _phase_shares(timed, extra), Ceilings()
@@ -111,7 +116,7 @@ def profile_steps(
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
             measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
-        operations = _call_if_possible(probe, "operations", count=COUNTED_STEPS) or {}
+        operations = _call_if_possible(probe, "operations", count=1 if is_long else COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
         watch("the stages of the input pipeline", 1.0, input_budget)
         input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
@@ -136,10 +141,12 @@ def profile_steps(
     )
 
 
-def _run_blocks(probe: Worker | WorkerGroup, count: int, budget: float) -> tuple[list[dict], list[dict]]:
+def _run_blocks(
+    probe: Worker | WorkerGroup, count: int, budget: float, least: int = MIN_PAIRS
+) -> tuple[list[dict], list[dict]]:
     """Runs blocks of ``count`` steps, with and without phase timer in turn: (timed blocks, plain blocks)."""
     timed, plain, began = [], [], time.monotonic()
-    while len(plain) < MIN_PAIRS or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
+    while len(plain) < least or (time.monotonic() - began < budget and len(plain) < MAX_PAIRS):
         timed.append(probe.call("timed_block", count=count))
         plain.append(probe.call("block", count=count))
     return timed, plain

@@ -1,7 +1,7 @@
 """The rows of the frontier and the evidence levels, as the terminal and the report show them."""
 
 from hasten.core.recipe import Recipe
-from hasten.reporting import formatting, view_model
+from hasten.reporting import formatting
 from hasten.reporting.result_schema import EVIDENCE_LEVELS
 from hasten.reporting.view_model import Json
 
@@ -12,15 +12,14 @@ def evidence_text(level: str) -> str:
 
 
 def frontier_rows(result: Json) -> list[Json]:
-    """The recipes of the frontier, baseline and slowest first; those of an older result are made from its speed-ups.
+    """The recipes of the frontier, baseline and slowest first.
 
     Returns:
         The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` and ``change_interval`` are the quality as
         texts, ``height`` is its mean: 0 for the baseline and for exact recipes without a measurement, else None if it
         is unknown.
     """
-    recipes = result["frontier"] or _frontier_of_older(result)
-    known = [recipe for recipe in recipes if recipe["speedup"]["median"]]
+    known = [recipe for recipe in result["frontier"] if recipe["speedup"]["median"]]
     ordered = sorted(known, key=lambda recipe: (recipe["role"] != "baseline", recipe["speedup"]["median"]))
     return [recipe | _shown(recipe, result["metric"]["unit"]) | {"number": n} for n, recipe in enumerate(ordered, 1)]
 
@@ -37,21 +36,3 @@ def _shown(recipe: Json, unit: str) -> Json:
         "height": 0.0 if is_unchanged else quality["mean"],
         "speedup": recipe["speedup"] | ({"low": None, "high": None} if is_baseline else {}),
     }
-
-
-def _frontier_of_older(result: Json) -> list[Json]:
-    if not view_model.is_recommended(result):
-        return []
-    speedup, over_strong = result["speedup"], result["speedup_over_strong_baseline"]["median"]
-    none: Json = {"median": 1.0, "low": None, "high": None}
-    unknown: Json = {"mean": None, "low": None, "high": None}
-
-    def row(role: str, methods: Json, speedup: Json, evidence: str = "", quality: Json = unknown) -> Json:
-        texts = {"text": "", "why": "", "to_prove": ""}
-        return {"recipe": methods, "role": role, "speedup": speedup, "evidence": evidence, "quality": quality} | texts
-
-    rows = [row("baseline", {}, none)]
-    if over_strong and result["strong_baseline_recipe"]:
-        strong = none | {"median": speedup["median"] / over_strong}
-        rows.append(row("strong baseline", result["strong_baseline_recipe"], strong))
-    return [*rows, row("recommended", result["recipe"], speedup, "proven", result["quality"]["difference"])]

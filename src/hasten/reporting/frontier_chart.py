@@ -217,10 +217,6 @@ def _ratio_axis(rows: Sequence[Json], left: float, right: float) -> tuple[list[f
     return sorted(shown), at
 
 
-def _text_box(x: float, y: float, content: str) -> Box:
-    return Box(x, y - LINE + 4, x + LETTER * len(content), y + 4)
-
-
 def _signed(value: float) -> str:
     return "0" if value == 0 else f"{value:+g}".replace("-", formatting.MINUS)
 

@@ -24,7 +24,7 @@ _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s"}  # by the end 
 
 
 def report(folder: str | Path) -> Path:
-    """Write ``report.html`` into the run directory of tune, train, compare or diagnose.
+    """Write ``report.html`` into the run directory of tune or train.
 
     Args:
         folder: the run directory; it contains ``result.json``.
@@ -33,10 +33,13 @@ def report(folder: str | Path) -> Path:
         The path of the report: one file that loads nothing from the network.
 
     Raises:
-        ConfigurationError: there is no result, it is incomplete, or the report cannot be written.
+        ConfigurationError: there is no result of tune or train, it is incomplete, or the report cannot be written.
     """
     directory = Path(folder)
     result = read_result(directory)
+    if result["kind"] not in _CONTEXTS:
+        advice = "reports are about the run directory of `hasten tune` or `hasten train`"
+        raise ConfigurationError(f"{directory} holds the result of `hasten {result['kind']}`; {advice}")
     context = _CONTEXTS[result["kind"]](result) | _environment(directory, result) | _recipe(directory, result)
     template = _templates().get_template(f"{result['kind']}.html.j2")
     page = template.render(result=result, kind=result["kind"], **context)
@@ -117,32 +120,7 @@ def _train(result: Json) -> Json:
     }
 
 
-def _compare(result: Json) -> Json:
-    headline = view_model.compare_headline(result)
-    by_position = view_model.ratios_by_position(result)
-    return {"title": f"{headline}: {result['task']}", "headline": headline, "by_position": by_position}
-
-
-def _diagnose(result: Json) -> Json:
-    rows, ceilings = view_model.step_profile(result["phases"], {}), view_model.ceiling_medians(result["ceilings"])
-    bar = ("step", formatting.seconds(result["seconds_per_step"]), {row["phase"]: row["before"] for row in rows})
-    return {
-        "title": f"Where the time goes: {result['task']}",
-        "phase_bars": _drawings(charts.phase_bars, [bar]) if rows else (),
-        "phases": rows,
-        "ceilings": ceilings,
-        "other_ceilings": view_model.other_ceilings(ceilings, result["phases"]),
-        "causes": _facts(result["causes"]),
-        "operations": view_model.operation_groups(result["operations"]["rows"]),
-        "operations_note": view_model.operations_note(result["operations"]),
-        "loss_scale": view_model.loss_scale_sentence(result["operations"]["loss_scale"]),
-        "input_rates": view_model.input_rates(result["input"]),
-        "input_sentence": view_model.input_sentence(result["input"]),
-        "input_notes": view_model.input_notes(result["input"]),
-    }
-
-
-_CONTEXTS = {"tune": _tune, "train": _train, "compare": _compare, "diagnose": _diagnose}
+_CONTEXTS = {"tune": _tune, "train": _train}
 
 
 def _drawings(chart: Callable[..., Markup], *args: Any) -> tuple[Markup, Markup]:

@@ -348,6 +348,7 @@ class DiagnoseResult(Result, total=False):
     causes: Mapping[str, Fact]
     operations: Operations | None
     drift: Drift
+    sites: Mapping[str, Sequence[Mapping[str, Fact]]]
 
 
 class TrainResult(Result, total=False):

@@ -44,12 +44,9 @@ def inspect_answer(result: Json) -> RenderableType:
 
 
 def convert_answer(result: Json) -> RenderableType:
-    """What was written and verified, and how much faster it is read."""
-    gain = result["gain"]
+    """What was written and verified."""
     files = formatting.count(len(result["files"]), "file", "files")
     skipped = _files_and_rows(result["skipped_files"], result["skipped_rows"])
-    estimate = f"estimated {formatting.ratio(gain['estimated'])}" if gain["estimated"] else "not estimated"
-    measured = formatting.with_interval(gain | {"median": gain["ratio"]})
     rows = [
         ("files", f"{files}, {file_size(result['bytes'])}, before {file_size(result['bytes_before'])}"),
         ("other files", _other_files(result["others"], "not converted")),
@@ -57,16 +54,9 @@ def convert_answer(result: Json) -> RenderableType:
         ("skipped", skipped and f"{skipped} that could not be read; skipped.jsonl lists them"),
         ("classes", _classes(result["classes"])),
         ("time", formatting.seconds(result["seconds"])),
-        ("gain", f"{estimate}, measured {measured}" if gain["ratio"] else ""),
-        ("on one core", f"{_rate(gain['before'])} before, {_rate(gain['after'])} now" if gain["ratio"] else ""),
         ("open it with", result["open"]),
     ]
-    head = headline(_conversion_headline(result["to"], gain), result["out"], gain["verdict"] == "faster")
-    return Group(head, _non_empty(rows))
-
-
-def _rate(rows: float | None) -> str:
-    return "" if rows is None else f"{_round(rows)} rows/s"
+    return Group(headline(f"Stored as {result['to']}", result["out"], True), _non_empty(rows))
 
 
 def _round(number: float) -> str:
@@ -118,12 +108,6 @@ def _classes(names: Sequence[str] | None) -> str:
     names = names or []
     shown = ", ".join(names[:MAX_COLUMNS])
     return shown and f"{len(names)}: {shown}{', ...' if len(names) > MAX_COLUMNS else ''}"
-
-
-def _conversion_headline(to: str, gain: Json) -> str:
-    if gain["verdict"] == "no difference":
-        return f"Stored as {to}; no clear difference in reading speed"
-    return f"Read {formatting.ratio(gain['ratio'])} as fast" if gain["ratio"] else f"Stored as {to}"
 
 
 def _verdict(result: Json) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.process_state import differences, process_state, restored
-from hasten.core.card import Exactness
+from hasten.core.card import Exactness, SearchRange
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
@@ -123,6 +123,16 @@ def has_a_complete_card(subject: Subject) -> None:
     assert card.presets, "the card has no presets; it needs at least ({},) for the defaults"
     for preset in card.presets:
         make_method(subject.name, preset)  # raises for unknown options and wrong types
+    for options in _ends_of(card.search_space):
+        make_method(subject.name, options)
+
+
+def _ends_of(space: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options at both ends of a search space; an end without an effect is left out."""
+    for position in (0.0, 1.0):
+        options = {name: one.at(position) if isinstance(one, SearchRange) else one for name, one in space.items()}
+        if not any(isinstance(one, SearchRange) and options[name] == one.no_effect for name, one in space.items()):
+            yield options
 
 
 def has_options_that_are_data(subject: Subject) -> None:

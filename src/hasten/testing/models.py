@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hasten.core.task import Task
-from hasten.testing.tasks import CLASSES, LETTERS, Labeled, SmallTransformer, Text
+from hasten.testing.tasks import CLASSES, LETTERS, Labeled, SmallTransformer, Text, adamw, small_task
 
 WIDTH, WINDOW = 16, 8
 
@@ -225,11 +225,4 @@ def _letters(name: str, model: Callable[[], nn.Module], changes: dict[str, Any])
 
 
 def _task(name: str, model: Callable[[], nn.Module], changes: dict[str, Any]) -> Task:
-    defaults: dict[str, Any] = {
-        "loss": F.cross_entropy,
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
-        "metric": "accuracy",
-        "batch_size": 8,
-        "epochs": 2,
-    }
-    return Task(name=name, model=model, **(defaults | changes))
+    return small_task(changes, name=name, model=model, optimizer=adamw, batch_size=8)

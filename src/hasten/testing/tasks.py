@@ -87,7 +87,7 @@ class SmallTransformer(nn.Module):
 
 def perceptron(**changes: Any) -> Task:
     """A task: a perceptron of two layers on vectors of length 12, with Adam."""
-    return _task(
+    return small_task(
         changes,
         name="perceptron",
         model=lambda: nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, CLASSES)),
@@ -103,7 +103,7 @@ def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
     def block(channels: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), norm(8), nn.ReLU())
 
-    return _task(
+    return small_task(
         changes,
         name="convolutional",
         model=lambda: nn.Sequential(block(1), block(8), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, CLASSES)),
@@ -115,17 +115,23 @@ def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
 
 def transformer(dropout: float = 0.0, **changes: Any) -> Task:
     """A task: three causal transformer blocks of width 16 on windows of 8 letters, with AdamW."""
-    return _task(
+    return small_task(
         changes,
         name="transformer",
         model=lambda: SmallTransformer(dropout=dropout),
         train_data=Text(),
         validation_data=Text(length=48, seed=1),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+        optimizer=adamw,
     )
 
 
-def _task(changes: dict[str, Any], **fields: Any) -> Task:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with a learning rate for small transformers."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def small_task(changes: dict[str, Any], **fields: Any) -> Task:
+    """A task of two epochs with these fields, of which ``changes`` replaces some."""
     defaults = {
         "loss": nn.functional.cross_entropy,
         "optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),

@@ -1,66 +1,109 @@
 """Leave-one-out ablation: the contribution of each member of a recipe, as the recipe without it against the recipe."""
 
+import math
 from contextlib import suppress
+from statistics import fmean
 
+from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.confirm import samples_since_last_evaluation, time_to_target
 from hasten.tuning.study import Study, exactness_of
-from hasten.tuning.systems import Incumbents, run_speedup
+from hasten.tuning.systems import LONGER, PROMISING_GAIN, Incumbents, whole_run_ratio
+from hasten.tuning.training import Baseline
 
-MIN_CONTRIBUTION = 1.01  # a member with a lower speed-up leaves the recipe
+MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
 
-def leave_one_out(study: Study, incumbents: Incumbents, samples: float) -> list[dict]:
-    """Removes members without a contribution from the best recipe, one at a time: [{method, speedup}] of the rest.
+def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline: Baseline | None = None) -> list[dict]:
+    """Removes members without a proven contribution from the best recipe: [{method, speedup}] of the rest.
 
-    ``samples`` are those that a recipe trains which needs as many as the task; of others, runs show how many.
+    The member of least contribution leaves first, and the others are measured again. A member stays if the recipe is
+    surely faster with it, or ends better by the margin.
+
+    Args:
+        study: what measures.
+        incumbents: the recipe without the member becomes the best one.
+        samples: those that a recipe trains which needs as many as the task; of others, runs show how many.
+        baseline: seeds and margin for members that change the training; needed if there are any.
     """
     found: list[dict] = []
-    while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples)):
+    while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
         found = measured
         # a single timed run has no interval, and is not enough to decide
-        useless = [row for row in found if row["speedup"]["low"] and row["speedup"]["median"] < MIN_CONTRIBUTION]
-        if not useless:
+        unproven = [row for row in found if row["speedup"]["low"] is not None and row["speedup"]["low"] <= 1]
+        unproven = [row for row in unproven if not _ends_better(study, incumbents.best, row["method"], baseline)]
+        if not unproven:
             break
-        worst = min(useless, key=lambda row: row["speedup"]["median"])
-        why = f"without it the recipe is as fast ({worst['speedup']['median']:.3f}x)"
-        study.note(worst["method"], "composition", "left out", why, ratio=worst["speedup"])
+        worst = min(unproven, key=lambda row: row["speedup"]["median"])
+        share = worst["speedup"]
+        why = f"no proven share: with it {share['median']:.3f}x ({share['low']:.2f} to {share['high']:.2f})"
+        study.note(worst["method"], "composition", "left out", why, ratio=share)
         incumbents.push(incumbents.best.drop(worst["method"]))
     return [row for row in found if row["method"] in incumbents.best.methods]
 
 
-def contributions(study: Study, recipe: Recipe, samples: float) -> list[dict]:
+def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseline | None = None) -> list[dict]:
     """``[{method, speedup}]`` of the recipe's methods, as many as can be measured before the budget ends."""
     rows = []
     with suppress(OutOfBudgetError):
         for name in recipe.methods:
-            if speedup := _contribution(study, recipe, name, samples):
+            if speedup := _contribution(study, recipe, name, samples, baseline):
                 rows.append({"method": name, "speedup": speedup})
     return rows
 
 
-def _contribution(study: Study, recipe: Recipe, name: str, samples: float) -> dict | None:
+def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> dict | None:
     """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
-    without, samples_without = recipe.drop(name), None
+    without = recipe.drop(name)
+    counts: list[tuple[int, ...]] = []
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
-        full, reduced = study.run(recipe, study.seed), study.run(without, study.seed)
-        seconds, seconds_without = full.get("seconds_to_target"), reduced.get("seconds_to_target")
-        if seconds is None or seconds_without is None:
+        counts = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
+        if not counts:
             return None
-        if _trains_better(study, full, reduced):
-            return {"median": seconds_without / seconds, "low": None, "high": None}
-        samples_without = reduced["samples_to_target"]
+    elif any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
+        samples = study.run(recipe, study.seed).get("samples_to_target") or samples
     outcome = study.compare_speed(without, recipe)
+    if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
+        outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, salt="longer")
     if "failed" in outcome:
         return None
-    if any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
-        samples = study.run(recipe, study.seed).get("samples_to_target") or samples
-    scale = run_speedup(outcome, samples, samples_without) / outcome["ratio"]["median"]
-    return {key: value * scale for key, value in outcome["ratio"].items()}
+    if not counts:
+        return whole_run_ratio(outcome, samples).to_json()
+    ratio = time_to_target(outcome, counts)[0].to_json()
+    return ratio if len(counts) >= MIN_SEEDS else {"median": ratio["median"], "low": None, "high": None}
 
 
-def _trains_better(study: Study, full: dict, reduced: dict) -> bool:
-    """Whether the run ``full`` needs fewer samples to the target than ``reduced``, or ends with a better metric."""
-    better = full["metric"] > reduced["metric"] if study.higher_is_better else full["metric"] < reduced["metric"]
-    return better or full["samples_to_target"] < reduced["samples_to_target"]
+def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> list[tuple[int, ...]]:
+    """Samples to the target (without the member, with it), and since the evaluation before, on each seed.
+
+    A recipe that takes LONGEST times as long without the member is stopped; what it trained by then counts.
+    """
+    counts: list[tuple[int, ...]] = []
+    for seed in seeds:
+        try:
+            full = study.run(recipe, seed)
+            seconds = full.get("seconds_to_target")
+            if seconds is None:
+                break
+            reduced = study.run(without, seed, time_limit=round(LONGEST * seconds, 2))
+        except OutOfBudgetError:
+            break
+        if "failed" in reduced:
+            break
+        ends = [reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"], full["samples_to_target"]]
+        since = [samples_since_last_evaluation(run, end) for run, end in zip((reduced, full), ends, strict=True)]
+        counts.append((*ends, *since))
+    return counts
+
+
+def _ends_better(study: Study, recipe: Recipe, name: str, baseline: Baseline | None) -> bool:
+    """Whether the recipe ends better with ``name`` than without it, by the margin, on all seeds of the search."""
+    if baseline is None or exactness_of(name) is not Exactness.CHANGES_TRAINING:
+        return False
+    with suppress(OutOfBudgetError):
+        arms = [[study.run(each, seed) for seed in baseline.seeds] for each in (recipe, recipe.drop(name))]
+        full, reduced = (fmean(run.get("metric") or math.nan for run in runs) for runs in arms)
+        return (full - reduced if baseline.higher_is_better else reduced - full) >= baseline.margin
+    return True  # unknown

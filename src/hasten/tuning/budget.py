@@ -23,6 +23,7 @@ class Budget:
     reserved: float = 0.0  # for later parts; a trial that runs into them is ended
     withheld: float = 0.0  # for later parts; a trial that has begun may run into them
     charged: float = 0.0  # of trials from the store
+    wall: float = math.inf  # seconds that this process may take; less than the total where it continues a search
     exhausted: bool = False  # a part of the search ended before all its candidates were tried
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
@@ -43,12 +44,15 @@ class Budget:
         """Reading of ``time.monotonic`` at which a trial that began now is ended; None while the budget is infinite."""
         if math.isinf(self.total):
             return None
-        return self.clock() + max(0.0, self.total - self.spent - self.reserved)
+        return self.clock() + max(0.0, min(self.total - self.spent, self._wall_left()) - self.reserved)
 
     def check(self, expected: float = 0.0) -> None:
         """Raises OutOfBudgetError if a trial may not begin, or one of ``expected`` seconds would reach its deadline."""
-        if self.left() <= 0 or expected > self.total - self.spent - self.reserved:
+        if self.left() <= 0 or expected > min(self.total - self.spent, self._wall_left()) - self.reserved:
             raise OutOfBudgetError
+
+    def _wall_left(self) -> float:
+        return self.wall - (self.clock() - self.began)
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:

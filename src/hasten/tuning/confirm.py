@@ -234,12 +234,15 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
     if not attempt.paired:
         return
     exact = bool(check.get("passed"))
+    known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
+    original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
+    before, after = gate.final_metrics([original, attempt.tuned_runs], baseline.margin)
     result = attempt.gate = gate.quality_gate(
-        {seed: run["metric"] for seed, run in attempt.baseline_runs.items()},
-        {seed: run["metric"] for seed, run in attempt.tuned_runs.items()},
+        {seed: before[seed] for seed in attempt.baseline_runs},
+        after,
         margin=baseline.margin,
         higher_is_better=baseline.higher_is_better,
-        more_baseline=[run["metric"] for run in baseline.runs],
+        more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
         confidence=gate.confidence_of(0 if exact else index),  # a check is contradicted equally often at any index
     )
     attempt.why = result.why
@@ -281,7 +284,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     attempt.samples = [(original["samples"], tuned["samples"]) for original, tuned in pairs]
     if loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
         intervals = [
-            tuple(map(_samples_since_last_evaluation, runs, samples))
+            tuple(map(samples_since_last_evaluation, runs, samples))
             for runs, samples in zip(arms, attempt.samples, strict=True)
         ]
         attempt.samples = [(*samples, *interval) for samples, interval in zip(attempt.samples, intervals, strict=True)]
@@ -298,7 +301,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     return attempt.speedup, blocks, measured
 
 
-def _samples_since_last_evaluation(run: dict, samples: int) -> int:
+def samples_since_last_evaluation(run: dict, samples: int) -> int:
     """Training samples between the evaluation at ``samples`` and the one before it."""
     earlier = (evaluation["samples"] for evaluation in run["evaluations"] if evaluation["samples"] < samples)
     return samples - max(earlier, default=0)

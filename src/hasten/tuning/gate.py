@@ -16,6 +16,8 @@ LOOKS = (3, 5, 8)  # seeds after which the gate may be asked
 ERROR = 0.05  # chance that a harm of one margin passes, over all looks of all attempts together
 RELATIVE_MARGIN = 0.005  # of the baseline's metric; the default margin
 MIN_SEEDS = LOOKS[0]
+LAST_EVALUATIONS = 3  # whose mean is the final metric of a run, where the curves of both arms are flat
+FLAT = 0.25  # margins by which the last evaluation of a flat curve may differ from that mean, averaged over the runs
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,28 @@ def resolve_margin(metrics: Sequence[float], margin: float | None) -> tuple[floa
     if spread > relative:
         return spread, "one standard deviation between seeds: no worse than another seed would be"
     return relative, f"{RELATIVE_MARGIN:.1%} of the metric"
+
+
+def final_metrics(arms: Sequence[Mapping[int, Mapping]], margin: float) -> list[dict[int, float]]:
+    """The final metric of each run by seed, of both arms alike.
+
+    Where the curves of both arms are flat at their end, it is the mean of the last evaluations, which varies less from
+    seed to seed than the last one; else it is the last one. Runs hold ``metric`` and ``evaluations``.
+    """
+    last = [{seed: run["metric"] for seed, run in arm.items()} for arm in arms]
+    ends = [{seed: _mean_at_end(run) for seed, run in arm.items()} for arm in arms]
+    for arm, end in zip(last, ends, strict=True):
+        differences = [end[seed] - arm[seed] for seed in arm]
+        if not all(map(math.isfinite, differences)) or abs(fmean(differences or [0.0])) > FLAT * margin:
+            return last
+    return ends
+
+
+def _mean_at_end(run: Mapping) -> float:
+    """Mean of the last evaluations of a run; NaN if it has too few that are finite to be called flat."""
+    metrics = [evaluation["metric"] for evaluation in run.get("evaluations", ())][-LAST_EVALUATIONS:]
+    is_known = len(metrics) == LAST_EVALUATIONS and None not in metrics
+    return fmean(metrics) if is_known else math.nan
 
 
 def confidence_of(attempt: int = 0) -> float:

@@ -20,6 +20,7 @@ from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontie
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
+from hasten.tuning.trial_store import FREE_THE_DISK
 
 
 @dataclass
@@ -30,6 +31,8 @@ class SearchState:
     level: str = DEFAULT_LEVEL  # weakest evidence of a recipe to recommend
     findings: list[Finding] = field(default_factory=list)
     strong_finding: Finding | None = None
+    unconfirmed: Finding | None = None  # the best recipe of a search that was not confirmed yet
+    too_small: str = ""  # why the budget allowed no comparison, and which would
     diagnosis: dict = field(default_factory=dict)  # as ``diagnose`` returned it
     candidates: Candidates = field(default_factory=Candidates)
     baseline: Baseline | None = None
@@ -52,6 +55,14 @@ class SearchState:
     def winner(self) -> Confirmation | None:
         """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
+
+    def keep_faster(self, other: Confirmation | None) -> None:
+        """Keeps the faster of two confirmations that passed, this one or the ``other``."""
+        if other is None or not other.passed or other.speedup is None:
+            return
+        mine = self.winner
+        if mine is None or mine.speedup is None or mine.speedup.median < other.speedup.median:
+            self.confirmation = other
 
     @property
     def one_process_is_faster(self) -> bool:
@@ -92,6 +103,7 @@ def result_of(
     chosen = None if state.one_process_is_faster else state.chosen
     winner = state.winner if chosen and state.winner and state.winner.recipe == chosen.recipe else None
     recipe = chosen.recipe if chosen else Recipe()
+    findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
     seconds = _training_seconds(state, chosen)
     saved = _saved(seconds, winner)
@@ -102,7 +114,7 @@ def result_of(
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
         "why": _why(study, state),
         "evidence": chosen.evidence if chosen else "",
-        "frontier": frontier_rows(frontier(state.findings), chosen, state.strong_finding),
+        "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
         "training_measured": winner is not None,
         "price_per_hour": price_per_hour,
@@ -188,8 +200,8 @@ def write(folder: Path, result: Any) -> None:
     """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result; RunError if it cannot write."""
     result["recipe_file"] = str(folder / "recipe.toml")
     toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
-    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()))
-    atomic_write(folder / "result.json", lambda file: file.write(text.encode()))
+    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()), FREE_THE_DISK)
+    atomic_write(folder / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
 
 
 def machine_and_versions(device: str) -> dict:
@@ -218,6 +230,8 @@ def _why(study: Study, state: SearchState) -> str:
         return f"{chosen.speedup.median:.1f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
+    if state.too_small:
+        return state.too_small
     if any(trial["verdict"] == "stopped" for trial in study.trials):
         return (
             "what was left of the budget was too little for the next trial, and nothing was surely faster by then; "

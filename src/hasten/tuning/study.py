@@ -26,7 +26,7 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
 
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
-CHECK_SECONDS = 20.0
+CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
 PROFILE_SECONDS = 3.0
@@ -47,6 +47,7 @@ class Study:
     higher_is_better: bool = True
     target: float | None = None  # of the metric; None until the baseline has been run
     horizon: float = 1.0  # fraction of the training that a run trains; 1: the whole
+    step_seconds: float = 0.0  # of a step of the task as it is; 0: unknown
     source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
@@ -125,7 +126,8 @@ class Study:
     def check_exactness(self, base: Recipe, candidate: Recipe, exactness: Exactness) -> dict:
         """Checks the promise of an exactness class on this task: ``{"passed", "why"}``, or ``failed``."""
         what = {"base": base.methods, "candidate": candidate.methods, "exactness": exactness.name}
-        arguments = {"base": base.methods, "exactness": exactness.name, "seconds": CHECK_SECONDS}
+        seconds = max(CHECK_SECONDS, CHECK_STEPS * self.step_seconds)
+        arguments = {"base": base.methods, "exactness": exactness.name, "seconds": seconds}
 
         def measure(watch: ProgressCallback) -> dict:
             return self._in_worker(candidate, self.seed, "check_exactness", watch, **arguments)

@@ -55,13 +55,20 @@ class Incumbents:
     """The best recipes so far, each faster than the one before it or as fast and better; the last is the best."""
 
     recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
+    speedup: Ratio = field(
+        default_factory=lambda: Ratio(1.0, 1.0, 1.0)
+    )  # of the best over the task as it is, as the search saw it
 
     @property
     def best(self) -> Recipe:
         return self.recipes[-1]
 
-    def push(self, recipe: Recipe) -> None:
+    def push(self, recipe: Recipe, gain: Ratio | None = None) -> None:
+        """Adds a recipe; ``gain`` is its speed-up over the one before it."""
         self.recipes.append(recipe)
+        if gain:
+            before = self.speedup
+            self.speedup = Ratio(before.median * gain.median, before.low * gain.low, before.high * gain.high)
 
 
 def try_compositions(
@@ -74,7 +81,7 @@ def try_compositions(
             continue
         accepted = _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds)
         if accepted:
-            incumbents.push(accepted[0])
+            incumbents.push(*accepted)
 
 
 def search_systems(
@@ -92,18 +99,18 @@ def search_systems(
                 if base.methods.get(item.name) == options:
                     continue  # part of a composition
                 accepted = _try_preset(study, base, item, options, samples, seconds)
-                if accepted and (best is None or accepted[1] > best[1]):
+                if accepted and (best is None or accepted[1].median > best[1].median):
                     best, losses = accepted, 0
                 elif (losses := losses + 1) == MAX_LOSSES:
                     break
         finally:  # also where the budget ends
             if best:
-                incumbents.push(best[0])
+                incumbents.push(*best)
 
 
 def _try_preset(
     study: Study, base: Recipe, item: Candidate, options: dict, samples: float, seconds: float
-) -> tuple[Recipe, float] | None:
+) -> tuple[Recipe, Ratio] | None:
     """Tries one preset: (``base`` with it, speed-up) if it is accepted, else None; notes the trial."""
     text = str(Recipe({item.name: options}))
     recipe = add_or_replace(base, item.name, options)
@@ -121,7 +128,7 @@ def _try_recipe(
     seconds: float,
     exactness: Exactness | None = None,
     check_first: bool = False,
-) -> tuple[Recipe, float] | None:
+) -> tuple[Recipe, Ratio] | None:
     """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
     exactness = exactness or loosest_exactness(recipe)
     spent, ratio = 0.0, None
@@ -153,7 +160,7 @@ def _try_recipe(
     if not check.get("passed"):
         return note(*check_verdict(check))
     note("kept", f"{outcome['why']}; {check['why']}")
-    return recipe, gain
+    return recipe, whole_run_ratio(outcome, samples)
 
 
 def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: float) -> Finding | None:

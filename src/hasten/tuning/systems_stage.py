@@ -1,8 +1,11 @@
 """The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from hasten.benchmarking.arm import warm_up_steps
+from hasten.benchmarking.blocks import MIN_PAIRS, block_steps
 from hasten.benchmarking.ratio import SLOWER, Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
@@ -12,9 +15,9 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, is_exact
-from hasten.tuning.finding import EXACT, Finding
+from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
-from hasten.tuning.study import Study
+from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study
 from hasten.tuning.systems import (
     ROUNDS,
     confirm_speed,
@@ -23,6 +26,7 @@ from hasten.tuning.systems import (
     try_compositions,
     whole_run_ratio,
 )
+from hasten.utils.durations import format_duration
 
 SYSTEMS_SHARE = 0.35  # of the budget left, if whole trainings fit into the rest
 SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
@@ -33,6 +37,9 @@ WHOLE_RUNS = 7.0  # runs of the task that its training stage takes at least; wit
 SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divided by this
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
+SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
+GUESSES = 3
+PROCESS_START_S = 0.5
 
 
 def find_systems(
@@ -40,6 +47,8 @@ def find_systems(
 ) -> None:
     """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
     budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
+    if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
+        return confirm_best_guess(study, state, plan, save)
     fits = is_followed and budget.left() >= WHOLE_RUNS * (state.run_seconds or float("inf"))
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
@@ -53,16 +62,17 @@ def find_systems(
     with budget.part(share):
         with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
             recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
-            try_compositions(study, state.incumbents, recipes, samples, screening)
-            search_systems(study, state.incumbents, exact, samples, screening)
-            find_strong_baseline(study, state, samples, screening)
-            state.contributions = leave_one_out(study, state.incumbents, samples)
-            state.ablated = state.incumbents.best
+            with _keep_unconfirmed(state):
+                try_compositions(study, state.incumbents, recipes, samples, screening)
+                search_systems(study, state.incumbents, exact, samples, screening)
+                find_strong_baseline(study, state, samples, screening)
+                state.contributions = leave_one_out(study, state.incumbents, samples)
+                state.ablated = state.incumbents.best
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
         save()
         if state.level != EXACT and lower:
             before = len(state.incumbents.recipes)
-            with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(1.0):
+            with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(1.0), _keep_unconfirmed(state):
                 search_systems(study, state.incumbents, lower, samples, screening)
             added = state.incumbents.recipes[before:]
             _add(state, confirm_speed(study, added, samples, seconds))
@@ -71,7 +81,20 @@ def find_systems(
         note_not_tried(study, "systems", [*exact, *lower])
 
 
+@contextmanager
+def _keep_unconfirmed(state: SearchState) -> Iterator[None]:
+    """Context manager around a search: its best recipe is shown as estimated until it is confirmed."""
+    try:
+        yield
+    finally:
+        best = state.incumbents.best
+        if best and best not in [found.recipe for found in state.findings]:
+            why, to_prove = "as fast as that in the search; not measured again yet", "let the search continue"
+            state.unconfirmed = Finding(best, ESTIMATED, state.incumbents.speedup, why, to_prove=to_prove)
+
+
 def _add(state: SearchState, found: Finding | None) -> None:
+    state.unconfirmed = None
     if found:
         state.findings.append(found)
 
@@ -95,7 +118,47 @@ def samples_of(plan: dict[str, Any]) -> float:
 
 def _comparison_overhead(plan: dict[str, Any]) -> float:
     """Seconds in which a comparison that is reported builds its pairs of processes."""
-    return 2 * ROUNDS[0] * (0.5 + plan["start"] + 15 * plan["step"])
+    return 2 * ROUNDS[0] * _seconds_to_build(plan)
+
+
+def _seconds_to_build(plan: dict[str, Any]) -> float:
+    """Seconds in which an arm is built and warmed up."""
+    return PROCESS_START_S + plan["start"] + warm_up_steps(plan["step"]) * plan["step"] + (plan["evaluation"] or 0.0)
+
+
+def comparison_seconds(plan: dict[str, Any]) -> float:
+    """Seconds that a comparison of two recipes takes at least, with the check of their exactness."""
+    blocks = 2 * MIN_PAIRS * block_steps(plan) * plan["step"]
+    return 2 * _seconds_to_build(plan) + blocks + min(CHECK_SECONDS, CHECK_STEPS * plan["step"])
+
+
+def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any]) -> None:
+    """Measures recipes that are worth a guess, where the budget allows only a few comparisons, until one is faster.
+
+    A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
+    """
+    samples, needed = samples_of(plan), comparison_seconds(plan)
+    for recipe in _guesses(study, state):
+        if study.budget.left() < needed:
+            total = study.budget.spent + GUESSES * needed
+            why = f"a comparison takes about {format_duration(needed)}; give about --budget {total:.0f}s"
+            if not any(trial["stage"] == "confirmation" for trial in study.trials):
+                state.too_small = f"the budget allows no comparison: {why}"
+            return study.note(str(recipe), "systems", "not tried", why)
+        found = confirm_speed(study, [recipe], samples, state.comparison_seconds)
+        _add(state, found)
+        save()
+        if found and found.is_surely_faster:
+            return None
+    return None
+
+
+def _guesses(study: Study, state: SearchState) -> list[Recipe]:
+    """Exact recipes worth a comparison, best first: what made similar tasks faster, then methods."""
+    exact, _ = _by_exactness(state.candidates)
+    recipes = [] if state.candidates.is_restricted else [*filter(is_exact, experience_of(state, study.device))]
+    singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
+    return [*recipes[:MAX_COMPOSITIONS], *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:

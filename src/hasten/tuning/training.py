@@ -8,7 +8,7 @@ are those of a shorter training (``Study.horizon``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -46,7 +46,7 @@ class Baseline:
     target: float
     margin: float
     higher_is_better: bool
-    run_seeds: list[int] = field(default_factory=list)  # of ``runs``
+    run_seeds: list[int]  # of ``runs``
     margin_why: str = ""
 
     @property
@@ -152,8 +152,8 @@ def try_training_compositions(
         if not check.get("passed"):
             study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])
             continue
-        outcome = _run_seeds(study, merged, best, baseline, [])
-        _note(study, str(recipe), outcome, best)
+        outcome = run_seeds(study, merged, best, baseline, [])
+        note_outcome(study, str(recipe), outcome, best)
         if outcome.verdict == "kept":
             incumbents.push(merged)
             best = outcome.after(best)
@@ -195,10 +195,10 @@ def search_training(
                     study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
                     break
                 is_checked = True
-            outcome = _run_seeds(study, recipe, best, baseline, seen)
+            outcome = run_seeds(study, recipe, best, baseline, seen)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
-            _note(study, text, outcome, best)
+            note_outcome(study, text, outcome, best)
             if outcome.verdict == "kept":
                 incumbents.push(recipe)
                 best, losses = outcome.after(best), 0
@@ -206,13 +206,14 @@ def search_training(
                 break
 
 
-def _note(study: Study, text: str, outcome: Outcome, best: Outcome) -> None:
+def note_outcome(study: Study, text: str, outcome: Outcome, best: Outcome) -> None:
+    """Notes the trial of a recipe called ``text`` for the report."""
     gain = outcome.gain_over(best)
     ratio: Any = {"median": gain, "low": None, "high": None} if gain else None
     study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.seconds)
 
 
-def _run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
+def run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
     ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that

@@ -13,6 +13,7 @@ from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, co
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
+from hasten.tuning.joint_search import search_jointly, split_joint
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
 from hasten.tuning.systems_stage import (
@@ -45,7 +46,7 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     exact = finding.recommended(state.findings, PRECISION)
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     try:
-        baseline = state.baseline = _run_baseline(study, margin)
+        baseline = state.baseline = run_baseline(study, margin)
     except OutOfBudgetError:
         return study.note("baseline", "baseline", "stopped", "the budget ended before the task's own training")
     except RunError as error:
@@ -59,14 +60,24 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         recipes = [] if candidates.is_restricted else experience_of(state, study.device)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
         first = try_training_compositions(study, state.incumbents, first, recipes, baseline)
-        search_training(study, state.incumbents, items, baseline, first)
-        state.contributions = leave_one_out(study, state.incumbents, samples)
+        joint, others = split_joint(items)
+        if joint:
+            first = search_jointly(study, state.incumbents, joint, baseline, first)
+        search_training(study, state.incumbents, others, baseline, first)
+        state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
     if budget.exhausted:
         note_not_tried(study, "training", items)
     known = [found.recipe for found in state.findings]
     recipes = [recipe for recipe in state.incumbents.recipes if recipe and recipe not in known]
     _confirm(study, state, baseline, recipes, is_whole)
+
+
+def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
+    """Confirms recipes of an earlier search, each faster than the one before it, by whole trainings."""
+    study.horizon = 1.0
+    baseline = state.baseline = run_baseline(study, margin)
+    _confirm(study, state, baseline, recipes, is_whole=True)
 
 
 def _horizon(study: Study, state: SearchState, items: list) -> float:
@@ -76,7 +87,7 @@ def _horizon(study: Study, state: SearchState, items: list) -> float:
         return 0.0
     if left >= WHOLE_RUNS * seconds:
         return 1.0
-    if left / SHORT_RUNS < MIN_SHORT_RUN_S:
+    if left / SHORT_RUNS < MIN_SHORT_RUN_S or not study.task.can_be_shortened:
         needed = WHOLE_RUNS * seconds + study.budget.spent
         why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)
@@ -84,7 +95,7 @@ def _horizon(study: Study, state: SearchState, items: list) -> float:
     return left / SHORT_RUNS / seconds
 
 
-def _run_baseline(study: Study, margin: float | None) -> Baseline:
+def run_baseline(study: Study, margin: float | None) -> Baseline:
     """Trains the original on some seeds; sets target and margin. RunError if it fails or misses its target."""
     runs, seeds = [], []
     for seed in fresh_seeds(study.seed, BASELINE_SEEDS):
@@ -136,7 +147,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         state.step_profiles["tuned"] = study.step_profile(winner.recipe)
     if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
         samples = baseline.samples_to_target()
-        state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples)
+        state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples, baseline)
 
 
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:

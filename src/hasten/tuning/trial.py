@@ -18,6 +18,7 @@ from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
+from hasten.profiling.probe import Probe
 from hasten.tuning.horizon import Horizon
 
 RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
@@ -68,6 +69,14 @@ class Trial:
                 ranks=ranks,
             )
         return {**asdict(check), "number": check.number if math.isfinite(check.number) else None}
+
+
+class FirstSteps(Probe):
+    """The arm whose first steps tell how long a training takes."""
+
+    def build(self, with_evaluation: bool = True) -> dict:
+        """The plan of ``Arm.build``, and the ``facts`` of the run: a diagnosis may be too long for the budget."""
+        return super().build(with_evaluation) | {"facts": self.facts()}
 
 
 class Description:

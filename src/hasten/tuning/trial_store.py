@@ -10,12 +10,15 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError
+from hasten.engine.error_messages import translate_disk_errors
 
 FILE, LOCK = "trials.jsonl", "lock"
+FREE_THE_DISK = "what was measured before is kept; free the disk, and the same command continues the search"
 TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "memory ran out",
     "out of memory",
@@ -43,8 +46,7 @@ class TrialStore:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            message = f"another search is running in {folder}; wait for it or choose another --out"
-            raise ConfigurationError(message) from None
+            raise _already_running(folder) from None
         except OSError as error:
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
@@ -76,16 +78,13 @@ class TrialStore:
         is_transient = failure is not None and any(text in failure.lower() for text in TRANSIENT_FAILURES)
         if failure is not None and (is_transient or not failure_lasts):
             return key, outcome  # for this search only; the next one tries again
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                if file.tell() and not self._ends_with_newline():
-                    file.write("\n")
-                entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
-                file.write(json.dumps(entry, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}") from None
+        with translate_disk_errors(self.path, FREE_THE_DISK), self.path.open("a", encoding="utf-8") as file:
+            if file.tell() and not self._ends_with_newline():
+                file.write("\n")
+            entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         return key, outcome
 
     def __contains__(self, trial: tuple[str, Mapping[str, Any]]) -> bool:
@@ -100,3 +99,16 @@ class TrialStore:
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
+
+
+def check_no_search_runs(folder: Path) -> None:
+    """Raises ConfigurationError if a search is running in ``folder``: refused before the task is loaded."""
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: told later
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _already_running(folder) from None
+
+
+def _already_running(folder: Path) -> ConfigurationError:
+    return ConfigurationError(f"another search is running in {folder}; wait for it or choose another --out")

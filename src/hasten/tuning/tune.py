@@ -22,26 +22,38 @@ from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import source_hash
+from hasten.engine.registry import method_class, method_names
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.run_dir import atomic_write
 from hasten.engine.tasks import TaskRef
+from hasten.profiling.advise import advise_without_profile
 from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
+from hasten.tuning.continuation import finish_earlier
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
 from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
-from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.trial import FirstSteps
+from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore, check_no_search_runs
 from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 8, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
+DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
 COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
 # the timeout is the largest of: seconds, share of the budget, runs of the task
 MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """Raised by ``tune`` at Ctrl-C; ``result`` is the best answer so far, as in result.json."""
+
+    def __init__(self, result: TuneResult):
+        self.result = result
 
 
 def tune(
@@ -59,6 +71,7 @@ def tune(
     device: str | None = None,
     seed: int = 0,
     price_per_hour: float | None = None,
+    spent: float = 0.0,
     watch: ProgressCallback = no_progress,
 ) -> TuneResult:
     """Finds a faster recipe for a task, with evidence, or returns "no improvement".
@@ -83,6 +96,7 @@ def tune(
         device: "cpu" or "cuda"; None picks one.
         seed: seed of the search.
         price_per_hour: price of an hour of this machine; the result then states the price of a training.
+        spent: seconds of the budget that have passed already, such as the start of the program.
         watch: called with the progress.
 
     Returns:
@@ -91,6 +105,7 @@ def tune(
     Raises:
         ConfigurationError: a wrong request.
         RunError: the task's own training does not run, or the budget ended before its first steps.
+        SearchInterrupted: Ctrl-C, once there is an answer.
     """
     reset_shown_warnings()
     if evidence is not None and evidence not in LEVELS:
@@ -100,7 +115,9 @@ def tune(
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, device = TaskRef.of(task), pick_device(device)
     folder = search_folder(task, out)
+    check_no_search_runs(folder)
     clock = Budget(float("inf") if seconds is None else seconds)
+    clock.began -= spent
     facts = _describe(task, processes, clock)
     if not facts["has_validation"] and evidence in ("proven", "estimated"):
         raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
@@ -113,7 +130,9 @@ def tune(
         "code": source_hash(),
         **machine_and_versions(device),
     }
-    clock.total += _earlier_budget(folder, settings) if continues else 0.0
+    earlier = _earlier_result(folder, settings) if continues else {}
+    if continues:
+        clock.wall, clock.total = clock.total, clock.total + earlier["budget_seconds"]
     study = Study(
         task,
         device,
@@ -127,7 +146,7 @@ def tune(
         source_hashes=selection.source_hashes(),
     )
     text = json.dumps(settings, indent=1, default=str)
-    atomic_write(folder / "search.json", lambda file: file.write(text.encode()))
+    atomic_write(folder / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
     state = SearchState(level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
@@ -135,18 +154,26 @@ def tune(
         result = result_of(study, state, is_partial=is_partial, **about)
         result |= {"expected_runs": runs, "out": str(folder)}
         write(folder, result)
+        task.write_sites(folder)
         return result
 
     plan = _estimate(study, state, seconds, timeout)
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     try:
         save()
-        _diagnose(study, state, selection)
+        _diagnose(study, state, selection, plan)
+        if continues:
+            finish_earlier(study, state, plan, margin, earlier, has_training_stage)
+            save()
+        proof = state.confirmation
         find_systems(study, state, plan, has_training_stage, save)
         if has_training_stage:
             find_training(study, state, plan, margin)
+        state.keep_faster(proof)
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
+    except KeyboardInterrupt:
+        raise SearchInterrupted(save()) from None
     except BaseException:
         save()
         raise
@@ -163,9 +190,7 @@ def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
     if processes > 1:
         warn_oversubscribed(processes)
     try:
-        with start_workers(
-            1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task
-        ) as worker:
+        with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
             return worker.call("facts", processes=processes)
     except DeadlineError:
         raise _too_small(budget, "to prepare the data and the model of the task") from None
@@ -176,11 +201,12 @@ def _too_small(budget: Budget, what: str) -> RunError:
     return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {4 * budget.total:.0f}s")
 
 
-def _earlier_budget(folder: Path, settings: dict[str, Any]) -> float:
-    """Seconds of the search in ``folder`` that is continued; ConfigurationError if it was another one."""
+def _earlier_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result of the search in ``folder`` that is continued; ConfigurationError if it was another one."""
     try:
         before = json.loads((folder / "search.json").read_text(encoding="utf-8"))
-        seconds = float(json.loads((folder / "result.json").read_text(encoding="utf-8"))["budget_seconds"])
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result["budget_seconds"] = float(result["budget_seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigurationError(f"there is no search in {folder} to continue; give --budget without +") from None
     now = json.loads(json.dumps(settings, default=str))
@@ -188,7 +214,7 @@ def _earlier_budget(folder: Path, settings: dict[str, Any]) -> float:
     if changed:
         names = ", ".join(f"{name} ({before.get(name)} before, {now[name]} now)" for name in changed)
         raise ConfigurationError(f"the search in {folder} cannot be continued, since these changed: {names}")
-    return seconds
+    return result
 
 
 def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> dict[str, Any]:
@@ -196,7 +222,8 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
 
     def measure(_: ProgressCallback) -> dict[str, Any]:
         limits = timeout or DEFAULT_TIMEOUT_S, study.budget.deadline()
-        return estimate(study.task, study.device, study.seed, study.processes, *limits)
+        service = f"{FirstSteps.__module__}:{FirstSteps.__name__}"
+        return estimate(study.task, study.device, study.seed, study.processes, *limits, service)
 
     try:
         found = study.measure_once("run_seconds", f"timing a few steps of {study.task}", measure)
@@ -211,18 +238,36 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
     message = f"one run of the task {run_time}; the search may take {format_duration(total)}"
     warnings.warn(message, ProgressWarning, stacklevel=3)
     state.comparison_seconds = min(max(COMPARISON_S[0], total / 12), COMPARISON_S[1])
+    study.step_seconds = found["plan"]["step"]
     return found["plan"]
 
 
-def _diagnose(study: Study, state: SearchState, selection: MethodSelection) -> None:
-    """Finds which methods are worth trying. Without a diagnosis all are."""
-    seconds = min(MAX_DIAGNOSIS_S, study.budget.total * DIAGNOSIS_SHARE)
+def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any]) -> None:
+    """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
+    budget = study.budget
+    seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
+    with budget.reserve(budget.left()):  # keeps half of it
+        deadline = budget.deadline()
 
     def measure(watch: ProgressCallback) -> Any:
         where = {"device": study.device, "processes": study.processes, "timeout": study.timeout, "seed": study.seed}
-        return diagnose(study.task, budget=seconds, deadline=study.budget.deadline(), watch=watch, **where)
+        return diagnose(study.task, budget=seconds, deadline=deadline, watch=watch, **where)
 
-    state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
+    why = ""
+    if DIAGNOSIS_STEPS * plan["step"] > max(seconds, MIN_DIAGNOSIS_S):
+        why = f"its {DIAGNOSIS_STEPS} steps of {plan['step']:.1f} s do not fit into the budget"
+    else:
+        try:
+            state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)
+        except OutOfBudgetError:
+            why = "it did not fit into the budget"
+        except RunError as error:
+            why = str(error)
+    if why:
+        study.note("diagnosis", "diagnosis", "not made", why)
+        cards = {name: method_class(name).card for name in method_names()}
+        advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
+        state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
     state.candidates = candidates_for(state.diagnosis, selection)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

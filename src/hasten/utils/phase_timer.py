@@ -1,9 +1,9 @@
 """Adds up the time of each phase of a step: clock on the CPU, events on a GPU, no synchronization."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-import time
 
 import torch
 
@@ -65,6 +65,8 @@ class PhaseTimer:
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
     """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
+    if "forward_backward" not in seconds:  # a loop that calls the passes one by one
+        return {name: seconds[name] for name in PHASES}
     both = seconds.pop("forward_backward", 0.0)
     forward, backward = seconds["forward"], seconds["backward"]
     if not forward:

@@ -28,7 +28,7 @@ from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
 from hasten.data.io.metadata_cache import default_folder
 from hasten.data.progress import rate_reporter
-from hasten.data.source import BadRow, Source, column_leaves, map_columns, refuse_bad, unbatch
+from hasten.data.source import BadRow, Source, WrappedSource, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
 
@@ -60,18 +60,16 @@ def cached(
     return DiskCache(mapped_source, gigabytes, watch, Path(folder) if folder else default_folder())
 
 
-class Mapped(Source):
+class Mapped(WrappedSource):
     """A source that applies sample maps to another source's rows and stacks the results into columns."""
 
     def __init__(self, source: Source, maps: tuple[Map, ...]):
         if any(stage.stage is not None for stage in maps):
             raise ConfigurationError("a map with random numbers before cache() would be frozen; put it after the cache")
-        self.source, self.functions = source, [stage.function for stage in maps]
+        super().__init__(source)
+        self.functions = [stage.function for stage in maps]
         self.fingerprints = [fingerprint(function) for function in self.functions]
         self._passthrough: frozenset[tuple] | None = None  # computed at the first read
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: numpy.ndarray) -> Any:
         columns = self.source.read(rows)
@@ -84,14 +82,8 @@ class Mapped(Source):
     def fingerprint(self) -> dict:
         return {"of": source_identity(self.source), "maps": self.fingerprints}
 
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self.source.chunk_offsets()
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return self.source.known_bad_rows()
-
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
-        self.source.prepare(runner, faults)
+        super().prepare(runner, faults)
         self._passthrough = None  # the data may have changed
 
     def _passthrough_paths(self) -> frozenset[tuple]:
@@ -105,7 +97,7 @@ class Mapped(Source):
         return samples
 
 
-class Cache(Source):
+class Cache(WrappedSource):
     """Base class of the caches.
 
     ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
@@ -116,7 +108,8 @@ class Cache(Source):
     """
 
     def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
-        self.source, self.gigabytes, self.watch = source, gigabytes, watch
+        super().__init__(source)
+        self.gigabytes, self.watch = gigabytes, watch
         self.identity: dict | None = None  # identity of the source that the cache was filled from
         self.columns: Any = None  # the columns of all rows; None until the cache is filled
         self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
@@ -124,9 +117,6 @@ class Cache(Source):
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"identity": None, "columns": None}  # a spawned process fills its own cache
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def read(self, rows: numpy.ndarray) -> Any:
         if self.columns is None:
@@ -143,14 +133,8 @@ class Cache(Source):
     def fingerprint(self) -> dict:
         return source_identity(self.source)
 
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self.source.chunk_offsets()
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return self.source.known_bad_rows()
-
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
-        self.source.prepare(runner, faults)
+        super().prepare(runner, faults)
         identity = source_identity(self.source)
         if _differ(identity, self.identity):
             self.identity, self.columns, self.bad = None, None, {}  # frees the memory before more is allocated

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy
+import pyarrow
 import torch
-from pyarrow import ArrowException
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
@@ -170,6 +170,13 @@ class Table(Source):
             rows = rows - self._bad_rows_before(rows)
         return table.read(torch.from_numpy(rows))
 
+    def chunk_as_arrow(self, chunk: int) -> Any:
+        """Returns a chunk (row group, record batch) as an Arrow table; BadRow if it cannot be decoded."""
+        self._refuse_bad(self._offsets[chunk : chunk + 1])
+        columns = self._decode(chunk, self._layout.names)
+        table = columns if isinstance(columns, pyarrow.Table) else pyarrow.Table.from_batches([columns])
+        return table.select(self._layout.names).cast(pyarrow.schema(list(self._layout.types.items())))
+
     # ---- a table that fits into the memory budget
 
     def _fits(self) -> bool:
@@ -303,7 +310,7 @@ class Table(Source):
         except ConfigurationError:
             check_unchanged(file, self._signatures[file])  # a file that disappeared is a RunError
             raise
-        except (OSError, ValueError, LookupError, ArrowException) as error:
+        except (OSError, ValueError, LookupError, pyarrow.ArrowException) as error:
             raise self._damaged(chunk, error) from None
         check_unchanged(file, self._signatures[file])
         if self._guessed_types:

@@ -27,7 +27,7 @@ from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import check_unchanged, is_file_error, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
 from hasten.data.pipeline import Pipeline
-from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.source import BadRow, Source, refuse_bad, split_target
 from hasten.data.validation import check_name, check_names
 
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
@@ -96,10 +96,7 @@ class Examples(Source):
         except MalformedExampleError as error:
             row = int(rows[error.index])
             raise BadRow(row, self.records.where(row), error.reason) from None
-        if self.target is None:
-            return columns
-        target = columns.pop(self.target)
-        return *columns.values(), target
+        return split_target(columns, self.target)
 
     def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Returns (uint8 array, start of each row's message in it, end of each)."""

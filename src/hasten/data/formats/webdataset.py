@@ -24,7 +24,7 @@ from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
 from hasten.data.io.range_reader import read_file, read_ranges
 from hasten.data.pipeline import Pipeline
-from hasten.data.source import BadRow, Source, refuse_bad
+from hasten.data.source import BadRow, Source, refuse_bad, split_target
 from hasten.data.validation import check_name, check_names
 
 PROBED_SAMPLES = 32  # read to find the shape of arrays
@@ -104,10 +104,7 @@ class Shards(Source):
     def read(self, rows: numpy.ndarray) -> Any:
         refuse_bad(rows, self.bad)
         columns = {name: self._column(name, rows) for name in self.columns}
-        if self.target is None:
-            return columns
-        target = columns.pop(self.target)
-        return *columns.values(), target
+        return split_target(columns, self.target)
 
     def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
         """Merges the shards' indexes into ``positions``. For a missing image column another image file is used, unless

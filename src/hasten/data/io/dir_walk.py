@@ -12,17 +12,13 @@ from functools import lru_cache
 
 from hasten.core.errors import ConfigurationError
 
-FolderId = tuple[int, int]  # (device, inode): the same for all paths to a folder
 
-
-def walk(root: str, visited: set[FolderId] | None = None) -> Iterator[tuple[str, int, list[str]]]:
+def walk(root: str) -> Iterator[tuple[str, int, list[str]]]:
     """Yields (path relative to ``root``, modification time in ns, names of its files) of a folder and all folders in
-    it.
-
-    Skips hidden folders and those in ``visited``, to which visited folders are added. An empty root is the working
-    directory. ConfigurationError if a folder cannot be read.
+    it, each once, without hidden ones. An empty root is the working directory. ConfigurationError if a folder cannot be
+    read.
     """
-    visited = set() if visited is None else visited
+    visited: set[tuple[int, int]] = set()  # (device, inode), the same for all paths to a folder
     waiting, links = [""], []
     while waiting or links:  # links last and sorted: a folder inside the root is visited under its own name
         folder = waiting.pop() if waiting else links.pop(links.index(min(links)))

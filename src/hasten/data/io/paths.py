@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
-from hasten.data.io.dir_walk import FolderId, entries, is_folder, matcher, walk
+from hasten.data.io.dir_walk import entries, is_folder, matcher, walk
 
 NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 # Errors of one file, as opposed to errors of the machine or the disk.
@@ -138,94 +138,56 @@ def _expand_numbers(pattern: str) -> Iterator[str]:
 
 
 def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files that a local path, folder or pattern selects, each once.
+
+    A file that is found through several paths to its folder has the path without links, if there is one.
+    """
     if os.path.isfile(pattern):
         yield pattern
-    elif os.path.isdir(pattern):
-        for path, names in _walk_files(pattern, set()):
-            yield from (path + name for name in names if _has_suffix(name, suffixes))
-    elif has_magic(pattern):
-        yield from _glob(pattern, suffixes)
-
-
-def _walk_files(folder: str, visited: set[FolderId]) -> Iterator[tuple[str, list[str]]]:
-    """(path ending in a slash, names of the files) of a folder and every folder in it that is not in ``visited``."""
-    return ((os.path.join(folder, path, ""), names) for path, _, names in walk(folder, visited))
-
-
-def _has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
-    return not suffixes or name.lower().endswith(suffixes)
-
-
-def _glob(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """The files that a pattern selects, and those below the folders that it selects, each once.
-
-    A folder that is selected by its own name and by a link is read by its own name. The types of entries come with the
-    listing, without a ``stat`` for each file: a million files take a second.
-    """
-    parent, name = os.path.split(pattern)
-    matches, searched, selected = matcher("*" if name == "**" else name), {}, []
-    for folder in _unique_folders(_glob_folders(parent), searched):
-        for entry in entries(folder):
-            if matches(entry.name):
-                path = os.path.join(folder, entry.name)
-                if is_folder(entry):
-                    selected.append((entry.is_symlink(), path))
-                else:
-                    yield path
-    selected_paths = {path for _, path in selected}
-    # Folders whose matching files have been yielded, and that are not to be walked as part of a selected folder.
-    skipped = {key for key, path in searched.items() if not any(above in selected_paths for above in _parents(path))}
-    visited = set(skipped)
-    for _, folder in sorted(selected):
-        if (key := _folder_id(folder)) in skipped:  # selected through a link
-            skipped.remove(key)
-            visited.remove(key)
-        for path, names in _walk_files(folder, visited):
-            was_searched = _folder_id(path) in searched
-            names = (name for name in names if _has_suffix(name, suffixes) and not (was_searched and matches(name)))
-            yield from (path + name for name in names)
-
-
-def _parents(folder: str) -> Iterator[str]:
-    """Yields a folder and the parent folders that its path names."""
-    while folder:
-        yield folder
-        above = os.path.dirname(folder)
-        folder = above if above != folder else ""
-
-
-def _glob_folders(pattern: str) -> Iterator[str]:
-    """Yields the folders that a local pattern selects; ``**`` matches any depth."""
-    if not has_magic(pattern):
-        if os.path.isdir(pattern or "."):
-            yield pattern
         return
-    parent, name = os.path.split(pattern)
-    matches = matcher(name)
-    for folder in _glob_folders(parent):
-        if name == "**":
-            yield from (os.path.join(folder, path) if path else folder for path, _, _ in walk(folder))
-        elif has_magic(name):
-            found = (entry.name for entry in entries(folder) if matches(entry.name) and is_folder(entry))
-            yield from (os.path.join(folder, each) for each in found)
-        elif os.path.isdir(os.path.join(folder, name)):
-            yield os.path.join(folder, name)
+    found: dict[str, dict[str, set[str]]] = {}  # real path of a folder -> each path to it -> names of files
+    for folder, names in _find(pattern, suffixes):
+        paths = found.setdefault(os.path.realpath(folder), {})
+        paths.setdefault(folder, set()).update(names)
+    for real, paths in found.items():
+        seen: set[str] = set()
+        for folder in sorted(paths, key=lambda path: (os.path.abspath(path) != real, path)):
+            prefix = os.path.join(folder, "")
+            yield from (prefix + name for name in paths[folder] - seen)
+            seen |= paths[folder]
 
 
-def _unique_folders(folders: Iterable[str], visited: dict[FolderId, str]) -> Iterator[str]:
-    """Yields each folder once, by its own name rather than a link's, and adds it to ``visited``."""
-    for folder in sorted(folders, key=lambda path: (os.path.realpath(path) != os.path.abspath(path), path)):
-        if (key := _folder_id(folder)) not in visited:
-            visited[key] = folder
-            yield folder
+def _find(pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (folder, names of files) of all files that a local folder or pattern selects, some of them repeatedly."""
+    folder, parts = pattern, list[str]()
+    while has_magic(folder) and not os.path.isdir(folder):
+        folder, part = os.path.split(folder)
+        parts.insert(0, part)
+    return _glob(folder, parts, suffixes) if os.path.isdir(folder or ".") else iter(())
 
 
-def _folder_id(folder: str) -> FolderId:
-    try:
-        info = os.stat(folder or ".")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the folder {folder}: {error.strerror}") from None
-    return info.st_dev, info.st_ino
+def _glob(folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (folder, names of files) below ``folder`` that match ``pattern``, which is split at its slashes; of a
+    folder that matches, all below it that end in one of ``suffixes``.
+
+    The types of entries come with the listing, without a ``stat`` for each file: a million files take a second.
+    """
+    if not pattern:
+        for path, _, names in walk(folder):
+            yield os.path.join(folder, path), [name for name in names if name.lower().endswith(suffixes or "")]
+    elif pattern[0] == "**" and len(pattern) > 1:
+        for path, _, _ in walk(folder):
+            yield from _glob(os.path.join(folder, path) if path else folder, pattern[1:], suffixes)
+    else:
+        is_match, names = matcher("*" if pattern[0] == "**" else pattern[0]), []
+        for entry in entries(folder):
+            if not is_match(entry.name):
+                continue
+            if is_folder(entry):
+                yield from _glob(os.path.join(folder, entry.name), pattern[1:], suffixes)
+            elif len(pattern) == 1:
+                names.append(entry.name)
+        yield folder, names
 
 
 def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:

@@ -94,7 +94,9 @@ class Composition:
         if self.fold("model", root) is not root:
             raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; leave it out")
         if run.plan != self.plan:
-            raise ConfigurationError(f"a method edits the plan of the run, but {self.owner} owns its loop; leave it out")
+            raise ConfigurationError(
+                f"a method edits the plan of the run, but {self.owner} owns its loop; leave it out"
+            )
         if not {"forward", "batch_transform"} & self.hooks:
             return call
 
@@ -150,7 +152,7 @@ class Composition:
         self.update()
 
     def observer(self) -> EffectObserver:
-        """Observes the effects of the methods in one step. A method that acted on one of several roots has an effect."""
+        """Observes the effects of the methods in one step; one that acted on one of several roots has an effect."""
         run = self.run
         run.no_effect = [(name, why) for name, why in run.no_effect if name not in run.effect_checks]
         if run.model is None:

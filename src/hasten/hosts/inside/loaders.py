@@ -3,6 +3,7 @@
 A loader keeps its type, length, dataset and sampler; only the iterator that it makes is another one.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -56,12 +57,13 @@ class LoaderSeam:
         return record is not None and record["role"] == "training"
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
+        @functools.wraps(original)
+        def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
             facts = {"batch_size": loader.batch_size, "num_workers": loader.num_workers, "role": "evaluation"}
             self.sites.note("loaders", loader, **facts)
 
-        return __init__
+        return noted_init
 
     def _iterator_maker(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def iterator(loader: Any) -> Any:

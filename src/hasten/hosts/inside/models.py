@@ -5,6 +5,7 @@ A root is a module that the script calls and that is part of no other module. It
 """
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from hasten._torch_compat import get_module_call, patch_module_call, set_module_
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
 
+STDOUT = 1  # file descriptor; a file, in a trial
 WrapCall = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # (root, its call) -> the call under methods
 
 
@@ -44,6 +46,7 @@ class ModelSeam:
         self.last_step_ended: float | None = None
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients = self.trains_in_eval_mode = False
+        self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
         self.inside = False
@@ -51,9 +54,7 @@ class ModelSeam:
 
     def stop_searching(self) -> None:
         """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
-        if self.original is not None:
-            patch_module_call(self.original)
-            self.original = None
+        patch_module_call(self.original)
 
     def on_backward(self) -> None:
         """Told of every outermost backward pass."""
@@ -69,21 +70,18 @@ class ModelSeam:
                 self.sites.note("models", module, called=False)
 
     def _first_calls(self) -> Callable[..., Any]:
-        seam = self
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = seam.original or type(module).__call__
-            if seam.inside:
-                return call(module, *args, **kwargs)
-            seam.inside = True
+        def first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return self.original(module, *args, **kwargs)
+            self.inside = True
             try:
-                if id(module) not in seam.known:
-                    seam._consider(module)
-                return call(module, *args, **kwargs)
+                if id(module) not in self.known:
+                    self._consider(module)
+                return self.original(module, *args, **kwargs)
             finally:
-                seam.inside = False
+                self.inside = False
 
-        return __call__
+        return first_call
 
     def _consider(self, module: nn.Module) -> None:
         self.known.add(id(module))
@@ -103,7 +101,7 @@ class ModelSeam:
             if not root.training and not self.trains_in_eval_mode:
                 return self._evaluate(call, args, kwargs)
             if self.began is not None:
-                self._leave_evaluation()
+                self.end_evaluation()
             if not phases.running:
                 return call(*args, **kwargs)
             began = phases.now()
@@ -119,16 +117,25 @@ class ModelSeam:
             if not self.evaluations:
                 site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
                 self.sites.records.setdefault("evaluations", []).append(site)
+            self._mark(begins=True)
         self.records_gradients |= torch.is_grad_enabled()
         result = call(*args, **kwargs)
         self.ended = time.perf_counter()
         return result
 
-    def _leave_evaluation(self) -> None:
-        seconds = self.ended - (self.began or self.ended)
+    def end_evaluation(self) -> None:
+        """Counts the evaluation that is running, if there is one, as ended with its last call."""
+        if self.began is None:
+            return
+        seconds = self.ended - self.began
         self.began = None
         self.evaluated_seconds += seconds
         self.evaluations.append((self.step, seconds))
+        self._mark(begins=False)
+
+    def _mark(self, begins: bool) -> None:
+        """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
+        self.marks.append((time.perf_counter(), self.step, os.fstat(STDOUT).st_size, begins))
 
 
 def _outermost_modules() -> list[nn.Module]:

@@ -25,6 +25,7 @@ from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
+from hasten.hosts.inside.trackers import TrackerFinder
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -42,6 +43,7 @@ class Session:
     def __init__(self, folder: Path, spec: dict[str, Any]):
         self.folder, self.spec = folder, spec
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
+        self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
@@ -56,6 +58,8 @@ class Session:
             self.sites.records["seeds"] = []
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
+        if spec["mode"] != "train":
+            TrackerFinder(self._note_logged)
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -64,7 +68,9 @@ class Session:
         from hasten.hosts.inside.composition import Composition
 
         spec = self.spec
-        records_gradients = any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
+        records_gradients = (
+            any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
+        )
         composition = Composition(
             make_methods(Recipe(spec["methods"])), spec["device"], spec["seed"] or 0, records_gradients, spec["name"]
         )
@@ -115,6 +121,9 @@ class Session:
             seeded.append(name)
             self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name})
 
+    def _note_logged(self, name: str, value: float) -> None:
+        self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
+
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
     def _claim(self) -> None:
@@ -159,6 +168,7 @@ class Session:
         """At the end of the script: answers the request that it did not finish. A crash is left to the exit code."""
         if self.connection is None or not self.steps.active or getattr(sys, "last_value", None) is not None:
             return
+        self.models.end_evaluation()
         self._answer(self._result() | {"ended": True})
         self._serve()
 
@@ -209,7 +219,8 @@ class Session:
 
     def _result(self) -> dict[str, Any]:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
-        result: dict[str, Any] = {"steps": self.steps.count, "skipped": self.steps.skipped}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
         if self.block is not None:
             result |= self._end_block()
         if self.observer is not None:
@@ -248,6 +259,9 @@ class Session:
         return {
             "sites": self.sites.records,
             "steps": self.steps.count,
+            "seconds": time.perf_counter() - self.began,
+            "marks": [(at - self.began, *rest) for at, *rest in models.marks],
+            "logged": self.logged,
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
@@ -301,7 +315,9 @@ class Session:
                 print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
         missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
         if missing:
-            self._fail_with(f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites")
+            self._fail_with(
+                f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
+            )
 
     def _fail_with(self, text: str) -> NoReturn:
         print(f"hasten: {text}", file=sys.stderr)

@@ -89,7 +89,7 @@ class StepSeam:
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def noted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self.has_optimizer = True
             self.sites.note("optimizers", optimizer)
@@ -97,7 +97,7 @@ class StepSeam:
             if self.wrap_update is not None and not hasattr(step, "under_methods"):
                 type(optimizer).step = self._updating(step, self.wrap_update)
 
-        return __init__
+        return noted_init
 
     def _updating(
         self, original: Callable[..., Any], update: Callable[[Optimizer, Callable[[], Any]], Any]

@@ -1,0 +1,47 @@
+"""Trains a script for real: its own command with the methods of a recipe inside, and nothing else changed."""
+
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.devices import pick_device
+from hasten.engine.registry import make_methods
+from hasten.hosts.process import injected, write_spec
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.site_map import read_beside
+
+
+def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int) -> dict[str, Any] | None:
+    """Checks a request before anything runs. Returns the site map beside the recipe file, if there is one.
+
+    Raises:
+        ConfigurationError: The recipe cannot act in a script.
+    """
+    if processes != 1:
+        raise ConfigurationError(f"{script} starts its own processes; leave --processes out")
+    methods = make_methods(recipe)
+    script.check_methods(methods)
+    check_conflicts(sort_methods(methods))
+    return read_beside(recipe_file)
+
+
+def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: dict[str, Any] | None) -> int:
+    """Runs the command with the recipe, with this process's input and output. Returns its exit code."""
+    with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
+        write_spec(Path(folder), script, recipe.methods, pick_device(device), None, sites, mode="train")
+        environment = injected(script.environment, Path(folder)) if recipe else dict(script.environment)
+        with subprocess.Popen(script.argv, cwd=script.directory, env=environment) as process:
+            previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            for number in previous:  # the terminal sends Ctrl-C to both: the script decides, and its code counts
+                signal.signal(number, lambda number, _: number != signal.SIGINT and process.send_signal(number))
+            try:
+                code = process.wait()
+            finally:
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,201 @@
+"""The metric of a script: which of the numbers that a training prints or logs a trial is judged by.
+
+In order of trust: what ``--metric`` names, what the script passes to a tracker (``metric_loggers.py``), what it prints
+(``metric_lines.py``). Where the choice is not clear, the user is asked (``question``); nothing is chosen silently.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hasten.core.errors import ConfigurationError, suggest
+from hasten.hosts.metric_lines import Line, Series, series_of
+from hasten.hosts.metric_names import meaning_of, phase_of, words_of
+
+MAX_CANDIDATES = 5
+
+
+@dataclass(frozen=True)
+class Found:
+    """The metric of a script.
+
+    Attributes:
+        name: As printed, with the word for the held-out data.
+        direction: "min" or "max".
+        seconds: When each value was printed or logged.
+        values: The values; a percentage is between 0 and 1.
+        resolution: The smallest step that the values can show; no margin may be smaller.
+        example: The line of the last value; empty if it was logged.
+    """
+
+    name: str
+    direction: str
+    seconds: tuple[float, ...]
+    values: tuple[float, ...]
+    resolution: float
+    example: str = ""
+
+    def __str__(self) -> str:
+        better = "higher" if self.direction == "max" else "lower"
+        return f"metric: {self.name} ({better} is better; {len(self.values)} values, last {self.values[-1]:g})"
+
+
+@dataclass(frozen=True)
+class Ambiguous:
+    """Several numbers could be the metric, or the direction of the only one is unknown."""
+
+    reason: str
+    candidates: tuple[Series, ...]
+
+
+def find_metric(lines: Iterable[Line]) -> Found | Ambiguous | None:
+    """The metric in the output of a training.
+
+    Args:
+        lines: (seconds, text, whether the model was in evaluation mode) of each printed line.
+
+    Returns:
+        The metric; or several candidates, of which the user must choose; or None if no number looks like a metric.
+    """
+    return choose_metric(series_of(lines))
+
+
+def series_of_logged(records: Iterable[tuple[float, str, float, bool]]) -> list[Series]:
+    """The series that a script passed to a tracker.
+
+    Args:
+        records: (seconds, name, value, whether the model was in evaluation mode) of each number.
+    """
+    series: dict[str, Series] = {}
+    training = set[str]()  # names that were logged in training mode
+    for seconds, name, value, evaluating in records:
+        one = series.setdefault(name, Series(name, phase_of(words_of(name))))
+        one.seconds.append(seconds)
+        one.values.append(value)
+        if not evaluating:
+            training.add(name)
+    for name, one in series.items():
+        if not one.phase and name not in training and meaning_of(name).kind == 3:
+            one.phase = "evaluation"
+    return list(series.values())
+
+
+def choose_metric(series: Sequence[Series]) -> Found | Ambiguous | None:
+    """The metric among series: on held-out data, with a known direction, and better than all others by ``_rank``."""
+    series = [one for one in series if _may_be_metric(one)]
+    start = min((one.seconds[0] for one in series if len(one.values) > 1), default=math.inf)
+    # A number that was printed once, and before all series, is an option of the script: "val_loss_weight=0.5".
+    held_out = [one for one in series if _is_held_out(one) and (len(one.values) > 1 or one.seconds[0] > start)]
+    good = [one for one in held_out if meaning_of(one.name).direction and _is_plausible(one)]
+    if good:
+        ranked = sorted(good, key=lambda one: (_rank(one), _evidence(one)), reverse=True)
+        rivals = [one for one in ranked if _rank(one) == _rank(ranked[0])]
+        if len({meaning_of(one.name).identity for one in rivals}) == 1:
+            return _found(ranked[0], meaning_of(ranked[0].name).direction)
+        return Ambiguous("several metrics of held-out data are equally likely", _distinct(rivals))
+    if held_out:
+        return Ambiguous("it is not known whether higher or lower is better", _distinct(held_out))
+    named = [one for one in series if meaning_of(one.name).direction and _is_plausible(one)]
+    if named:
+        named.sort(key=lambda one: (meaning_of(one.name).kind, len(one.values)), reverse=True)
+        return Ambiguous("no value is known to be measured on held-out data", _distinct(named))
+    return None
+
+
+def select_metric(series: Sequence[Series], request: str) -> Found:
+    """The series that ``--metric NAME[:min|max]`` names.
+
+    Raises:
+        ConfigurationError: No series has the name, several have it, or its direction is not known and not given.
+    """
+    name, direction = parse_request(request)
+    wanted = set(words_of(name))
+    exact = [one for one in series if one.name.lower() == name.lower()]
+    same = exact or [one for one in series if set(words_of(one.name)) == wanted]
+    matches = same or [one for one in series if wanted and wanted <= set(words_of(one.name))]
+    if not matches:
+        known = [one.name for one in series if meaning_of(one.name).direction] or [one.name for one in series]
+        hint = suggest(name, known) if known else "; the training printed no number with a name"
+        raise ConfigurationError(f"the training printed no metric {name!r}{hint}")
+    matches.sort(key=lambda one: (_rank(one), _evidence(one)), reverse=True)
+    if not same and len({(*meaning_of(one.name).identity, one.phase) for one in matches}) > 1:
+        raise question(Ambiguous(f"--metric {name!r} fits several values", _distinct(matches)))
+    direction = direction or meaning_of(matches[0].name).direction
+    if not direction:
+        raise question(Ambiguous("it is not known whether higher or lower is better", (matches[0],)))
+    return _found(matches[0], direction)
+
+
+def parse_request(request: str) -> tuple[str, str]:
+    """Splits ``NAME[:min|max]`` into the name and the direction, which is "" if not given."""
+    name, colon, direction = request.rpartition(":")
+    if colon and direction in ("min", "max"):
+        request = name
+    else:
+        direction = ""
+    if not words_of(request):
+        raise ConfigurationError(
+            f"--metric needs the name of a value, such as 'val loss' or 'val acc:max'; got {request!r}"
+        )
+    return request.strip(), direction
+
+
+def question(ambiguous: Ambiguous) -> ConfigurationError:
+    """The error that asks the user to choose: each candidate as it must be typed, with up to three of its values."""
+    choices: list[str] = []
+    for one in ambiguous.candidates[:MAX_CANDIDATES]:
+        direction = meaning_of(one.name).direction or "min|max"
+        values = ", ".join(f"{value:.4g}" for value in _three(one.values))
+        choices.append(f'--metric "{one.name}:{direction}" ({values})')
+    return ConfigurationError(f"cannot choose the metric: {ambiguous.reason}; pass {' or '.join(choices)}")
+
+
+def _found(series: Series, direction: str) -> Found:
+    return Found(
+        name=series.name,
+        direction=direction,
+        seconds=tuple(series.seconds),
+        values=tuple(series.values),
+        resolution=series.resolution,
+        example=series.example,
+    )
+
+
+def _may_be_metric(series: Series) -> bool:
+    """Whether it is a measurement of the model, and not the same number in every line."""
+    meaning = meaning_of(series.name)
+    constant = len(series.values) > 2 and len(set(series.values)) == 1
+    return not (meaning.derived or meaning.beside or constant)
+
+
+def _is_held_out(series: Series) -> bool:
+    return series.phase in ("validation", "test", "evaluation")
+
+
+def _is_plausible(series: Series) -> bool:
+    """Whether a fraction of correct answers is one; a number of correct answers is not."""
+    finite = [value for value in series.values if math.isfinite(value)]
+    return not meaning_of(series.name).rate or (bool(finite) and all(0 <= value <= 100 for value in finite))
+
+
+def _rank(series: Series) -> tuple[int, ...]:
+    """Recurring before printed once, metrics of the task before losses, validation before test data."""
+    meaning = meaning_of(series.name)
+    return (len(series.values) > 1, meaning.kind, series.phase != "test", not meaning.secondary)
+
+
+def _evidence(series: Series) -> tuple[int, ...]:
+    """Between series of one metric: a line of its own, then one that follows an evaluation, then its progress."""
+    return (not series.in_progress, not series.inherited, len(series.values))
+
+
+def _distinct(series: Sequence[Series]) -> tuple[Series, ...]:
+    """The first series of each name."""
+    return tuple(
+        {one.name: one for one in reversed(series)}[name] for name in dict.fromkeys(one.name for one in series)
+    )
+
+
+def _three(values: Sequence[float]) -> list[float]:
+    """The first, the middle and the last of the values."""
+    return [values[i] for i in sorted({0, len(values) // 2, len(values) - 1})]

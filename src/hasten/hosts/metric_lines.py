@@ -1,0 +1,295 @@
+"""Finds series of numbers in what a training prints.
+
+Each line with its numbers replaced is a template. Each number of a template that comes again is a series, named by the
+words before it: ``| end of epoch 3 | valid loss 7.02 | valid ppl 1124.18`` holds ``valid loss`` and ``valid ppl``.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from hasten.hosts.metric_names import HIGHER, LOWER, WITHOUT_MEANING, meaning_of, phase_of, words_of
+
+Line = tuple[float, str, bool]  # seconds, text, printed while the model was in evaluation mode
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_BAR = re.compile(r"[\u2500-\u259f]+|[=>#.*_-]{3,}")
+_NUMBER = re.compile(
+    r"""
+      (?P<time> \d{4}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
+    | (?<![\w.@/]) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
+    | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-)  # a part of a name: Acc@1, top-5
+      (?P<number> (?:(?<![\w)\]])[-+])? (?: (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
+      (?!\.?\d) (?: (?P<percent>\s?%) | (?P<unit>[A-Za-z\u00b5]+(?:/[A-Za-z]+)?|/[A-Za-z]+) )?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
+_SEPARATOR = re.compile(r"[|,;:=(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
+_MAX_HEADING_WORDS = 4
+_NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "samples", "files", "file", "path"}
+_MAX_NAME_WORDS = 5
+_COUNTED = {"epoch", "step", "iter", "iteration", "episode"}  # a line with such a word begins something new
+
+
+@dataclass
+class Series:
+    """The values of one number that a training prints, or of one that it passes to a tracker.
+
+    Attributes:
+        name: Its name, with the word for the held-out data: "valid loss", "test accuracy", "eval_f1".
+        seconds: When each value was printed.
+        values: The values; a percentage and a fraction a/b are between 0 and 1.
+        resolution: The smallest step between two values that the printed digits can show; 0 for a full float.
+        phase: "validation", "test", "train", "evaluation" (the model was in evaluation mode), or "".
+        inherited: The phase is that of a heading, or of the line before.
+        in_progress: The line shows the progress through a dataset; values are those at its end.
+        example: The line of the last value.
+    """
+
+    name: str
+    phase: str
+    seconds: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    resolution: float = 0.0
+    inherited: bool = False
+    in_progress: bool = False
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """One number of a line."""
+
+    template: str  # the line up to this number, without the values of numbers
+    name: str
+    phase: str
+    value: float
+    step: float  # of its last printed digit
+    average: bool = False  # in parentheses after a number of its own name: "Loss 6.9 (7.0)"
+    is_metric: bool = True
+    counter: tuple[int, int] | None = None  # a/b without the name of a metric: progress
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One printed line."""
+
+    seconds: float
+    text: str
+    evaluating: bool
+    numbers: tuple[_Number, ...]
+    heading: str  # phase of the heading above, if this is its first such line
+    before: str  # phase of the line before, if this line continues it
+    mode_is_certain: bool = False  # training and evaluation print such lines, each in its mode
+
+
+def series_of(lines: Iterable[Line]) -> list[Series]:
+    """All named series in the output of a training, in the order of their first line."""
+    groups: dict[str, list[_Entry]] = defaultdict(list)
+    for entry in _entries(lines):
+        for number in entry.numbers:
+            groups[number.template].append(entry)
+    found = [_series_of(template, part) for template, entries in groups.items() for part in _by_mode(template, entries)]
+    return [series for series in found if series is not None]
+
+
+def _by_mode(template: str, entries: list[_Entry]) -> list[list[_Entry]]:
+    """Splits lines that training and evaluation print alike, without a word for the data, by the model's mode."""
+    modes = {entry.evaluating for entry in entries}
+    index = _index_of(template, entries)
+    if len(modes) == 1 or any(entry.numbers[index].phase for entry in entries):
+        return [entries]
+    split = ([entry for entry in entries if entry.evaluating is mode] for mode in (False, True))
+    return [[replace(entry, mode_is_certain=True) for entry in part] for part in split]
+
+
+def _index_of(template: str, entries: list[_Entry]) -> int:
+    """Which number of the lines the template ends with."""
+    return next(i for i, number in enumerate(entries[0].numbers) if number.template == template)
+
+
+def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
+    """The lines that hold numbers, with the phase that the lines before give to them."""
+    heading, seen, header = "", set[str](), ""
+    before = ""  # phase of the line before
+    for seconds, raw, evaluating in lines:
+        text = _printed(raw)
+        numbers = _parse(text)
+        if not numbers:
+            words = words_of(text)
+            is_heading = 0 < len(words) <= _MAX_HEADING_WORDS and not _NOT_A_HEADING & set(words)
+            heading, seen = phase_of(words) if is_heading else "", set()
+            header, before = text, ""
+            continue
+        if columns := _named_by_columns(text, header, numbers):
+            numbers = columns
+        else:
+            header = ""
+        template = numbers[-1].template
+        continues = text[:1] in (" ", "*", "\t") and not _COUNTED & set(words_of(text))
+        of_heading = heading if continues and template not in seen else ""
+        yield _Entry(seconds, text, evaluating, numbers, of_heading, before if continues else "")
+        seen.add(template)
+        own = {number.phase for number in numbers} - {""}
+        heading = "" if own else heading
+        before = own.pop() if len(own) == 1 else ""
+
+
+def _printed(raw: str) -> str:
+    """What a terminal shows of a line: after its last carriage return, without colors and bars."""
+    text = raw.rstrip("\r\n").rpartition("\r")[2].rpartition("\b")[2]
+    return _BAR.sub(" ", _ESCAPE.sub("", text)).rstrip()
+
+
+def _parse(text: str) -> tuple[_Number, ...]:
+    """The numbers of a line."""
+    numbers: list[_Number] = []
+    template, end = "", 0
+    context: list[str] = []  # words before the number, without the names of other metrics: "Test: [10/20] loss 0.5"
+    matches = list(_NUMBER.finditer(text))
+    after = phase_of(_WORD.findall(text[matches[-1].end() :])) if matches else ""
+    for match in matches:
+        gap = text[end : match.start()]
+        template += re.sub(r"\s+", " ", gap) + ("~" if match["time"] else "#%" if match["percent"] else "#")
+        end = match.end()
+        if match["time"]:
+            context += _WORD.findall(gap)
+            continue
+        name, average = _name(gap), False
+        if not name and numbers and re.fullmatch(r"\s*\(\s*", gap):
+            name, average = numbers[-1].name, True
+        is_metric = bool(set(words_of(name)) & (HIGHER | LOWER))
+        context += _WORD.findall(gap.replace(name, " ") if is_metric else gap)
+        phase = phase_of(words_of(name)) or phase_of(context) or after
+        numbers.append(_number(match, template, name, phase, average))
+    return tuple(numbers)
+
+
+def _number(match: re.Match[str], template: str, name: str, phase: str, average: bool) -> _Number:
+    if match["a"]:
+        a, b = int(match["a"]), int(match["b"])
+        is_metric = bool(set(words_of(name)) & (HIGHER | LOWER)) and a <= b
+        return _Number(template, name, phase, a / b, 1 / b, average, is_metric, None if is_metric else (a, b))
+    value, step = float(match["number"]), _last_digit(match["number"])
+    if match["percent"]:
+        value, step = value / 100, step / 100
+    return _Number(template, name, phase, value, step, average, is_metric=not match["unit"])
+
+
+def _last_digit(text: str) -> float:
+    """The value of one in the last printed digit: 0.01 of "3.14", 1e-7 of "1.25e-05"; 0 of nan and inf."""
+    mantissa, _, exponent = text.lower().partition("e")
+    if not mantissa.strip("+-")[:1].isdigit() and not mantissa.strip("+-").startswith("."):
+        return 0.0
+    return float(f"1e{int(exponent or 0) - len(mantissa.partition('.')[2])}")
+
+
+@lru_cache(maxsize=10_000)
+def _name(gap: str) -> str:
+    """The last words before a number: of ``', 'eval_loss': `` eval_loss, of ``Test set: loss: `` loss."""
+    for segment in reversed(_SEPARATOR.split(gap)):
+        words = segment.split()[-_MAX_NAME_WORDS:]
+        if words and any(word not in WITHOUT_MEANING for word in words_of(segment)):
+            return " ".join(words).strip("-~/\\.`")
+    return ""
+
+
+def _named_by_columns(text: str, header: str, numbers: tuple[_Number, ...]) -> tuple[_Number, ...]:
+    """The numbers of a line with the names in the table's header; empty if the line is not a row under that header."""
+
+    def cells(line: str) -> list[str]:
+        prefix, _, columns = line.rpartition(": ")
+        return [re.sub(r"\d", "", prefix), *filter(None, re.split(r"[\s|,]+", columns))]
+
+    columns, values = cells(header), cells(text)
+    is_row = len(numbers) > 1 and not any(number.name for number in numbers[1:])
+    if not is_row or len(columns) != len(values) or columns[0] != values[0]:
+        return ()
+    named, unnamed = [], iter(numbers)
+    for column, value in zip(columns[1:], values[1:], strict=True):
+        match = _NUMBER.fullmatch(value)
+        if match and not match["time"] and (number := next(unnamed, None)):
+            phase = phase_of(words_of(column)) or number.phase
+            named.append(_number(match, f"{number.template} {column}", column, phase, average=False))
+    return tuple(named)
+
+
+def _series_of(template: str, entries: list[_Entry]) -> Series | None:
+    """The series of the last number of a template; None if it is no metric."""
+    index = _index_of(template, entries)
+    ends = _ends_of_progress(entries, index)
+    column = [entry.numbers[index] for entry in ends]
+    number = column[-1]
+    if not number.name or not all(one.is_metric for one in column) or _is_counter([one.value for one in column]):
+        return None
+    if _has_better_twin(ends[-1].numbers, index):
+        return None
+    phase, inherited = _phase([entry.numbers[index] for entry in entries], entries)
+    return Series(
+        name=_full_name(number.name, phase, ends[-1].text),
+        phase=phase,
+        seconds=[entry.seconds for entry in ends],
+        values=[one.value for one in column],
+        resolution=min((one.step for one in column if math.isfinite(one.value)), default=0.0),
+        inherited=inherited,
+        in_progress=len(ends) < len(entries),
+        example=ends[-1].text.strip(),
+    )
+
+
+def _full_name(name: str, phase: str, text: str) -> str:
+    """The name with the word for the held-out data: "valid loss"."""
+    if phase in ("", "evaluation") or phase_of(words_of(name)):
+        return name
+    word = next((word for word in reversed(_WORD.findall(text)) if phase_of([word.lower()]) == phase), phase)
+    return f"{word} {name}".lower()
+
+
+def _phase(column: list[_Number], entries: list[_Entry]) -> tuple[str, bool]:
+    """The data that a number was measured on, and whether only the context says so."""
+    phases = {number.phase for number in column}
+    if phases != {""}:
+        return (phases.pop() if len(phases) == 1 else ""), False
+    is_task_metric = meaning_of(column[0].name).kind == 3
+    for inherited in ({entry.heading for entry in entries}, {entry.before for entry in entries if is_task_metric}):
+        if len(inherited) == 1 and (phase := inherited.pop()):
+            return phase, True
+    # The loss of the training is often printed after an evaluation, with the model still in evaluation mode.
+    is_certain = entries[0].mode_is_certain or is_task_metric
+    return ("evaluation" if is_certain and all(entry.evaluating for entry in entries) else ""), False
+
+
+def _ends_of_progress(entries: list[_Entry], index: int) -> list[_Entry]:
+    """Of lines that show the progress through a dataset several times before this number, the last of each time."""
+    for i, number in enumerate(entries[0].numbers[:index]):
+        counts = [entry.numbers[i].counter for entry in entries]
+        if number.counter is None or "epoch" in number.name.lower() or any(count is None for count in counts):
+            continue
+        done = [count[0] for count in counts if count is not None]
+        last = [entry for entry, (now, later) in zip(entries, pairwise(done), strict=False) if later < now]
+        if last:
+            return [*last, entries[-1]]
+    return entries
+
+
+def _has_better_twin(numbers: tuple[_Number, ...], index: int) -> bool:
+    """Whether another number of the line is the same one better: the running average, or with more digits."""
+
+    def quality(number: _Number) -> tuple[float, bool]:
+        return -number.step, number.average
+
+    mine = numbers[index]
+    neighbors = [i for i in (index - 1, index + 1) if 0 <= i < len(numbers) and numbers[i].name == mine.name]
+    twins = [numbers[i] for i in neighbors if (numbers[i].average or mine.average) and numbers[i].is_metric]
+    return any(quality(twin) > quality(mine) for twin in twins)
+
+
+def _is_counter(values: list[float]) -> bool:
+    """Whether the values are whole numbers in equal steps upwards, such as epochs."""
+    steps = {b - a for a, b in pairwise(values)}
+    return len(values) > 2 and len(steps) == 1 and steps.pop() > 0 and all(value == round(value) for value in values)

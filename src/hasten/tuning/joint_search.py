@@ -1,0 +1,209 @@
+"""Joint search of the options that decide a training's schedule: length, peak learning rate, warm-up, batch size.
+
+The cards of the methods state the ranges (``search_space``). One setting after the other would miss that they depend on
+each other: a larger batch wants a higher peak, a shorter training too. Successive halving over the length:
+
+1. Scrambled Sobol points, all of the shortest length. Each is a whole training with its schedule compressed into it, so
+   that ends are compared with ends, and costs a small part of the task's own training.
+2. The better half, and one point between the two best, train twice as long, and so on.
+3. The first length at which a point trains as well as the task and reaches the target sooner gives the incumbents. A
+   point between this length and the one before it is tried, and the next length gives a slower, safer recipe.
+
+Sobol points and halving take less code than a sampler of a library needs to be adapted: 10 to 20 cheap trainings are
+too few for a model of the objective to learn from.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.core.card import SearchRange
+from hasten.core.recipe import Recipe
+from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.study import Study
+from hasten.tuning.systems import Candidate, Incumbents, add_or_replace, check_verdict, loosest_exactness
+from hasten.tuning.training import Baseline, Outcome, note_outcome, run_seeds
+
+POINTS = (4, 12)  # fewest and most of the first length
+FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first length may take
+KEPT_SHARE = 1 / 2  # of the points, that train longer
+LONGER = 2.0  # length / length before it
+
+Point = dict[tuple[str, str], float]  # (method, option) -> position from 0 to 1 in its range
+
+
+@dataclass(frozen=True)
+class Space:
+    """The ranges of several methods together. One of them is the length of the training."""
+
+    items: list[Candidate]
+
+    def axes(self) -> Iterator[tuple[tuple[str, str], SearchRange]]:
+        """((method, option), range) of every option that is searched, but for the length."""
+        for key, one in self._ranges():
+            if not one.is_length:
+                yield key, one
+
+    @property
+    def length(self) -> SearchRange | None:
+        """The range of the length; None if no method changes it."""
+        return next((one for _, one in self._ranges() if one.is_length), None)
+
+    def sample(self, count: int, seed: int) -> list[Point]:
+        """Scrambled Sobol points, the middle of the space first."""
+        keys = [key for key, _ in self.axes()]
+        drawn = torch.quasirandom.SobolEngine(len(keys), scramble=True, seed=seed).draw(count - 1).tolist()
+        return [dict(zip(keys, position, strict=True)) for position in [[0.5] * len(keys), *drawn]]
+
+    def add_to(self, base: Recipe, point: Point, length: float) -> Recipe | str:
+        """``base`` with the methods of the space at a point; or, as text, why that is impossible."""
+        recipe: Any = base
+        for item in self.items:
+            options, is_out = {}, False
+            for name, one in item.card.search_space.items():
+                if isinstance(one, SearchRange):
+                    options[name] = float(f"{length:.2g}") if one.is_length else one.at(point[item.name, name])
+                    is_out = is_out or options[name] == one.no_effect
+                else:
+                    options[name] = one
+            if not is_out:
+                recipe = add_or_replace(recipe, item.name, options)
+                if isinstance(recipe, str):
+                    break
+        return recipe
+
+    def _ranges(self) -> Iterator[tuple[tuple[str, str], SearchRange]]:
+        for item in self.items:
+            for name, one in item.card.search_space.items():
+                if isinstance(one, SearchRange):
+                    yield (item.name, name), one
+
+
+@dataclass
+class _Trial:
+    """A point that was trained at some length, and how well it ended."""
+
+    point: Point
+    recipe: Recipe
+    length: float
+    outcome: Outcome
+
+    def score(self, sign: int, gain: float) -> float:
+        """The final metric, less what ``gain`` per doubling of the time says that a slower one owes to its time."""
+        run = self.outcome.runs[0]
+        if not math.isfinite(run.get("metric") or math.nan):
+            return -math.inf
+        return sign * run["metric"] - gain * math.log2(max(run["seconds"], 1e-9))
+
+
+def split_joint(candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """(candidates to search jointly, the others). Without a length there is nothing to halve over: none is joint."""
+    joint = [item for item in candidates if item.card.search_space and item.presets == item.card.presets]
+    if Space(joint).length is None:
+        joint = []
+    return joint, [item for item in candidates if item not in joint]
+
+
+def search_jointly(
+    study: Study, incumbents: Incumbents, items: list[Candidate], baseline: Baseline, best: Outcome
+) -> Outcome:
+    """Searches the options of ``items`` together; pushes the recipes that win. Returns the outcome of the best.
+
+    ``best`` is the outcome of the best recipe so far. What was found before the budget ended is pushed, too.
+    """
+    space = Space(items)
+    base = incumbents.best.drop(*(item.name for item in items))
+    length = space.length
+    if length is None or not _is_effective(study, base, space, length.low):
+        return best
+    won: list[_Trial] = []
+    with suppress(OutOfBudgetError):
+        for trial in _halve(study, base, space, length, baseline, best):
+            won.append(trial)
+    won.sort(key=lambda trial: trial.outcome.to_target("seconds") or math.inf)
+    for trial in reversed(won):  # slower and safer ones first: the confirmation falls back on them
+        incumbents.push(trial.recipe)
+    return won[0].outcome.after(best) if won else best
+
+
+def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
+    """Whether the methods do on this task what their cards promise; notes it if not."""
+    recipe = space.add_to(base, dict.fromkeys((key for key, _ in space.axes()), 0.5), length)
+    if isinstance(recipe, str):
+        study.note(", ".join(item.name for item in space.items), "training", "not tried", recipe)
+        return False
+    check = study.check_exactness(base, recipe, loosest_exactness(recipe))
+    if not check.get("passed"):
+        study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])
+    return bool(check.get("passed"))
+
+
+def _halve(
+    study: Study, base: Recipe, space: Space, lengths: SearchRange, baseline: Baseline, best: Outcome
+) -> Iterator[_Trial]:
+    """Yields the trials that win: those of the first length at which any does, of the one before, and of the next."""
+    whole, sign = baseline.runs[0], 1 if baseline.higher_is_better else -1
+    affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
+    points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
+    length, seen, has_won = lengths.low, [], False
+    while points and length <= lengths.high:
+        gain = _gain_per_doubling(whole["evaluations"], length * whole["samples"], sign)
+        trials = [_train(study, base, space, point, length, baseline, best, seen) for point in points]
+        trials = sorted(filter(None, trials), key=lambda trial: trial.score(sign, gain), reverse=True)
+        winners = [trial for trial in trials if trial.outcome.verdict == "kept"]
+        yield from winners
+        if has_won or not trials:
+            return  # the length after the first that won
+        if winners and length > lengths.low:
+            shorter = _train(
+                study, base, space, winners[0].point, length / math.sqrt(LONGER), baseline, winners[0].outcome, seen
+            )
+            if shorter and shorter.outcome.verdict == "kept":
+                yield shorter
+        has_won = bool(winners)
+        if has_won:
+            points = [winners[0].point]
+        else:
+            better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
+            points = [trial.point for trial in better]
+            points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
+        length *= LONGER
+
+
+def _train(
+    study: Study,
+    base: Recipe,
+    space: Space,
+    point: Point,
+    length: float,
+    baseline: Baseline,
+    best: Outcome,
+    seen: list,
+) -> _Trial | None:
+    """Trains a point at a length and notes it; None if it cannot be trained."""
+    recipe = space.add_to(base, point, length)
+    text = str(recipe if isinstance(recipe, str) else recipe.drop(*(set(base.methods) - {i.name for i in space.items})))
+    if isinstance(recipe, str):
+        return study.note(text, "training", "not tried", recipe)
+    outcome = run_seeds(study, recipe, best, baseline, seen)
+    note_outcome(study, text, outcome, best)
+    return None if "failed" in outcome.runs[0] else _Trial(point, recipe, length, outcome)
+
+
+def _gain_per_doubling(evaluations: list[dict], samples: float, sign: int) -> float:
+    """By how much the metric of the task's own training improved when it had trained twice the samples (at least 0).
+
+    The later of the two evaluations is the first one at or after ``samples``.
+    """
+    later = next((row for row in evaluations if row["samples"] >= samples), evaluations[-1])
+    earlier = min(evaluations, key=lambda row: abs(row["samples"] - later["samples"] / 2))
+    doublings = math.log2(later["samples"] / earlier["samples"])
+    return max(0.0, sign * (later["metric"] - earlier["metric"]) / doublings) if doublings else 0.0
+
+
+def _between(a: Point, b: Point) -> Point:
+    return {key: (a[key] + b[key]) / 2 for key in a}

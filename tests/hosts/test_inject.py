@@ -1,0 +1,59 @@
+"""The injected sitecustomize: inert without torch, chained to the user's own, and silent whatever goes wrong."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hasten.hosts.process import INJECTED
+
+
+def run(code: str, folder, *path: str, **variables: str) -> subprocess.CompletedProcess:
+    """Runs Python code with hasten's folder first in PYTHONPATH."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([INJECTED, *path]), **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_process_without_torch_stays_as_it_is(tmp_path):
+    code = "import sys, json; print([m for m in sys.modules if m.startswith(('torch', 'hasten'))], sys.path[1:2])"
+    watched = run(code, tmp_path, HASTEN_HOST=str(tmp_path))
+    assert watched.returncode == 0 and watched.stderr == ""
+    assert watched.stdout.startswith("[]") and INJECTED not in watched.stdout
+
+
+def test_own_sitecustomize_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.was_run = __file__\n")
+    output = run("import sys; print(sys.was_run)", tmp_path, str(tmp_path), HASTEN_HOST=str(tmp_path))
+    assert output.stdout.strip() == str(tmp_path / "sitecustomize.py")
+
+
+def test_error_inside_hasten_is_noted_and_changes_nothing(tmp_path):
+    """There is no spec.json, so the session cannot begin."""
+    (tmp_path / "torch.py").write_text("value = 3\n")
+    output = run("import torch; print(torch.value, torch.__loader__)", tmp_path, HASTEN_HOST=str(tmp_path))
+    assert output.returncode == 0 and output.stdout.startswith("3 <_frozen_importlib_external.SourceFileLoader")
+    assert output.stderr == "" and (tmp_path / "error").exists()
+
+
+def test_torch_that_cannot_be_imported_fails_as_without_hasten(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')\n")
+    output = run("import torch", tmp_path, HASTEN_HOST=str(tmp_path))
+    assert output.returncode == 1 and output.stderr.endswith("ImportError: broken\n")
+    assert not (tmp_path / "error").exists()
+
+
+@pytest.mark.slow
+def test_cost_before_torch_is_at_most_10_ms(tmp_path):
+    """CPU time of Python's start with the injected file, over that without it."""
+    import resource
+
+    def seconds(**variables: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        for _ in range(10):
+            run("pass", tmp_path, **variables)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 10
+
+    assert min(seconds(HASTEN_HOST=str(tmp_path)) for _ in range(3)) - min(seconds() for _ in range(3)) < 0.010

@@ -1,0 +1,134 @@
+"""A command as a task: what is refused before anything runs, its name, its fingerprint, and the hooks of its host."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.cli.main import split_command
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods, method_names
+from hasten.engine.tasks import TaskRef
+from hasten.hosts.inside.missing import missing_sites
+from hasten.hosts.script_ref import ScriptRef
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+def script(*arguments: str, name: str = "tensors.py") -> ScriptRef:
+    return ScriptRef.of_command([sys.executable, name, *arguments], directory=str(SCRIPTS))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no command is given after --"),
+        (["no-such-command"], "there is no command no-such-command"),
+        (["tensors.py"], "write python tensors.py"),
+        ([sys.executable, "missing.py"], "there is no file missing.py"),
+        ([sys.executable], "Python without a script"),
+        ([sys.executable, "-I", "tensors.py"], "-I (isolated mode) keeps hasten out"),
+        ([sys.executable, "-uE", "tensors.py"], "-E (ignores PYTHON variables) keeps hasten out"),
+        ([sys.executable, "-S", "tensors.py"], "-S (no site) keeps hasten out"),
+    ],
+)
+def test_command_that_cannot_work_is_refused(argv, message):
+    with pytest.raises(ConfigurationError) as error:
+        ScriptRef.of_command(argv, directory=str(SCRIPTS))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ([sys.executable, "tensors.py", "3"], "tensors"),
+        ([sys.executable, "-u", "-W", "ignore", "./tensors.py"], "tensors"),
+        ([sys.executable, "-m", "package.train", "--lr", "1"], "package.train"),
+        (["bash", "run.sh"], "run"),
+    ],
+)
+def test_name_is_that_of_the_script(argv, name):
+    assert str(ScriptRef.of_command(argv, directory=str(SCRIPTS))) == name
+
+
+def test_reference_passes_through_task_ref_and_json():
+    ref = script("3")
+    assert TaskRef.of(ref) is ref and ScriptRef.from_json(ref.to_json()) == ref
+
+
+def test_fingerprint_depends_on_arguments_and_code(tmp_path):
+    (tmp_path / "train.py").write_text("import torch")
+    argv = [sys.executable, "train.py"]
+    first = ScriptRef.of_command(argv, directory=str(tmp_path)).fingerprint()
+    assert first == ScriptRef.of_command(argv, directory=str(tmp_path)).fingerprint()
+    assert first != ScriptRef.of_command([*argv, "--lr=1"], directory=str(tmp_path)).fingerprint()
+    (tmp_path / "model.py").write_text("layers = 3")
+    assert first != ScriptRef.of_command(argv, directory=str(tmp_path)).fingerprint()
+
+
+def test_script_is_no_task():
+    with pytest.raises(ConfigurationError, match="is a command, and this needs a task"):
+        script().load()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hook"),
+    [("cuda_graph", "forward_backward"), ("batch_size", "plan"), ("budgeted_schedule", "plan"), ("ema", "export")],
+)
+def test_method_that_needs_the_loop_is_refused(recipe, hook):
+    with pytest.raises(ConfigurationError) as error:
+        script().check_methods(make_methods(Recipe.parse(recipe)))
+    message = str(error.value)
+    assert message.startswith(f"{recipe} needs the hook {hook}, which the script host cannot offer: tensors.py owns")
+    assert message.endswith("write the training as a hasten.Task, whose loop the engine runs")
+
+
+def test_methods_of_the_script_host_are_accepted():
+    def is_accepted(name: str) -> bool:
+        try:
+            script().check_methods(make_methods(Recipe().with_method(name)))
+        except ConfigurationError:
+            return False
+        return True
+
+    accepted = {name for name in method_names() if is_accepted(name)}
+    assert accepted >= {
+        *("num_threads", "malloc_tuning", "tf32", "flush_denormals", "loader_workers", "autotune_loader"),
+        *("in_memory_batches", "cache_dataset", "prefetch_to_device", "channels_last", "compile", "bfloat16"),
+        *("float16", "fused_optimizer", "gradient_clipping", "gradient_centralization", "znorm"),
+        *("activation_checkpointing", "eval_no_grad"),
+    }
+    assert not accepted & {"ddp", "pipeline", "early_stopping"}
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(ConfigurationError, match="leave --processes out"):
+        script().start_worker("hasten.benchmarking.arm:Arm", 2, None, None)
+    with pytest.raises(RunError, match="needs the loop of the engine"):
+        script().start_worker("hasten.profiling.drift:DriftProbe", 1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "command"),
+    [
+        (["tune", "--json", "--", "python", "t.py", "--json"], ["tune", "--json"], ["python", "t.py", "--json"]),
+        (["tune", "digits"], ["tune", "digits"], None),
+        (["launch", "--", "train", "digits"], ["launch", "--", "train", "digits"], None),
+        (["train", "--"], ["train"], []),
+    ],
+)
+def test_command_begins_after_the_first_separator(argv, own, command):
+    assert split_command(argv) == (own, command)
+
+
+def test_missing_sites_name_what_did_not_come_again():
+    loader = {"site": "train.py:8#1", "type": "DataLoader", "role": "training"}
+    other = {"site": "train.py:9#1", "type": "DataLoader", "role": "evaluation"}
+    model = {"site": "train.py:20#1", "type": "Net"}
+    seen = {"loaders": [loader], "models": [model]}
+    assert missing_sites({"loaders": [loader, other], "models": [model]}, seen) == ""
+    assert missing_sites({"models": [{**model, "type": "Other"}]}, seen) == (
+        "the model at train.py:20#1 (Other) did not come again"
+    )
+    assert "the training loader at train.py:8#1" in missing_sites({"loaders": [loader]}, {"models": [model]})

@@ -1,0 +1,206 @@
+"""Scripts that imitate public ones, run untouched: watched, compared, checked, and trained with a recipe."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_method
+from hasten.hosts.arm import ScriptArm
+from hasten.hosts.exactness import check_exactness
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.services import watch_script
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+SCRIPTS = Path(__file__).with_name("scripts")
+RUNS = {  # script and arguments -> its steps
+    ("tensors.py", "1"): 128,
+    ("mnist.py", "--epochs", "2", "--save", "w.pt"): 20,
+    ("words.py", "50"): 50,
+    ("gpt.py", "50"): 50,
+    ("gan.py", "3"): 48,
+}
+# runs a script, then prints a hash of the weights that it saved or left in its namespace, and three random numbers
+HASHED = """
+import hashlib, os, runpy, sys
+sys.argv = sys.argv[1:]
+left = runpy.run_path(sys.argv[0], run_name="__main__")
+import torch
+states = [torch.load("w.pt")] if os.path.exists("w.pt") else []
+states += [thing.state_dict() for thing in left.values() if isinstance(thing, torch.nn.Module)]
+digest = hashlib.sha256()
+for tensor in [tensor for state in states for tensor in state.values()]:
+    digest.update(tensor.numpy().tobytes())
+print(len(states) > 0, digest.hexdigest(), torch.rand(3).tolist())
+"""
+
+
+def script(*argv: str, directory: Path = SCRIPTS) -> ScriptRef:
+    return ScriptRef.of_command([sys.executable, *argv], directory=str(directory))
+
+
+def written(tmp_path: Path, text: str) -> ScriptRef:
+    (tmp_path / "train.py").write_text(text)
+    return script("train.py", directory=tmp_path)
+
+
+def arm(ref: ScriptRef, recipe: str = "baseline") -> ScriptArm:
+    return ScriptArm(ref, methods=Recipe.coerce(recipe).methods, device="cpu", seed=0, timeout=120.0)
+
+
+@pytest.mark.parametrize(("argv", "steps"), RUNS.items(), ids=[argv[0] for argv in RUNS])
+def test_watching_changes_nothing(argv, steps, tmp_path):
+    (tmp_path / "hashed.py").write_text(HASHED)
+    command = [sys.executable, str(tmp_path / "hashed.py"), str(SCRIPTS / argv[0]), *argv[1:]]
+    alone = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    (tmp_path / "w.pt").unlink(missing_ok=True)
+    ref = ScriptRef.of_command(command, directory=str(tmp_path))
+    with ScriptProcess(ref, {}, seed=0) as process:
+        answer = process.wait_until_trained(120.0, None)
+        if not answer.get("ended"):
+            answer = process.ask("train", 120.0, None, count=10_000)
+        assert answer["ended"] and answer["steps"] == steps
+        assert process.output() == alone.stdout and "\nTrue " in alone.stdout
+    assert not (tmp_path / "w.pt").exists(), "a trial wrote into the user's directory"
+
+
+def test_sites_of_a_script_are_found():
+    found = watch_script(script("mnist.py", "--epochs", "2"))
+    lines = (SCRIPTS / "mnist.py").read_text().splitlines()
+
+    def line(text: str) -> str:
+        return f"mnist.py:{next(i for i, line in enumerate(lines, 1) if text in line)}#1"
+
+    assert {entry["site"]: entry["role"] for entry in found["loaders"]} == {
+        line("train_loader ="): "training",
+        line("test_loader ="): "evaluation",
+    }
+    assert [(e["site"], e["type"]) for e in found["optimizers"]] == [(line("optim.Adadelta("), "Adadelta")]
+    assert [(e["site"], e["type"]) for e in found["models"]] == [(line("F.nll_loss(model(data), target)"), "Net")]
+    assert [(e["site"], e["no_grad"]) for e in found["evaluations"]] == [(line("output = model(data)"), True)]
+    assert [e["type"] for e in found["seeds"]] == ["torch.manual_seed"]
+    assert found["total_steps"] == 20 and found["samples_per_step"] == 64
+    assert {"convolutions", "indexed_samples", "evaluations"} <= set(found["facts"])
+
+
+def test_arm_of_a_script_that_ends_is_started_again():
+    with arm(script("gan.py", "2")) as worker:  # 32 steps
+        plan = worker.call("build")
+        blocks = [worker.call("train", count=20) for _ in range(3)]
+        assert worker.total == 32 and all(block["samples"] >= 5 * 32 for block in blocks)
+        assert plan["samples_per_step"] == 32 and any(block["untimed"] > 0.1 for block in blocks)
+        positions = [block["position"] for block in blocks]
+        assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize(
+    ("argv", "recipe"),
+    [
+        (("tensors.py",), "in_memory_batches"),
+        (("tensors.py",), "loader_workers:num_workers=2"),
+        (("mnist.py",), "cache_dataset"),
+        (("gpt.py",), "activation_checkpointing"),
+    ],
+)
+def test_exact_method_gives_the_same_bits(argv, recipe):
+    methods = Recipe.parse(recipe).methods
+    check = check_exactness(script(*argv), {}, methods, "BIT_EXACT", "cpu", 0, None)
+    assert check["passed"] and "identical to the bit after 30 steps" in check["why"]
+
+
+@pytest.mark.parametrize(("argv", "recipe"), [(("gpt.py",), "fused_optimizer"), (("mnist.py",), "channels_last")])
+def test_equivalent_method_is_checked_in_float64(argv, recipe):
+    check = check_exactness(script(*argv), {}, Recipe.parse(recipe).methods, "EQUIVALENT_MATH", "cpu", 0, None)
+    assert check["passed"] and "in float64" in check["why"] and check["number"] < 1e-10
+
+
+def test_method_that_changes_the_training_is_not_exact():
+    methods = Recipe.parse("gradient_centralization").methods
+    for exactness in ("BIT_EXACT", "EQUIVALENT_MATH"):
+        assert not check_exactness(script("words.py"), {}, methods, exactness, "cpu", 0, None)["passed"]
+
+
+def test_lower_precision_is_judged_by_gradients():
+    check = check_exactness(script("words.py"), {}, {"bfloat16": {}}, "REDUCED_PRECISION", "cpu", 0, None)
+    assert check["number"] is not None and "gradient" in check["why"]
+
+
+def test_method_without_effect_is_an_error():
+    with arm(script("words.py"), "in_memory_batches") as worker, pytest.raises(RunError, match="has no effect"):
+        worker.call("build")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\nx = torch.ones(1, requires_grad=True)\nfor _ in range(3): (x * 2).backward()\nint('x')", "int"),
+        ("import torch\nraise ValueError('my own fault')", "ValueError: my own fault"),
+        ("import torch\nprint(1)", "ended without training: there was no backward pass"),
+        ("print(1)", "ended without training: there was no backward pass"),
+        ("import torch\ninput('continue? ')", "it asks for input, and its standard input is empty here"),
+    ],
+)
+def test_script_that_does_not_train_is_reported_in_one_line(text, message, tmp_path, capfd):
+    with pytest.raises(ConfigurationError) as error:
+        watch_script(written(tmp_path, text))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    crashed = "Error" in text or "int(" in text or "input" in text
+    assert ("Traceback (most recent call last)" in capfd.readouterr().err) is crashed
+
+
+def test_script_that_never_trains_ends_with_the_budget(tmp_path):
+    ref = written(tmp_path, "import torch, time\nwhile True: time.sleep(1)")
+    with pytest.raises(ConfigurationError, match=r"did not train within .* s: no backward pass"):
+        watch_script(ref, time.monotonic() + 8)
+
+
+def test_script_that_trains_in_two_processes_is_refused(tmp_path):
+    text = """
+import os, torch
+x = torch.ones(1, requires_grad=True)
+os.fork()
+while True:
+    (x * 2).backward()
+"""
+    with pytest.raises(ConfigurationError, match="trains in several processes by itself"):
+        arm(written(tmp_path, text)).call("build")
+
+
+def test_script_that_is_not_reproducible_gets_statistics(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text().replace("torch.manual_seed(1)", "torch.seed()")
+    check = check_exactness(written(tmp_path, text), {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert check["statistics"] and "not reproducible" in check["why"]
+
+
+def test_evaluation_with_gradients_is_found_and_spared(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text().replace("with torch.no_grad():", "if True:")
+    ref = written(tmp_path, text)
+    assert "evaluation_gradients" in watch_script(ref)["facts"]
+    with arm(ref, "eval_no_grad") as worker:
+        plan = worker.call("build")
+        assert plan["evaluation"] is not None and worker.call("evaluate") > 0
+
+
+def test_training_with_a_recipe_is_the_users_own(tmp_path):
+    command = [sys.executable, "-m", "hasten", "train", "--with", "in_memory_batches", "--quiet", "--"]
+    plain = [sys.executable, str(SCRIPTS / "mnist.py"), "--epochs=1", "--save"]
+    for argv, name in ((plain, "a.pt"), ([*command, *plain], "b.pt")):
+        done = subprocess.run([*argv, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / f"{name}.out").write_text(done.stdout)
+    assert (tmp_path / "a.pt.out").read_text() == (tmp_path / "b.pt.out").read_text()
+    import torch
+
+    a, b = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    failed = subprocess.run([*command, sys.executable, "-c", "exit(7)"], cwd=tmp_path, check=False)
+    assert failed.returncode == 7
+
+
+def test_eval_no_grad_has_no_effect_where_nothing_is_recorded():
+    assert make_method("eval_no_grad").card.applies_to == {"evaluation_gradients"}

@@ -1,0 +1,134 @@
+"""The joint search of schedule options: its points, how it halves them, and what becomes an incumbent."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from hasten.core.card import SearchRange
+from hasten.core.recipe import Recipe
+from hasten.tuning.budget import Budget
+from hasten.tuning.joint_search import POINTS, Space, search_jointly, split_joint
+from hasten.tuning.systems import Incumbents, candidate
+from hasten.tuning.training import Baseline, first_outcome
+from helpers.planted_study import THREADS, frozen
+
+ITEMS = [candidate("budgeted_schedule"), candidate("batch_size")]
+TARGET, METRIC, MARGIN, SAMPLES, SECONDS = 0.9, 0.95, 0.01, 10_000, 100.0
+BEST_PEAK = 8.0
+
+
+@dataclass
+class Simulated:
+    """A training that ends well if it is long enough, and the longer the further its peak is from BEST_PEAK.
+
+    Larger batches make it up to twice as fast.
+    """
+
+    shortest: float = 0.15  # length that ends as well as the task, at the best peak
+    budget: Budget = field(default_factory=lambda: frozen(1e6))
+    seed: int = 0
+    ran: list[tuple[str, int]] = field(default_factory=list)
+    trials: list[dict] = field(default_factory=list)
+
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+        if (str(recipe), seed) not in self.ran:
+            self.ran.append((str(recipe), seed))
+            self.budget.check()
+        schedule = recipe.methods.get("budgeted_schedule", {"factor": 1.0, "peak": BEST_PEAK})
+        length, off = schedule["factor"], abs(math.log2(schedule["peak"] / BEST_PEAK))
+        batch = recipe.methods.get("batch_size", {"factor": 1})["factor"]
+        end = METRIC - 0.05 * max(0.0, math.log2(self.shortest * (1 + off) / length)) if recipe else METRIC
+        samples, seconds = int(SAMPLES * length), SECONDS * length / (2 - 1 / batch)
+        looks = [
+            {"samples": n * samples // 10, "seconds": n * seconds / 10, "metric": end - 0.01 * (10 - n)}
+            for n in range(1, 11)
+        ]
+        held = next((row for row in looks if row["metric"] >= TARGET), None)
+        self.budget.charged += seconds
+        return {
+            "metric": end + 1e-4 * (seed % 7),
+            "evaluations": looks,
+            "seconds": seconds,
+            "samples": samples,
+            "trial_seconds": seconds,
+            "pruned": False,
+            "seconds_to_target": held and held["seconds"],
+            "samples_to_target": held and held["samples"],
+        }
+
+    def compare_speed(self, *_: Any, **__: Any) -> dict:
+        return {"verdict": "faster", "trial_seconds": 0.0}
+
+    def check_exactness(self, *_: Any) -> dict:
+        return {"passed": True, "why": "planted", "trial_seconds": 0.0}
+
+    def note(self, what: str, stage: str, verdict: str, why: str, **_: Any) -> None:
+        self.trials.append({"what": what, "verdict": verdict, "why": why})
+
+
+def searched(study: Any) -> list[Recipe]:
+    seeds = [0, 1, 2]
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    baseline = Baseline(seeds, runs, TARGET, MARGIN, True, seeds)
+    incumbents = Incumbents()
+    search_jointly(study, incumbents, ITEMS, baseline, first_outcome(study, incumbents, baseline))
+    return incumbents.recipes
+
+
+def test_joint_search_finds_a_short_training_near_the_best_peak():
+    study = Simulated()
+    *_, best = searched(study)
+    schedule = best.methods["budgeted_schedule"]
+    assert schedule["factor"] <= 0.32
+    assert BEST_PEAK / 3 < schedule["peak"] < 3 * BEST_PEAK
+    first_length = {text for text, _ in study.ran if "factor=0.08" in text}
+    assert POINTS[0] <= len(first_length) <= POINTS[1]
+    longer = {text for text, _ in study.ran if "factor=0.16" in text}
+    assert len(longer) == len(first_length) // 2 + 1, "the better half, and one point between the two best"
+
+
+def test_joint_search_keeps_a_slower_recipe_to_fall_back_on():
+    recipes = searched(Simulated())
+    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in recipes if recipe]
+    assert len(lengths) > 1
+    assert lengths[-1] < lengths[0], "the fastest is the last incumbent"
+
+
+def test_joint_search_without_a_length_that_suffices_changes_nothing():
+    assert searched(Simulated(shortest=5.0)) == [Recipe()]
+
+
+def test_joint_search_at_the_end_of_the_budget_keeps_what_it_found():
+    ample = Simulated(shortest=0.05)
+    searched(ample)
+    seconds = 3 * SECONDS + 0.6 * (ample.budget.charged - 3 * SECONDS)
+    short = Simulated(shortest=0.05, budget=frozen(seconds))
+    assert len(searched(short)) > 1
+
+
+def test_space_points_are_in_range_and_differ():
+    space = Space(ITEMS)
+    points = space.sample(9, seed=1)
+    recipes = [space.add_to(Recipe(), point, 0.25) for point in points]
+    assert len({str(recipe) for recipe in recipes}) > 6
+    for recipe in recipes:
+        assert isinstance(recipe, Recipe)
+        assert recipe.methods["budgeted_schedule"]["factor"] == 0.25
+        assert recipe.methods.get("batch_size", {"factor": 1})["factor"] in (1, 2, 4, 8, 16)
+    without = [recipe for recipe in recipes if "batch_size" not in recipe.methods]
+    assert without, "a batch of the task's size is tried by leaving the method out"
+
+
+def test_methods_without_a_length_are_not_searched_jointly():
+    assert split_joint([ITEMS[1], THREADS]) == ([], [ITEMS[1], THREADS])
+    assert split_joint([*ITEMS, THREADS]) == (ITEMS, [THREADS])
+    chosen = candidate("budgeted_schedule", None, {"factor": 0.5})
+    assert split_joint([chosen, ITEMS[1]])[0] == [], "the user's options are tried as they are"
+
+
+@pytest.mark.parametrize(("position", "value"), [(0.0, 2.0), (1.0, 8.0), (0.5, 4.0)])
+def test_search_range_is_even_in_the_logarithm(position, value):
+    assert SearchRange(2.0, 8.0).at(position) == value
+    assert replace(SearchRange(2, 8), powers_of_two=True).at(position) == value
