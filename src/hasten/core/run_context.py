@@ -82,6 +82,7 @@ class EngineServices:
         available_cpus: ``() -> int``: CPUs that this process may use; considers containers and other ranks.
         free_memory: ``() -> int``: bytes of host memory that this process may still allocate.
         eval_records_gradients: ``() -> bool``: whether evaluations record gradients; those of the engine never do.
+        trainer: ``() -> object``: the ``Trainer`` of the framework that runs the loop; None where there is none.
         peek_batch: ``() -> batch``: the first batch, on the device, without consuming it; None once the run is built.
     """
 
@@ -89,6 +90,7 @@ class EngineServices:
     available_cpus: Callable[[], int] = lambda: os.cpu_count() or 1
     free_memory: Callable[[], int] = lambda: 1 << 32
     eval_records_gradients: Callable[[], bool] = lambda: False
+    trainer: Callable[[], Any] = lambda: None
     peek_batch: Callable[[], Batch] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
 
 

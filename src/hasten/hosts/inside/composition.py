@@ -131,6 +131,12 @@ class Composition:
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")
 
+    def note_no_torch_optimizer(self, why: str) -> None:
+        """Before the first update of an optimizer that is none of torch's, which methods cannot change."""
+        for method in self.methods:
+            if "optimizer" in hooks_of(method):
+                self.run.report_no_effect(method, why)
+
     @property
     def wraps_updates(self) -> bool:
         """Whether some method acts between the backward pass and the update."""

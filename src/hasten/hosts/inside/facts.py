@@ -10,14 +10,14 @@ from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.run_facts import hardware_facts, model_facts
 
 
-def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device) -> dict[str, Any]:
+def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device, of_framework: Iterable[str] = ()) -> dict[str, Any]:
     """``facts`` (keys of ``hasten.core.card.FACTS``), ``samples_per_step`` (None if unknown) and ``device``."""
     from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
 
     roots = models.roots
     device = next((parameter.device for root in roots for parameter in root.parameters()), device)
     training = list(training)
-    found = set(hardware_facts(device))
+    found = {*hardware_facts(device), *of_framework}
     for root in roots:
         found |= model_facts(root)
     if models.evaluations and not models.trains_in_eval_mode:

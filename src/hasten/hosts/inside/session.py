@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,13 +21,15 @@ from typing import Any, NoReturn
 import torch
 
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.frameworks import FrameworkLoop
+from hasten.hosts.inside.imports import ImportFinder
 from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
-from hasten.hosts.inside.trackers import TrackerFinder
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
+from hasten.hosts.metric_loggers import WATCHED
 from hasten.utils.phase_timer import PhaseTimer
 
 ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
@@ -58,8 +61,13 @@ class Session:
             self.sites.records["seeds"] = []
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
+        self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer)
+        if self.composition:
+            self.composition.run.services.trainer = lambda: self.loop.trainer
+        watchers = self.loop.watchers()
         if spec["mode"] != "train":
-            TrackerFinder(self._note_logged)
+            watchers |= {name: partial(_call, watch, self._note_logged) for name, watch in WATCHED.items()}
+        ImportFinder(watchers)
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -123,6 +131,10 @@ class Session:
 
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
+
+    def _note_no_torch_optimizer(self, why: str) -> None:
+        if self.composition:
+            self.composition.note_no_torch_optimizer(why)
 
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
@@ -261,11 +273,12 @@ class Session:
             "steps": self.steps.count,
             "seconds": time.perf_counter() - self.began,
             "marks": [(at - self.began, *rest) for at, *rest in models.marks],
-            "logged": self.logged,
+            "logged": [(at - self.began, *rest) for at, *rest in self.loop.logged] or self.logged,
+            "monitor": self.loop.monitor,
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
-            **facts.describe(models, self.loaders.training, self.steps, self.phases.device),
+            **facts.describe(models, self.loaders.training, self.steps, self.phases.device, self.loop.facts),
         }
 
     def _evaluations(self) -> dict[str, Any]:
@@ -332,3 +345,7 @@ def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parame
 def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _call(watch: Callable[..., None], report: Callable[[str, float], None], module: Any) -> None:
+    watch(module, report)

@@ -7,7 +7,8 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing")  # packages whose frames are no site
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "transformers", "accelerate", "keras")
+HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing", *FRAMEWORKS)  # packages whose frames are no site
 
 
 class Sites:

@@ -76,13 +76,15 @@ class StepSeam:
                 self.inside = False
             if began is not None:
                 self.phases.record("backward", began)
+                if self.began is not None:  # inside of ``step(closure)``, whose update begins now
+                    self.began = self.phases.now()
             if self.keep_losses and loss.numel() == 1:
                 self.losses.append(loss.detach())
             self.passes += 1
             self.on_backward()
             if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
                 self.has_optimizer = False
-                self._end_step()
+                self.end_step()
             return result
 
         return backward
@@ -108,7 +110,12 @@ class StepSeam:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
-            return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+            closure = kwargs.pop("closure", args[0] if args else None)
+            if closure is None or isinstance(optimizer, torch.optim.LBFGS):  # which calls it several times
+                return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+            with torch.enable_grad():  # the gradients must be there before methods act on them
+                loss = closure()
+            return update(optimizer, lambda: original(optimizer, lambda: loss, *args[1:], **kwargs))
 
         step.under_methods = True  # pyright: ignore[reportFunctionMemberAccess]
         return step
@@ -143,9 +150,10 @@ class StepSeam:
             self.began = None
         count = self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         if count > self.count:
-            self._end_step()
+            self.end_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Counts a step as ended. Called by this seam, or by that of a framework whose optimizers are not torch's."""
         self.count += 1
         self.backwards, self.passes = self.passes, 0
         self.last_ended = time.perf_counter()

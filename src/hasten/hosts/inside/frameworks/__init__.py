@@ -1,0 +1,61 @@
+"""Frameworks that own the training loop: what the seams at torch's level cannot see, one file for each framework.
+
+Each file has ``watch(module, loop)``, which is called once the script has imported the module that holds the framework's
+trainer. It changes the class of the trainer, so that it does not matter how the script gets hold of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hasten.hosts.inside.frameworks import keras, lightning, transformers
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.models import ModelSeam
+    from hasten.hosts.inside.steps import StepSeam
+
+WATCHED = {
+    "lightning.pytorch.trainer.trainer": lightning.watch,
+    "pytorch_lightning.trainer.trainer": lightning.watch,
+    "transformers.trainer": transformers.watch,
+    "keras.src.backend.torch.trainer": keras.watch,
+}
+
+
+class FrameworkLoop:
+    """What a framework tells of the training loop that it runs.
+
+    Attributes:
+        steps, models: The seams of the session.
+        facts: Keys of ``hasten.core.card.FACTS`` that hold because of the framework.
+        trainer: The object that runs the loop; None in a script with a loop of its own.
+        monitor: (name, "min" or "max") of the metric by which the script chooses checkpoints or stops; None if it
+            names none.
+        logged: (time, name, value, whether the model was in evaluation) of each metric, as ``time.perf_counter`` counts.
+        no_torch_optimizer: Called once with a reason if the optimizer is none of torch's.
+    """
+
+    def __init__(self, steps: StepSeam, models: ModelSeam, no_torch_optimizer: Callable[[str], None]):
+        self.steps, self.models, self.no_torch_optimizer = steps, models, no_torch_optimizer
+        self.facts: set[str] = set()
+        self.trainer: Any = None
+        self.monitor: tuple[str, str] | None = None
+        self.logged: list[tuple[float, str, float, bool]] = []
+
+    def watchers(self) -> dict[str, Callable[[Any], None]]:
+        """Module -> what to call with it once it is imported."""
+        return {name: partial(_call, watch, self) for name, watch in WATCHED.items()}
+
+    def report(self, name: str, value: Any) -> None:
+        """Notes the value of a metric on held-out data; a value that is no number is ignored."""
+        try:
+            self.logged.append((time.perf_counter(), name, float(value), True))
+        except (TypeError, ValueError, RuntimeError):
+            pass
+
+
+def _call(watch: Callable[[Any, FrameworkLoop], None], loop: FrameworkLoop, module: Any) -> None:
+    watch(module, loop)

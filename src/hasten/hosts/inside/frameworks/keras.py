@@ -1,0 +1,96 @@
+"""Keras on torch: its optimizers are none of torch's, and its layers are called before they have numbers.
+
+A step ends with ``optimizer.apply``. A call with symbolic tensors, by which Keras builds a model, is no call of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.frameworks import FrameworkLoop
+
+
+def watch(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``keras.src.backend.torch.trainer``."""
+    from keras.src.backend.common.keras_tensor import any_symbolic_tensors
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.callbacks.callback_list import CallbackList
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
+    BaseOptimizer.apply = _counted(BaseOptimizer.apply, loop)
+    CallbackList.on_epoch_end = _reported(CallbackList.on_epoch_end, loop)
+    module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
+
+
+def _noted(original: Any, loop: FrameworkLoop) -> Any:
+    @functools.wraps(original)
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loop.trainer = model
+        loop.facts.add("keras")
+        loop.steps.has_optimizer = True  # so that a backward pass ends no step
+        if any(hasattr(layer, "cell") for layer in model.modules()):
+            loop.facts.add("keras_rnn")
+        return original(model, *args, **kwargs)
+
+    return fit
+
+
+def _counted(original: Any, loop: FrameworkLoop) -> Any:
+    """``optimizer.apply`` as the end of a step; with several optimizers, of the one with the most updates."""
+    steps, counts = loop.steps, WeakKeyDictionary[Any, int]()
+    inside = False
+
+    @functools.wraps(original)
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or not steps.active:  # an optimizer that scales the loss calls another one
+            return original(optimizer, *args, **kwargs)
+        if optimizer not in counts:
+            counts[optimizer] = max(0, steps.count - 1)
+            steps.has_optimizer = True
+            steps.sites.note("optimizers", optimizer)
+            loop.no_torch_optimizer(f"Keras's {type(optimizer).__name__} is no torch.optim.Optimizer")
+        began = steps.phases.now() if steps.phases.running else None
+        inside = True
+        try:
+            if steps.wrap_update is None:
+                result = original(optimizer, *args, **kwargs)
+            else:
+                result = steps.wrap_update(optimizer, lambda: original(optimizer, *args, **kwargs))
+        finally:
+            inside = False
+        if began is not None:
+            steps.phases.record("optimizer_step", began)
+        counts[optimizer] += 1
+        if counts[optimizer] > steps.count:
+            steps.end_step()
+        return result
+
+    return apply
+
+
+def _reported(original: Any, loop: FrameworkLoop) -> Any:
+    """``CallbackList.on_epoch_end``, whose logs hold the metrics of the validation."""
+
+    @functools.wraps(original)
+    def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> Any:
+        held_out = [name for name in logs or () if name.startswith("val_")]
+        for name in held_out:
+            loop.report(name, logs[name])
+        loop.monitor = _monitor(callbacks.callbacks, held_out)
+        return original(callbacks, epoch, logs)
+
+    return on_epoch_end
+
+
+def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:
+    """The metric that a checkpoint or early stopping of the user's goes by, and its direction."""
+    for callback in callbacks:
+        is_better = getattr(callback, "monitor_op", None)
+        if getattr(callback, "monitor", None) in held_out and is_better is not None:
+            return callback.monitor, "max" if is_better(1.0, 0.0) else "min"
+    return None

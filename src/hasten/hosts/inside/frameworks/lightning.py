@@ -1,0 +1,62 @@
+"""Lightning: a callback of the user's Trainer tells models, evaluations and metrics.
+
+Lightning calls ``training_step`` of the module, not the module: that is the call which is timed and which methods wrap.
+Sanity checking before the first step is no evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.frameworks import FrameworkLoop
+
+
+def watch(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
+
+    class HastenCallback(module.Callback):
+        """Tells hasten what Lightning does; changes nothing."""
+
+        def __init__(self) -> None:
+            self.in_training: set[str] | None = None  # names of the metrics of training
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            loop.trainer = trainer
+            loop.models.adopt(pl_module, "training_step")
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                if self.in_training is None:
+                    self.in_training = set(trainer.callback_metrics)
+                loop.models.begin_evaluation()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            loop.models.end_evaluation(now=True)
+            held_out = [name for name in trainer.callback_metrics if name not in (self.in_training or ())]
+            for name in held_out:
+                loop.report(name, trainer.callback_metrics[name])
+            loop.monitor = _monitor(trainer, held_out)
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.__dict__.pop("training_step", None)  # such a function cannot be pickled
+
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        original(trainer, *args, **kwargs)
+        trainer.callbacks.insert(0, HastenCallback())
+
+    module.Trainer.__init__ = watched_init
+
+
+def _monitor(trainer: Any, held_out: list[str]) -> tuple[str, str] | None:
+    """The metric that a checkpoint or early stopping of the user's goes by, and its direction."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "monitor", None) in held_out and getattr(callback, "mode", None) in ("min", "max"):
+            return callback.monitor, callback.mode
+    return None
