@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hasten.hosts.inside.loaders import batch_size_of
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.run_facts import hardware_facts, model_facts
@@ -25,7 +26,7 @@ def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device
     specs = [from_loader(loader, None, loader.batch_size or 1, 0, True).spec for loader in training]
     if any(spec is not None for spec in specs):
         found |= {"indexed_samples", "workers", "multiple_epochs"}
-    sizes = [loader.batch_size for loader in training if loader.batch_size]
+    sizes = [size for loader in training if (size := batch_size_of(loader))]
     samples = max(sizes) * max(1, steps.backwards) if sizes else None
     if len(roots) > 1 and sizes:  # several backward passes of a step read the same batch
         samples = max(sizes)

@@ -60,7 +60,7 @@ class LoaderSeam:
         @functools.wraps(original)
         def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
-            facts = {"batch_size": loader.batch_size, "num_workers": loader.num_workers, "role": "evaluation"}
+            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers, "role": "evaluation"}
             self.sites.note("loaders", loader, **facts)
 
         return noted_init
@@ -95,6 +95,11 @@ class LoaderSeam:
                 self.last = iterator
 
         return next_batch
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a batch, also where a sampler of batches was given; None if unknown."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 
 class BatchIterator:

@@ -168,6 +168,7 @@ def _outermost_modules() -> list[nn.Module]:
 
 def _children(module: nn.Module) -> list[nn.Module]:
     try:
-        return list(module.children())
+        keras_layers = getattr(module, "_flatten_layers", None)  # which torch does not know as children
+        return list(module.children()) + (keras_layers(include_self=False) if keras_layers else [])
     except AttributeError:  # its constructor has not run yet
         return []

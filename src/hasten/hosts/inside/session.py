@@ -158,6 +158,7 @@ class Session:
         models, count = self.models, self.steps.count
         models.step, models.last_step_ended = count, self.steps.last_ended
         if count == 1:
+            self.sites.early = False
             models.find_uncalled()
             self.loss_type = None
         if count == ROOT_SEARCH_STEPS:
