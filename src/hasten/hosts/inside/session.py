@@ -287,7 +287,7 @@ class Session:
         found = [] if self.models.trains_in_eval_mode else self.models.evaluations
         if not found:
             return {"evaluation_seconds": None, "evaluation_every": None}
-        steps = [step for step, _ in found if step > 0]
+        steps = sorted({step for step, _ in found if step > 0})
         every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
         return {"evaluation_seconds": found[-1][1], "evaluation_every": every}
 

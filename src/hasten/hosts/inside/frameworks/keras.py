@@ -32,7 +32,7 @@ def _noted(original: Any, loop: FrameworkLoop) -> Any:
         loop.trainer = model
         loop.facts.add("keras")
         loop.steps.has_optimizer = True  # so that a backward pass ends no step
-        if any(hasattr(layer, "cell") for layer in model.modules()):
+        if any(hasattr(layer, "cell") for layer in model._flatten_layers()):
             loop.facts.add("keras_rnn")
         return original(model, *args, **kwargs)
 
