@@ -90,9 +90,25 @@ def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | Non
         return None
     if layer.activity_regularizer is not None or getattr(layer, "quantization_mode", None):
         return None
+    if type(layer).__name__ == "Dense" and not getattr(layer, "lora_enabled", False):
+        return _dense(layer)
     if "training" in inspect.signature(layer.call).parameters:
         return lambda x, training: layer.call(x, training=training)
     return lambda x, training: layer.call(x)
+
+
+def _dense(layer: Any) -> Callable[[Any, bool], Any]:
+    """``Dense.call`` as the operations of torch that it comes to; the activation stays Keras's, which marks logits."""
+    kernel, bias, activation = layer.kernel.value, layer.bias.value if layer.use_bias else None, layer.activation
+
+    def call(x: torch.Tensor, training: bool) -> torch.Tensor:
+        if x.dtype != kernel.dtype:
+            return layer.call(x)
+        x = torch.matmul(x, kernel)
+        x = x if bias is None else torch.add(x, bias)
+        return x if activation is None else activation(x)
+
+    return call
 
 
 def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:

@@ -72,14 +72,14 @@ class Composition:
         """Sets what the methods set for the process: threads, allocator, precision."""
         self.context.enter_context(self.fold("process_context", nullcontext)())
 
-    def source_of(self, loader: Any, training: bool) -> BatchSource:
-        """The batches of a DataLoader of the script under the methods."""
-        source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
+    def source_of(self, loader: Any, training: bool) -> BatchSource | None:
+        """The batches of a DataLoader of the script under the methods; None if no method changes them."""
+        plain = source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
         with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
             for method in self.methods:
                 if "data" in hooks_of(method):
                     source = apply_data_hook(method, source, self.run)
-        return source
+        return None if source is plain else source
 
     def wrap_call(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call of a root under the methods, which may also change the root in place. Called once for each root."""

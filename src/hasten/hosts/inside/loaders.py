@@ -22,8 +22,8 @@ class LoaderSeam:
     Args:
         sites: Receives each loader with its site.
         phases: Receives the time that the script waits for batches.
-        source_of: ``(loader, is for training) -> BatchSource``, the batches under the methods of the recipe; None to
-            watch only.
+        source_of: ``(loader, is for training) -> BatchSource``, the batches under the methods of the recipe, or None
+            if these change nothing; None to watch only.
         roles: Site -> "training" or "evaluation", from an earlier run.
     """
 
@@ -31,13 +31,14 @@ class LoaderSeam:
         self,
         sites: Sites,
         phases: PhaseTimer,
-        source_of: Callable[[Any, bool], BatchSource] | None = None,
+        source_of: Callable[[Any, bool], BatchSource | None] | None = None,
         roles: dict[str, str] | None = None,
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
         self.owners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # iterator -> loader
-        self.sources: WeakKeyDictionary[Any, BatchSource] = WeakKeyDictionary()
+        self.sources: WeakKeyDictionary[Any, BatchSource | None] = WeakKeyDictionary()
         self.training: WeakSet[Any] = WeakSet()  # loaders whose batches were trained on
+        self.reading: WeakSet[Any] = WeakSet()  # loaders whose own iterator a method uses now
         self.last: Any = None  # iterator that gave the last batch
         DataLoader.__init__ = self._noting(DataLoader.__init__)
         patch_loader_iterator(self._iterator_maker)
@@ -70,13 +71,11 @@ class LoaderSeam:
             record = self.sites.of(loader)
             if record is None:  # made by hasten itself
                 return original(loader)
-            if self.source_of is None:
-                made = original(loader)
-            else:
-                if loader not in self.sources:
-                    training = self.roles.get(record["site"], "training") == "training"
-                    self.sources[loader] = self.source_of(loader, training)
-                made = BatchIterator(self.sources[loader], self)
+            if self.source_of is not None and loader not in self.sources:
+                training = self.roles.get(record["site"], "training") == "training"
+                self.sources[loader] = self.source_of(loader, training)
+            source = None if loader in self.reading else self.sources.get(loader)
+            made = original(loader) if source is None else BatchIterator(source, self, loader)
             self.owners[made] = loader
             return made
 
@@ -105,8 +104,8 @@ def batch_size_of(loader: Any) -> int | None:
 class BatchIterator:
     """The iterator of a user's loader under methods: the batches of one epoch after the other of a BatchSource."""
 
-    def __init__(self, source: BatchSource, seam: LoaderSeam):
-        self.source, self.seam = source, seam
+    def __init__(self, source: BatchSource, seam: LoaderSeam, loader: Any):
+        self.source, self.seam, self.loader = source, seam, loader
         self._reset(None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,9 +114,11 @@ class BatchIterator:
     def __next__(self) -> Any:
         seam = self.seam
         began = seam.phases.now() if seam.phases.running and seam.is_for_training(seam.owners.get(self)) else None
+        seam.reading.add(self.loader)
         try:
             return next(self.batches)
         finally:
+            seam.reading.discard(self.loader)
             if began is not None:
                 seam.phases.record("input", began)
             seam.last = self
@@ -129,4 +130,8 @@ class BatchIterator:
         """Begins the next epoch, as torch calls it on the iterator of a loader with persistent workers."""
         epoch, _ = self.source.position
         self.source.position = (epoch + 1, 0)
-        self.batches = self.source.epoch(epoch, 0)
+        self.seam.reading.add(self.loader)
+        try:
+            self.batches = self.source.epoch(epoch, 0)
+        finally:
+            self.seam.reading.discard(self.loader)
