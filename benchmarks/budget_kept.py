@@ -93,7 +93,7 @@ def search(task: str, budget: int) -> dict:
             text, errors = process.communicate()
         seconds = monotonic() - began
     row = {"task": task, "budget": budget, "seconds": seconds, "over": seconds - budget, "code": process.returncode}
-    return row | answer_of(text, errors)
+    return row | {"load": os.getloadavg()[0]} | answer_of(text, errors)
 
 
 def answer_of(text: str, errors: str) -> dict:
@@ -115,9 +115,9 @@ def is_kept(row: dict) -> bool:
 
 def report(options, rows: list[dict], asked: int) -> int:
     show(
-        ("task", "budget", "took", "over", "answer"),
+        ("task", "budget", "over", "load", "answer"),
         (
-            (row["task"], f"{row['budget']} s", f"{row['seconds']:.0f} s", f"{row['over']:+.1f} s", row["answer"][:80])
+            (row["task"], f"{row['budget']} s", f"{row['over']:+.1f} s", f"{row['load']:.1f}", row["answer"][:80])
             for row in rows
         ),
     )

@@ -63,8 +63,10 @@ def run_tests(python: Path, options: argparse.Namespace, log: Path) -> tuple[str
     with log.open("w") as file:
         command += ["-m", options.markers, *options.tests]
         code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
-    summary = log.read_text().strip().splitlines()[-1].strip("= ")
-    details = f"torch {found[0]}, Python {found[1]}: {summary}; {log.relative_to(ROOT)}"
+    summary = re.findall(r"^[= ]*(\d+ (?:passed|failed).*? in [\d.]+s|ERROR.*)", log.read_text(), re.MULTILINE)
+    details = (
+        f"torch {found[0]}, Python {found[1]}: {summary[-1] if summary else 'no summary'}; {log.relative_to(ROOT)}"
+    )
     return "passed" if code == 0 else "failed", details
 
 

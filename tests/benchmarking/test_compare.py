@@ -21,7 +21,8 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
-from hasten.reporting.result_schema import CompareResult, validate
+from hasten.reporting.result_schema import CompareResult
+from hasten.reporting.validation import validate
 from helpers import SLACK_S
 
 
@@ -239,6 +240,7 @@ class Hanging(Sleepy):
         time.sleep(3600)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_run_interleaved_at_the_deadline_ends_with_the_blocks_it_has():
     """The blocks take 0.3 s each, and the budget would allow far more."""
@@ -310,6 +312,7 @@ def test_arm_built_without_evaluation_has_none():
             assert (plan["evaluation"] is not None) is with_evaluation
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_run_interleaved_restarts_its_processes_and_keeps_the_positions():
     comparison = run_interleaved(TaskRef.of(sleepy(0.0)), Recipe(), Recipe(), budget=16.0, device="cpu")
@@ -337,6 +340,7 @@ class Late(Method):
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_compare_of_a_long_training_looks_at_a_later_stretch(tmp_path):
     (tmp_path / "late.py").write_text(LATE_METHOD)

@@ -154,6 +154,7 @@ def test_autotuned_fast_source_uses_no_workers(monkeypatch):
     assert nothing_left(threads)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_autotuned_slow_source_uses_workers_up_to_the_cores():
     threads = threading.enumerate()

@@ -175,22 +175,25 @@ class Bad:
         return os.mkdir, (os.environ["HASTEN_CACHE"] + "/executed",)
 
 
-def pickled(_):
+def pickled(_, save=numpy.save):
     file = io.BytesIO()
-    numpy.save(file, numpy.array([Bad()], object), allow_pickle=True)
+    save(file, numpy.array([Bad()], object), allow_pickle=True)
     return file.getvalue()
+
+
+def with_flipped_bit(content, at):
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 DAMAGE = {
     "empty": lambda content: b"",
     "cut off": lambda content: content[: len(content) // 2],
     "without its last byte": lambda content: content[:-1],
-    "longer": lambda content: content + b"\0",
-    "one bit of its words": lambda content: content[:150] + bytes([content[150] ^ 1]) + content[151:],
-    "its last bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "one bit of its words": lambda content: with_flipped_bit(content, 150),
+    "one bit of its numbers": lambda content: with_flipped_bit(content, len(content) // 2),
     "a pickle": lambda content: pickle.dumps(Bad()),
     "an array with a pickle": pickled,
-    "an array with a pickle behind the hash": lambda content: content[:16] + pickled(content),
+    "an archive with a pickle": lambda content: pickled(content, numpy.savez),
 }
 
 

@@ -61,6 +61,7 @@ def _page(result):
     return console.export_text()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_inspect_table_that_is_slow_to_decode_recommends_rows(tmp_path):
     """Compressed text of numbers: nothing takes longer to decode."""

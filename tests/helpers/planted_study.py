@@ -55,7 +55,7 @@ class Planted:
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
         self._pay("run", f"{recipe}, seed {seed}, give up after {time_limit}")
         metric = (
             METRIC

@@ -301,6 +301,7 @@ def test_invalid_request_is_one_line(folder, argv, code, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_terminal_output_has_a_table_of_ranks(folder):
     argv = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"

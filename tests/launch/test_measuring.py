@@ -41,6 +41,7 @@ def study_of(folder: Path, task: str = "rank_tasks.py:samples", **more) -> Study
     return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_compare_of_a_job_with_itself_finds_no_difference():
     result = hasten.compare(TASK, processes=2, budget=1)
@@ -50,6 +51,7 @@ def test_compare_of_a_job_with_itself_finds_no_difference():
     assert all(result["evaluation_seconds"].values())
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_compare_finds_a_straggler_on_any_rank():
     result = hasten.compare(TASK, "baseline", method("Dozing"), processes=2, budget=6)
@@ -179,6 +181,7 @@ def test_exactness_check_compares_sharded_gradients_with_full_ones(tmp_path):
     assert not lying["passed"] and "dB above its error against float64" in lying["why"]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_search_continues_after_a_rank_that_hangs_or_raises(tmp_path):
     """The first by its exactness check, which comes first for a method of the user; then by its speed comparison."""

@@ -73,6 +73,7 @@ def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
     assert result["no_effect"] == [] and no_processes_left(before)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dataset", "pipeline"])
 def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeypatch):

@@ -247,7 +247,12 @@ def fail(sample):
     ("data", "model", "name", "reason"),
     [
         (Samples(), FailingLinear, "step_throughput", "KeyError: 'my own error' (test_input_benchmark.py line"),
-        (pipeline().batch(8), lambda *sizes: nn.Linear(3, 2), "step_throughput", "mat1 and mat2 shapes cannot be multiplied"),
+        (
+            pipeline().batch(8),
+            lambda *sizes: nn.Linear(3, 2),
+            "step_throughput",
+            "mat1 and mat2 shapes cannot be multiplied",
+        ),
         (pipeline().map(fail).batch(8), nn.Linear, "first_batch", "FileNotFoundError: a file is gone"),
         (DataLoader(Samples(), batch_size=8, collate_fn=fail), nn.Linear, "first_batch", "a file is gone"),
         (Pipeline(BadRows()).batch(8), nn.Linear, "first_batch", "numbers.txt line 4"),
@@ -267,6 +272,7 @@ def page(result):
     return console.file.getvalue()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_diagnose_states_the_throughput_of_the_input_pipeline_beside_the_phases():
     result = diagnose(task(DataLoader(Samples(slow=True), batch_size=8)), budget=4.0, device="cpu")

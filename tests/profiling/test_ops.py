@@ -10,7 +10,8 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import ops
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_schema import Operations, validate
+from hasten.reporting.result_schema import Operations
+from hasten.reporting.validation import validate
 from hasten.testing.tasks import CLASSES, Labeled, perceptron
 
 WARMUP_STEPS = 15  # of an arm

@@ -130,6 +130,7 @@ class Watched(Probe):
         return self.log.read().decode().splitlines()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_ceiling_of_the_log_is_measured_and_low():
     task = TaskRef.of(perceptron())

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hasten.reporting import charts, labels, view_model
-from hasten.reporting.result_schema import validate
+from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
 WIDTHS = (charts.WIDE, charts.NARROW)

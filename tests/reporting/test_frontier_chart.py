@@ -9,7 +9,7 @@ from hasten.reporting import charts, frontier_chart
 from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.frontier_chart import frontier, place_labels
 from hasten.reporting.labels import LETTER, LINE, Box
-from hasten.reporting.result_schema import validate
+from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
 METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}

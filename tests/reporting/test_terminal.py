@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hasten.reporting import terminal
+from hasten.reporting import terminal, terminal_methods
 from helpers import sample_results as samples
 
 ANSWERS = {
@@ -211,7 +211,7 @@ METHODS = [
 
 
 def test_catalogue_lists_every_method_under_its_class():
-    text = words_of(printed(terminal.methods_table(METHODS)))
+    text = words_of(printed(terminal_methods.methods_table(METHODS)))
     assert "Same bits" in text and "in_memory_batches up to 21× stack the samples once" in text
     assert "tf32 – products in TF32 [fast] (for an NVIDIA GPU)" in text
 
@@ -232,7 +232,7 @@ def test_method_page_shows_its_whole_card():
         "wraps": [],
         "wrapped_by": ["ema"],
     }
-    text = words_of(printed(terminal.method_page(METHODS[0] | card)))
+    text = words_of(printed(terminal_methods.method_page(METHODS[0] | card)))
     for needed in (
         "First line, wrapped.",
         "waiting for the next batch",

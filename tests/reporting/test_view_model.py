@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from hasten.reporting import view_model
+from hasten.reporting import terminal_operations, view_model
 from hasten.reporting.frontier import frontier_rows
-from hasten.reporting.result_schema import validate
+from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
 
@@ -150,7 +150,7 @@ def test_measured_trials_come_before_excluded_ones():
 
 def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
     rows = samples.operations()["rows"]
-    groups = {group["name"]: group for group in view_model.operation_groups(rows)}
+    groups = {group["name"]: group for group in terminal_operations.operation_groups(rows)}
     assert [*groups] == ["bfloat16", "float32", "conversions", "no floating-point input"]
     assert sum(group["time_share"] for group in groups.values()) == pytest.approx(1)
     assert [row["op"] for row in groups["bfloat16"]["rows"]] == ["addmm", "mm", "gelu"]
@@ -159,7 +159,7 @@ def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
     listed = [row["op"] for group in groups.values() for row in group["rows"]]
     others = [name for name in listed if "other" in name]
     assert (
-        len(listed) - len(others) == view_model.MAX_OPERATIONS
+        len(listed) - len(others) == terminal_operations.MAX_OPERATIONS
         and not groups["no floating-point input"]["rows"]
         and others == ["3 others"]
     )
@@ -183,4 +183,4 @@ def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
 )
 def test_the_loss_scale_in_a_sentence(steps, sentence):
     history = [{"value": value, "overflow": overflow} for value, overflow in steps]
-    assert view_model.loss_scale_sentence(history) == sentence
+    assert terminal_operations.loss_scale_sentence(history) == sentence

@@ -32,7 +32,7 @@ class Simulated:
     ran: list[tuple[str, int]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
         if (str(recipe), seed) not in self.ran:
             self.ran.append((str(recipe), seed))
             self.budget.check()

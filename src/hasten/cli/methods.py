@@ -32,9 +32,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """List all methods, or describe the one that is named."""
     if options.name is None:
-        table = page("terminal", "methods_table")
+        table = page("terminal_methods", "methods_table")
         return CommandResult({"methods": _catalogue(options.device)}, lambda result: table(result["methods"]))
-    return CommandResult(_description(options.name, options.device), page("terminal", "method_page"))
+    return CommandResult(_description(options.name, options.device), page("terminal_methods", "method_page"))
 
 
 def _catalogue(device: str | None) -> list[dict]:

@@ -86,13 +86,8 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_KNOWN_WORDS = {
-    "accelerates": PHASES,
-    "requires": TRAITS,
-    "invalidates": TRAITS,
-    "default_for": FACTS,
-    "remedy_for": REMEDIES,
-}
+_KNOWN_WORDS = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS}
+_KNOWN_WORDS |= {"remedy_for": REMEDIES, "ceiling": CEILINGS}
 
 
 @dataclass(frozen=True)
@@ -148,6 +143,7 @@ class Card:
         not_searched: Why the tuner never tries it unless asked; empty if it does.
         gradient_bytes_saved: Fraction of the bytes of float32 gradients that its rounding saves in communication.
         ceiling: The ceiling (key of CEILINGS) that bounds its gain where no phase of the step does.
+        script_edit: Kind of site in a user's script -> the method as an edit there; see ``export/README.md``.
     """
 
     summary: str
@@ -172,6 +168,7 @@ class Card:
     not_searched: str = ""
     gradient_bytes_saved: float = 0.0
     ceiling: str = ""
+    script_edit: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.exactness not in tuple(Exactness):
@@ -182,9 +179,7 @@ class Card:
                 raise ConfigurationError(f"the card states {name}={words!r}; it must be a set: {{{words!r}}}")
             object.__setattr__(self, name, frozenset(words))
         for name, known in _KNOWN_WORDS.items():  # the engine and the tuner compute with these
-            if unknown := sorted(set(getattr(self, name)) - known.keys()):
+            words = {self.ceiling} - {""} if name == "ceiling" else set(getattr(self, name))
+            if unknown := sorted(words - known.keys()):
                 raise ConfigurationError(f"the card states {name}={unknown}; the known words are {', '.join(known)}")
-        if self.ceiling and self.ceiling not in CEILINGS:
-            known = ", ".join(CEILINGS)
-            raise ConfigurationError(f"the card states ceiling={self.ceiling!r}, but the known words are {known}")
         object.__setattr__(self, "after", tuple(self.after))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import seconds_to_wait
 from hasten.core.errors import ConfigurationError, RunError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 SLOW_STEP_S = 1.0  # from which one round is enough
 MIN_BLOCK_STEPS = 5  # of a block that the end of the script cuts short
-NEAR_S = 5.0  # of training, within which an evaluation has to come to be timed
+NEAR_S = 2.0  # of training, within which an evaluation has to come to be timed
 FIRST_STEP_S = 600.0  # for the first step of a script, without another limit
 
 
@@ -221,8 +221,8 @@ class ScriptProbe(ScriptArm):
 
     def __init__(self, script: ScriptRef, *, methods: dict[str, Any], **arguments: Any):
         # the phases are timed at the seams: the methods that time or disable them are the engine's
-        kept = {name: options for name, options in methods.items() if not name.startswith("hasten.profiling")}
-        super().__init__(script, methods=kept, **arguments)
+        own = {name: options for name, options in methods.items() if not name.startswith("hasten.profiling")}
+        super().__init__(script, methods=own, **arguments)
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """As ``ScriptArm.build``, but an evaluation that was seen counts, however seldom it comes."""
@@ -257,5 +257,5 @@ class ScriptProbe(ScriptArm):
     def input(self, budget: float) -> dict[str, Any]:
         self._not_in_a_script()
 
-    def _not_in_a_script(self) -> Any:
+    def _not_in_a_script(self) -> NoReturn:
         raise RunError(f"{self.script.name} owns its training loop")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.benchmarking.equivalence_runs import RunConditions
+from hasten.benchmarking.fork_server import DeadlineError
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
@@ -98,9 +99,9 @@ def check_exactness(
         if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
             return _judge_by_noise(runs, base, candidate)
         return _CHECKS[exactness](runs, base, candidate)
+    except DeadlineError:
+        raise
     except (RunError, ConfigurationError) as error:
-        if NO_EFFECT in str(error):
-            raise
         return _result(False, math.nan, str(error))
 
 
@@ -147,6 +148,9 @@ class _Runs:
             tempfile.TemporaryDirectory(prefix="hasten-") as folder,
         ):
             answer = process.wait_until_trained(*limits)
+            nothing = process.ask("describe", *limits)["no_effect"] if CONDITIONS not in methods else []
+            if nothing:
+                raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
             process.ask("save", *limits, path=f"{folder}/gradients", gradients=True)
             if answer["steps"] < steps and not answer.get("ended"):
                 process.ask("train", *limits, count=steps - answer["steps"])

@@ -35,6 +35,9 @@ class ActivationCheckpointing(Method):
         requires={"python_between_kernels"},  # it saves and restores the random state of every block
         order=WrapOrder.EARLY,
         remedy_for={"out_of_memory": {}},
+        script_edit={
+            "by_hand": "call repeated blocks through torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+        },
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

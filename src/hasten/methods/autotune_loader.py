@@ -49,6 +49,9 @@ class AutotuneLoader(Method):
         order=WrapOrder.EARLY,
         after=("in_memory_batches", "cache_dataset", "loader_workers"),
         high_setup_cost=True,
+        script_edit={
+            "by_hand": "pass the num_workers that the tuned run has reported to the DataLoader",
+        },
     )
 
     threads: int | None = option(None, at_least=0, at_most=256)  # number to start with

@@ -35,6 +35,9 @@ class BFloat16(Method):
         invalidates={"uniform_precision"},
         order=WrapOrder.EARLY,
         remedy_for={"out_of_memory": {}},
+        script_edit={
+            "by_hand": "call model and loss under torch.autocast(device_type, dtype=torch.bfloat16)",
+        },
     )
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:

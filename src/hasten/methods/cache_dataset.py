@@ -31,6 +31,9 @@ class CacheDataset(Method):
         applies_to={"indexed_samples", "multiple_epochs"},
         order=WrapOrder.EARLY,
         replaces={"data"},
+        script_edit={
+            "by_hand": "keep the samples that __getitem__ returns in a list, and return them from there",
+        },
     )
 
     gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each

@@ -29,6 +29,7 @@ class ChannelsLast(Method):
         gain_when="two-dimensional convolutions, most in lower precision; little with very few channels",
         accelerates={"forward", "backward"},
         applies_to={"convolutions"},
+        script_edit={"model": "{model}.to(memory_format=torch.channels_last)"},
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

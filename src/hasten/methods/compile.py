@@ -51,6 +51,7 @@ class Compile(Method):
         order=WrapOrder.LATE,
         high_setup_cost=True,
         presets=({}, {"scope": "blocks"}, {"mode": "max-autotune-no-cudagraphs"}),
+        script_edit={"model": "{model}.compile([mode={mode}][, backend={backend}])"},
     )
 
     scope: str = option("model", one_of=("model", "blocks"))  # what is compiled: all of it, or each repeated block

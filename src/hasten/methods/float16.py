@@ -44,6 +44,10 @@ class Float16(Method):
         invalidates={"uniform_precision"},
         order=WrapOrder.EARLY,
         presets=({}, {"scale": 1024}),
+        script_edit={
+            "by_hand": "call model and loss under torch.autocast(device_type, dtype=torch.float16), and step through a"
+            " torch.amp.GradScaler",
+        },
     )
 
     scale: str | float = option("dynamic", one_of=("dynamic",), above=0)  # a number is a constant scale

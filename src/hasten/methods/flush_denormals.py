@@ -42,6 +42,7 @@ class FlushDenormals(Method):
         remedy_for={"denormals": {}},
         trial_priority=6,
         ceiling="denormals",
+        script_edit={"process": "torch.set_flush_denormal(True)"},
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:

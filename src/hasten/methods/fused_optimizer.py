@@ -33,6 +33,7 @@ class FusedOptimizer(Method):
         gain_when="steps of a few milliseconds with many parameters (1.25 to 1.3 for a small language model on a CPU)",
         accelerates={"optimizer_step"},
         strong_baseline=True,
+        script_edit={"optimizer": "fused=True"},
     )
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:

@@ -47,6 +47,9 @@ class InMemoryBatches(Method):
         applies_to={"indexed_samples"},
         order=WrapOrder.EARLY,
         replaces={"data"},
+        script_edit={
+            "by_hand": "stack the samples once, and index the tensors by permutation.split(batch_size) in each epoch",
+        },
     )
 
     gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each

@@ -30,6 +30,11 @@ class LoaderWorkers(Method):
         after=("in_memory_batches", "cache_dataset"),  # samples in memory need no workers
         presets=({"num_workers": 1}, {"num_workers": 2}, {"num_workers": 4}, {"num_workers": 8}),
         strong_baseline=True,
+        script_edit={
+            "loader": "num_workers={num_workers}[, prefetch_factor={prefetch_factor}]",
+            "by_hand": "on a GPU pass pin_memory=True, too; persistent_workers=True starts the workers once, not in each"
+            " epoch, but changes the random numbers",
+        },
     )
 
     num_workers: int = option(2, at_least=0, at_most=64)  # processes; more only cost memory and start-up time

@@ -30,6 +30,7 @@ class NumThreads(Method):
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"cpu"},
         presets=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
+        script_edit={"process": "torch.set_num_threads({count})"},
     )
 
     count: int = option(1, at_least=1)  # threads, at most the number of cores

@@ -24,6 +24,9 @@ class PrefetchToDevice(Method):
         accelerates={"copy", "input"},
         applies_to={"cuda"},
         order=WrapOrder.LAST,  # it wraps finished batches, wherever they come from
+        script_edit={
+            "by_hand": "copy the next batch with to(device, non_blocking=True) on a stream of its own during the step",
+        },
     )
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:

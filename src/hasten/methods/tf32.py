@@ -28,6 +28,7 @@ class TF32(Method):
         accelerates={"forward", "backward"},
         applies_to={"cuda", "tf32_hardware", "matrix_weights"},
         strong_baseline=True,
+        script_edit={"process": "torch.set_float32_matmul_precision('high')\ntorch.backends.cudnn.allow_tf32 = True"},
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:

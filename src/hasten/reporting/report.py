@@ -15,7 +15,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.reporting import charts, formatting, frontier_chart, view_model
 from hasten.reporting.frontier import frontier_rows
-from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact, coerce, read_json, read_result
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
+from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json
 
 FILE_NAME = "report.html"

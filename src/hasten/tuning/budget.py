@@ -23,6 +23,7 @@ class Budget:
     reserved: float = 0.0  # for later parts; a trial that runs into them is ended
     withheld: float = 0.0  # for later parts; a trial that has begun may run into them
     charged: float = 0.0  # of trials from the store
+    withheld_wall: float = 0.0  # the same, of the seconds of this process
     wall: float = math.inf  # seconds that this process may take; less than the total where it continues a search
     exhausted: bool = False  # a part of the search ended before all its candidates were tried
     clock: Callable[[], float] = time.monotonic
@@ -48,7 +49,8 @@ class Budget:
 
     def check(self, expected: float = 0.0) -> None:
         """Raises OutOfBudgetError if a trial may not begin, or one of ``expected`` seconds would reach its deadline."""
-        if self.left() <= 0 or expected > min(self.total - self.spent, self._wall_left()) - self.reserved:
+        wall = self._wall_left() - self.reserved
+        if min(self.left(), wall - self.withheld_wall) <= 0 or expected > min(self.left() + self.withheld, wall):
             raise OutOfBudgetError
 
     def _wall_left(self) -> float:
@@ -57,19 +59,20 @@ class Budget:
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
         """Context manager: trials begin inside for at most ``share`` (0 to 1) of the seconds left; then it ends."""
-        withheld = (1 - share) * max(0.0, self.left())
-        self.withheld += withheld
+        withheld = (1 - share) * max(0.0, self.left()) if share < 1 else 0.0
+        wall = (1 - share) * max(0.0, self._wall_left()) if share < 1 else 0.0
+        self.withheld, self.withheld_wall = self.withheld + withheld, self.withheld_wall + wall
         try:
             yield
         except OutOfBudgetError:
             self.exhausted = True
         finally:
-            self.withheld -= withheld
+            self.withheld, self.withheld_wall = self.withheld - withheld, self.withheld_wall - wall
 
     @contextmanager
     def reserve(self, seconds: float) -> Iterator[None]:
         """Context manager: ``seconds`` are kept for what follows it, half of what is left at most."""
-        reserved = min(max(0.0, seconds), max(0.0, self.left()) / 2)
+        reserved = min(max(0.0, seconds), max(0.0, min(self.left(), self._wall_left() - self.withheld_wall)) / 2)
         self.reserved += reserved
         try:
             yield

@@ -71,16 +71,19 @@ class Confirmation:
         self.over, self.why = True, why
 
 
-def confirm(study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float) -> list[Confirmation]:
+def confirm(
+    study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float, tested: int = 0
+) -> list[Confirmation]:
     """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
 
-    Every attempt is noted. ``seconds`` is the budget of each comparison of speed.
+    Every attempt is noted. ``seconds`` is the budget of each comparison of speed. ``tested`` is the number of recipes
+    that the search has tried to confirm before; more of them make the gate stricter.
     """
     no_seed = gate.not_passed("no seed was run", baseline.margin)
     attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(recipes)]
     try:
         while (index := _next(attempts)) is not None:
-            _look(study, attempts[index], index, baseline, seconds)
+            _look(study, attempts[index], tested + index, baseline, seconds)
         ended = "the last look leaves it in doubt"
     except OutOfBudgetError:
         ended = "the budget ended before it was proven"
@@ -96,6 +99,16 @@ def confirm(study: Study, recipes: list[Recipe], baseline: Baseline, seconds: fl
         ratio = attempt.speedup and attempt.speedup.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
     return sorted(attempts, key=lambda attempt: attempt is not winner)
+
+
+def earlier_finalists(study: Study) -> list[Recipe]:
+    """The recipes that an earlier search in this folder tried to confirm with whole trainings, the fastest last."""
+    found: list[Recipe] = []
+    for kind, what in study.store.earlier:
+        if kind == "run" and what["recipe"] and what["seed"] >= study.seed + FIRST_FRESH_SEED and "horizon" not in what:
+            recipe = Recipe(what["recipe"])
+            found += [] if recipe in found else [recipe]
+    return found[::-1]
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:

@@ -3,15 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
-from hasten.tuning.finding import ESTIMATED
+from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
 from hasten.tuning.systems import confirm_speed, loosest_exactness
 from hasten.tuning.systems_stage import samples_of
 from hasten.tuning.training_stage import prove
+
+
+def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
+    """What the ``earlier`` result is sure of: its answer cannot get lost."""
+    rows = [
+        row for row in earlier.get("frontier", ()) if row["recipe"] and row["evidence"] in (EXACT, PRECISION, PROVEN)
+    ]
+    return [
+        Finding(Recipe(row["recipe"]), row["evidence"], Ratio(**row["speedup"]), row["why"], row["quality"])
+        for row in rows
+    ]
 
 
 def finish_earlier(
@@ -24,8 +36,8 @@ def finish_earlier(
 ) -> None:
     """Confirms the recipes that the ``earlier`` result lists as estimated, the slowest first.
 
-    Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole trainings
-    fit into the budget that was added.
+    Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole
+    trainings fit into the budget that was added.
     """
     rows = [row for row in earlier.get("frontier", ()) if row["evidence"] == ESTIMATED and row["recipe"]]
     rows.sort(key=lambda row: row["speedup"]["median"] or 0.0)

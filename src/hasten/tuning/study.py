@@ -53,13 +53,18 @@ class Study:
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
-        """A run to the horizon: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``."""
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
+        """A run to the horizon: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``.
+
+        With a ``time_limit`` it may be pruned, and races against the learning curve ``race``; see ``Trial.run``.
+        """
         key = (str(recipe), seed, self.horizon)
         outcome = self.complete.get(key)
         if outcome is None:
             what: dict[str, Any] = {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit}
             limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
+            if race and limits:
+                what["race"] = limits["race"] = race
             if self.horizon < 1:
                 what["horizon"] = limits["horizon"] = self.horizon
             outcome = self._charge(

@@ -14,6 +14,7 @@ from typing import Any
 
 from hasten.benchmarking.ratio import FASTER
 from hasten.core.recipe import Recipe
+from hasten.tuning.race import to_text
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
     MIN_GAIN,
@@ -120,8 +121,9 @@ class Outcome:
         if "failed" in run:
             return outcome(failure_verdict(run["failed"]), run["failed"])
         if run["pruned"]:
-            limit = (best.to_target("seconds", 1) or 0.0) / NEARLY_AS_FAST
-            return outcome("no gain", f"had not reached the target after {limit:.1f} s, so it could no longer win")
+            seconds, metric = run["evaluations"][-1]["seconds"], run["metric"]
+            why = f"was stopped after {seconds:.1f} s at {metric:.4g}: it could no longer win"
+            return outcome("no gain", why)
         if run["seconds_to_target"] is None:
             why = f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
             return outcome("refused", why)
@@ -167,6 +169,7 @@ def first_outcome(study: Study, incumbents: Incumbents, baseline: Baseline, spee
     """
     run = dict(baseline.runs[0])
     run["seconds_to_target"] = run["seconds_to_target"] and run["seconds_to_target"] / speedup
+    run["evaluations"] = [{**row, "seconds": row["seconds"] / speedup} for row in run.get("evaluations", ())]
     return Outcome("kept", "", (run | {"trial_seconds": 0.0},))
 
 
@@ -195,7 +198,7 @@ def search_training(
                     study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
                     break
                 is_checked = True
-            outcome = run_seeds(study, recipe, best, baseline, seen)
+            outcome = run_seeds(study, recipe, best, baseline, seen, races=True)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
             note_outcome(study, text, outcome, best)
@@ -213,16 +216,23 @@ def note_outcome(study: Study, text: str, outcome: Outcome, best: Outcome) -> No
     study.note(text, "training", outcome.verdict, outcome.why, ratio=ratio, seconds=outcome.seconds)
 
 
-def run_seeds(study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list) -> Outcome:
+def run_seeds(
+    study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list, races: bool = False
+) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
+
+    A run on the first seed is ended once it can no longer win. If it ``races``, that includes one that is behind the
+    learning curve of the best so far; a compressed schedule rises late, and must not.
 
     ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
     changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
     """
     runs, best_seconds = [], best.to_target("seconds", 1)
     time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)
+    curve = to_text([(row["seconds"], row["metric"]) for row in best.runs[0].get("evaluations", ())]) if races else ""
     for seed in baseline.seeds:
-        runs.append(study.run(recipe, seed, time_limit=None if runs else time_limit))
+        limits: Any = {"time_limit": time_limit, "race": curve} if time_limit and not runs else {}
+        runs.append(study.run(recipe, seed, **limits))
         evaluations = [(row["samples"], row["metric"]) for row in runs[0].get("evaluations", ())]
         if len(runs) == 1 and len(evaluations) >= MIN_EVALUATIONS:
             if evaluations in seen:

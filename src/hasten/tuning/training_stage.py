@@ -9,7 +9,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning import finding
 from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds
+from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, earlier_finalists, fresh_seeds
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
@@ -53,6 +53,9 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         if not state.findings:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
+    earlier = earlier_finalists(study) if is_whole else []
+    if earlier:  # a search that continues: the next seeds of what is nearly proven come first
+        _confirm(study, state, baseline, earlier, is_whole)
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
@@ -68,9 +71,12 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         state.ablated = state.incumbents.best
     if budget.exhausted:
         note_not_tried(study, "training", items)
-    known = [found.recipe for found in state.findings]
-    recipes = [recipe for recipe in state.incumbents.recipes if recipe and recipe not in known]
-    _confirm(study, state, baseline, recipes, is_whole)
+    recipes = state.incumbents.recipes
+    if state.winner and state.winner.recipe in recipes:
+        recipes = recipes[recipes.index(state.winner.recipe) + 1 :]  # the faster ones
+    known = [*earlier, *(found.recipe for found in state.findings)]
+    recipes = [recipe for recipe in recipes if recipe and recipe not in known]
+    _confirm(study, state, baseline, recipes, is_whole, tested=len(earlier))
 
 
 def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
@@ -126,17 +132,21 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
+def _confirm(
+    study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool, tested: int = 0
+) -> None:
     """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
     with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
-        attempts = confirm(study, recipes, baseline, seconds) if recipes else []
+        attempts = confirm(study, recipes, baseline, seconds, tested) if recipes else []
     for attempt in attempts:
         if attempt.speedup and attempt.speedup.median > 1:
             state.findings.append(_finding_of(study, state, attempt, is_whole))
-    state.confirmation = attempts[0] if attempts and is_whole else None
+    before = state.winner
+    if attempts and is_whole and (before is None or _is_faster(attempts[0], before)):
+        state.confirmation = attempts[0]
     winner = state.winner
-    if winner is None:
+    if winner is None or winner is before:
         return
     if study.processes > 1 and drop_distributed(winner.recipe):
         with budget.part(1.0):
@@ -148,6 +158,12 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
     if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
         samples = baseline.samples_to_target()
         state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples, baseline)
+
+
+def _is_faster(attempt: Confirmation, winner: Confirmation) -> bool:
+    """Whether an attempt passed and is faster than an earlier winner."""
+    ratios = attempt.speedup, winner.speedup
+    return attempt.passed and ratios[0] is not None and ratios[1] is not None and ratios[0].median > ratios[1].median
 
 
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:

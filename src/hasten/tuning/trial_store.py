@@ -38,6 +38,7 @@ class TrialStore:
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
         self.outcomes: dict[str, dict] = {}  # by key
+        self.earlier: list[tuple[str, dict]] = []  # (kind, what) of trials in the file, with these settings
         self.reused = 0  # number of trials that were answered from the file of an earlier search
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,8 @@ class TrialStore:
             try:
                 entry = json.loads(line)
                 self.outcomes[entry["key"]] = entry["outcome"]
+                if self._key(entry["kind"], entry["what"]) == entry["key"]:
+                    self.earlier.append((entry["kind"], entry["what"]))
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the search was killed
         self._from_file = set(self.outcomes)

@@ -31,7 +31,7 @@ from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
-from hasten.tuning.continuation import finish_earlier
+from hasten.tuning.continuation import earlier_findings, finish_earlier
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
 from hasten.tuning.study import Study
@@ -159,6 +159,7 @@ def tune(
 
     plan = _estimate(study, state, seconds, timeout)
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
+    state.findings += earlier_findings(earlier)
     try:
         save()
         _diagnose(study, state, selection, plan)

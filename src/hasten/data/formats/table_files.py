@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -44,29 +44,14 @@ class Manifest:
     bad: dict[int, str] = field(default_factory=dict)
 
 
-class Format(Protocol):
-    """How files of one format are read. Several threads may call ``chunk`` at once."""
+class _ArrowFormat(ABC):
+    """A format whose open files are held between two chunks. Several threads may call ``chunk`` at once."""
 
-    name: str  # of the format
-    chunk_name: str  # of a chunk, if a file can have several
-    suffixes: tuple[str, ...]  # of the files
-    settings: dict  # JSON values on which the rows depend besides the file
-
-    def manifest(self, path: str) -> Manifest: ...
-
-    def chunk(self, path: str, index: int, columns: list[str]) -> Any: ...
+    def __init__(self) -> None:
+        self.release()
 
     def release(self) -> None:
         """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
-
-
-class _ArrowFormat(ABC):
-    """A format whose open files are held between two chunks."""
-
-    def __init__(self) -> None:
-        self._open_files = _OpenFile(self._open)
-
-    def release(self) -> None:
         self._open_files = _OpenFile(self._open)
 
     @abstractmethod
@@ -215,6 +200,11 @@ class Csv:
             example = next(iter(bad.values()))
             raise ConfigurationError(f"{path} has no more good lines than bad ones: {example}; {MISREAD}")
         return bad
+
+
+Format = Parquet | Feather | Csv
+"""``name``: of the format; ``chunk_name``: of a chunk, if a file can have several; ``suffixes``: of the files;
+``settings``: JSON values on which the rows depend besides the file."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class TorchFinder:
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = TorchLoader(spec.loader)
+                spec.loader = TorchLoader(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
                 return spec
         return None
 

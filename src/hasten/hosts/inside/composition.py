@@ -28,6 +28,8 @@ from hasten.hosts.host import SCRIPT, check_supported
 from hasten.utils.batch import map_tensors
 from hasten.utils.rng import preserve_rng_state
 
+MODEL_HOOKS = {"model", "forward", "batch_transform"}
+OPTIMIZER_HOOKS = {"optimizer", "grad_transform", "optimizer_step"}
 STEP_HOOKS = {"backward", "grad_transform", "optimizer_step"}
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -157,15 +159,27 @@ class Composition:
     def _call_update(self) -> None:
         self.update()
 
-    def observer(self) -> EffectObserver:
-        """Observes the effects of the methods in one step; one that acted on one of several roots has an effect."""
-        run = self.run
-        run.no_effect = [(name, why) for name, why in run.no_effect if name not in run.effect_checks]
-        if run.model is None:
-            why = f"{self.owner} does not call its model as a whole"
-            needed = {"model", "forward", "batch_transform", "grad_transform", "optimizer_step"}
-            run.no_effect += [(method.name, why) for method in self.methods if needed & set(hooks_of(method))]
-        return EffectObserver(run, self.methods)
+    def without_effect(self, has_loader: bool, has_optimizer: bool) -> list[tuple[str, str]]:
+        """(method, reason) of each that has no effect after the first step: nothing came to the seam that it needs.
+
+        A method that acted on one of several models or loaders has an effect.
+        """
+        known = [(name, why) for name, why in self.run.no_effect if name not in self.run.effect_checks]
+        absent = [
+            (self.run.model is None, MODEL_HOOKS, f"{self.owner} does not call its model as a whole"),
+            (not has_loader, {"data"}, f"{self.owner} reads no DataLoader"),
+            (not has_optimizer, OPTIMIZER_HOOKS, f"{self.owner} updates its weights without an optimizer"),
+        ]
+        for is_absent, hooks, why in absent:
+            reported = {name for name, _ in known}
+            needing = [method.name for method in self.methods if hooks & set(hooks_of(method))]
+            known += [(name, why) for name in needing if is_absent and name not in reported]
+        return known
+
+    def observer(self, has_loader: bool, has_optimizer: bool) -> EffectObserver:
+        """Observes the effects of the methods in one step."""
+        self.run.no_effect = self.without_effect(has_loader, has_optimizer)
+        return EffectObserver(self.run, self.methods)
 
 
 def _both(transform: Callable[[], None], step: Callable[[], None]) -> None:

@@ -27,7 +27,8 @@ class ImportFinder:
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _WatchingLoader(spec.loader, self.watchers[name])
+                watching: Any = _WatchingLoader(spec.loader, self.watchers[name])
+                spec.loader = watching
                 return spec
         return None
 

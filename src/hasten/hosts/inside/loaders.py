@@ -6,7 +6,7 @@ A loader keeps its type, length, dataset and sampler; only the iterator that it 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
@@ -14,6 +14,8 @@ from hasten._torch_compat import patch_loader_iterator, patch_next_batch
 from hasten.core.data import BatchSource
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
+
+TRAINING, EVALUATION = "training", "evaluation"  # roles of a loader
 
 
 class LoaderSeam:
@@ -35,33 +37,34 @@ class LoaderSeam:
         roles: dict[str, str] | None = None,
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
-        self.owners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # iterator -> loader
+        self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
         self.sources: WeakKeyDictionary[Any, BatchSource | None] = WeakKeyDictionary()
-        self.training: WeakSet[Any] = WeakSet()  # loaders whose batches were trained on
         self.reading: WeakSet[Any] = WeakSet()  # loaders whose own iterator a method uses now
-        self.last: Any = None  # iterator that gave the last batch
+        self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
         DataLoader.__init__ = self._noting(DataLoader.__init__)
         patch_loader_iterator(self._iterator_maker)
         patch_next_batch(self._timed)
 
     def on_backward(self) -> None:
         """A loader whose batch was read last before a backward pass is one for training."""
-        iterator, self.last = self.last, None
-        loader = self.owners.get(iterator) if iterator is not None else None
-        if loader is not None and (record := self.sites.of(loader)) is not None:
-            record["role"] = "training"
-            self.training.add(loader)
+        record, self.last = self.last, None
+        if record is not None:
+            record["role"] = TRAINING
 
-    def is_for_training(self, loader: Any) -> bool:
-        """Whether a loader is known to be one for training."""
-        record = None if loader is None else self.sites.of(loader)
-        return record is not None and record["role"] == "training"
+    def training_loaders(self) -> list[Any]:
+        """The loaders that still exist and whose batches were trained on."""
+        return [loader for loader in self.by_site.values() if self._record(loader)["role"] == TRAINING]
+
+    def _record(self, loader: Any) -> dict[str, Any]:
+        record = self.sites.of(loader)
+        assert record is not None, "only loaders with a record are read"
+        return record
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
-            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers, "role": "evaluation"}
+            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers, "role": EVALUATION}
             self.sites.note("loaders", loader, **facts)
 
         return noted_init
@@ -72,26 +75,29 @@ class LoaderSeam:
             if record is None:  # made by hasten itself
                 return original(loader)
             if self.source_of is not None and loader not in self.sources:
-                training = self.roles.get(record["site"], "training") == "training"
+                training = self.roles.get(record["site"], TRAINING) == TRAINING
                 self.sources[loader] = self.source_of(loader, training)
             source = None if loader in self.reading else self.sources.get(loader)
             made = original(loader) if source is None else BatchIterator(source, self, loader)
-            self.owners[made] = loader
+            made.hasten_record = record
+            self.by_site[record["site"]] = loader
             return made
 
         return iterator
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        phases, owners = self.phases, self.owners
+        phases = self.phases
 
         def next_batch(iterator: Any) -> Any:
-            began = phases.now() if phases.running and self.is_for_training(owners.get(iterator)) else None
+            record = iterator.__dict__.get("hasten_record")
+            if not phases.running or record is None or record["role"] != TRAINING:
+                self.last = record
+                return original(iterator)
+            self.last, began = record, phases.now()
             try:
                 return original(iterator)
             finally:
-                if began is not None:
-                    phases.record("input", began)
-                self.last = iterator
+                phases.record("input", began)
 
         return next_batch
 
@@ -106,22 +112,23 @@ class BatchIterator:
 
     def __init__(self, source: BatchSource, seam: LoaderSeam, loader: Any):
         self.source, self.seam, self.loader = source, seam, loader
+        self.hasten_record: dict[str, Any] | None = None
         self._reset(None)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        seam = self.seam
-        began = seam.phases.now() if seam.phases.running and seam.is_for_training(seam.owners.get(self)) else None
-        seam.reading.add(self.loader)
+        phases, record = self.seam.phases, self.hasten_record
+        began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
+        self.seam.reading.add(self.loader)
         try:
             return next(self.batches)
         finally:
-            seam.reading.discard(self.loader)
+            self.seam.reading.discard(self.loader)
             if began is not None:
-                seam.phases.record("input", began)
-            seam.last = self
+                phases.record("input", began)
+            self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
 
     def __len__(self) -> int:
         return len(self.source)

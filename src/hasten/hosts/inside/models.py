@@ -16,6 +16,7 @@ from torch import nn
 
 from hasten._torch_compat import get_module_call, patch_module_call, set_module_call
 from hasten.hosts.inside.sites import Sites
+from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.phase_timer import PhaseTimer
 
 STDOUT = 1  # file descriptor; a file, in a trial
@@ -28,6 +29,7 @@ class ModelSeam:
     Args:
         sites: Receives each root with the line that called it first.
         phases: Receives the time of the calls in training.
+        steps: An evaluation has begun with the end of the last step.
         wrap: Asked once for each root, before its first call.
 
     Attributes:
@@ -36,15 +38,13 @@ class ModelSeam:
         evaluations: (step, seconds) of each evaluation.
         records_gradients: Whether an evaluation recorded gradients.
         trains_in_eval_mode: Whether a backward pass followed a call in eval mode, which is then no sign of evaluation.
-        last_step_ended: Set by the step seam: when an evaluation that is noticed now has begun.
     """
 
-    def __init__(self, sites: Sites, phases: PhaseTimer, wrap: WrapCall | None = None):
-        self.sites, self.phases, self.wrap = sites, phases, wrap
+    def __init__(self, sites: Sites, phases: PhaseTimer, steps: StepSeam, wrap: WrapCall | None = None):
+        self.sites, self.phases, self.steps, self.wrap = sites, phases, steps, wrap
         self.roots: list[nn.Module] = []
         self.known: set[int] = set()
-        self.step = 0
-        self.last_step_ended: float | None = None
+        self.adopted: dict[int, Callable[..., Any]] = {}  # what a framework calls in place of a root
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients = self.trains_in_eval_mode = False
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
@@ -88,14 +88,15 @@ class ModelSeam:
     def adopt(self, root: nn.Module, step: str) -> None:
         """Takes a root whose framework does not call it, but its method ``step``, for a training step."""
         self.stop_searching()
-        if id(root) in self.known:
-            return
-        self.known.add(id(root))
-        self.roots.append(root)
-        self.sites.note("models", root, called=True)
-        call = getattr(root, step)
-        told_apart = self._told_apart(root, self.wrap(root, call) if self.wrap else call)
-        root.__dict__[step] = functools.wraps(call)(told_apart)
+        if id(root) not in self.known:
+            self.known.add(id(root))
+            self.roots.append(root)
+            self.sites.note("models", root, called=True)
+            call = getattr(root, step)
+            told_apart = self._told_apart(root, self.wrap(root, call) if self.wrap else call)
+            self.adopted[id(root)] = functools.wraps(call)(told_apart)
+        if id(root) in self.adopted:
+            root.__dict__[step] = self.adopted[id(root)]
 
     def _consider(self, module: nn.Module) -> None:
         self.known.add(id(module))
@@ -135,7 +136,7 @@ class ModelSeam:
 
     def begin_evaluation(self) -> None:
         """Notes that an evaluation has begun, at the end of the last step."""
-        self.began = time.perf_counter() if self.last_step_ended is None else self.last_step_ended
+        self.began = self.steps.last_ended or time.perf_counter()
         if not self.evaluations:
             site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
             self.sites.records.setdefault("evaluations", []).append(site)
@@ -150,12 +151,12 @@ class ModelSeam:
         seconds = self.ended - self.began
         self.began = None
         self.evaluated_seconds += seconds
-        self.evaluations.append((self.step, seconds))
+        self.evaluations.append((self.steps.count, seconds))
         self._mark(begins=False)
 
     def _mark(self, begins: bool) -> None:
         """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
-        self.marks.append((time.perf_counter(), self.step, os.fstat(STDOUT).st_size, begins))
+        self.marks.append((time.perf_counter(), self.steps.count, os.fstat(STDOUT).st_size, begins))
 
 
 def _outermost_modules() -> list[nn.Module]:

@@ -89,7 +89,9 @@ class Session:
         composition = self.composition
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        self.models = ModelSeam(self.sites, self.phases, self._guarded(composition.wrap_call) if composition else None)
+        self.models = ModelSeam(
+            self.sites, self.phases, self.steps, self._guarded(composition.wrap_call) if composition else None
+        )
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
@@ -99,7 +101,7 @@ class Session:
         if composition:
             steps.wrap_backward = composition.wrap_backward
             if "optimizer" in acts_on:
-                steps.on_first_step = self._guarded(composition.first_step)
+                steps.before_first_update(self._guarded(composition.first_step))
             if composition.wraps_updates:
                 steps.wrap_update = composition.update_with
 
@@ -156,15 +158,15 @@ class Session:
 
     def _after_step(self) -> None:
         models, count = self.models, self.steps.count
-        models.step, models.last_step_ended = count, self.steps.last_ended
         if count == 1:
             self.sites.early = False
             models.find_uncalled()
-            self.loss_type = None
         if count == ROOT_SEARCH_STEPS:
             models.stop_searching()
         if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:
             self.steps.remaining = 1
+        if count >= ROOT_SEARCH_STEPS and not self.wants_evaluation:
+            self.steps.on_step = None
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
@@ -213,22 +215,27 @@ class Session:
         self.steps.remaining = count
         self.steps.losses, self.steps.keep_losses = [], True
         if timed:
+            self.steps.time_updates()
             self.phases.start()
         _synchronize()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         evaluated = self.models.evaluated_seconds
         self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
         self.block["began"] = time.perf_counter()
-        self.models.last_step_ended = self.block["began"]
+        self.steps.last_ended = self.block["began"]
 
     def _begin_observe(self) -> None:
         """Observes the effects of the methods in the second step from here; the first one is another warm-up."""
-        self.observer = self.composition.observer() if self.composition else None
+        self.observer = self.composition.observer(*self._seen()) if self.composition else None
         self.steps.remaining = 1
+
+    def _seen(self) -> tuple[bool, bool]:
+        """Whether the script has read a DataLoader, and whether an optimizer has updated."""
+        return bool(self.loaders.sources), bool(self.steps.optimizers) or self.loop.has_optimizer
 
     def _begin_evaluate(self) -> None:
         self.wants_evaluation, self.evaluations_before = True, len(self.models.evaluations)
-        self.steps.remaining = -1  # until an evaluation has ended
+        self.steps.remaining, self.steps.on_step = -1, self._after_step  # until an evaluation has ended
 
     def _result(self) -> dict[str, Any]:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
@@ -276,10 +283,13 @@ class Session:
             "marks": [(at - self.began, *rest) for at, *rest in models.marks],
             "logged": [(at - self.began, *rest) for at, *rest in self.loop.logged] or self.logged,
             "monitor": self.loop.monitor,
+            "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
-            **facts.describe(models, self.loaders.training, self.steps, self.phases.device, self.loop.facts),
+            **facts.describe(
+                models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts
+            ),
         }
 
     def _evaluations(self) -> dict[str, Any]:
@@ -300,7 +310,7 @@ class Session:
             if isinstance(tensor, torch.Tensor)
         }
         known = {tensor.data_ptr() for tensor in tensors.values()}
-        loose = [p for optimizer in self.steps.counts for group in optimizer.param_groups for p in group["params"]]
+        loose = [p for optimizer in self.steps.optimizers for group in optimizer.param_groups for p in group["params"]]
         return tensors | {f"loose.{i}": p for i, p in enumerate(loose) if p.data_ptr() not in known}
 
     def _hash(self) -> dict[str, Any]:
@@ -325,7 +335,7 @@ class Session:
     def _check_sites(self) -> None:
         """In a training for real, after its first step: what the recipe was found for must be there."""
         if self.composition is not None:
-            for name, why in self.composition.observer().run.no_effect:
+            for name, why in self.composition.without_effect(*self._seen()):
                 print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
         missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
         if missing:

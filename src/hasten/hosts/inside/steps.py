@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -40,18 +40,36 @@ class StepSeam:
         self.sites, self.phases = sites, phases
         self.count, self.remaining, self.backwards, self.skipped = 0, 1, 0, 0
         self.active, self.keep_losses, self.losses = True, False, list[torch.Tensor]()
-        self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have updated
         self.has_optimizer = False  # that may be used
-        self.inside, self.passes, self.began = False, 0, None
-        self.on_first_backward = self.on_backward = self.on_step = self.on_stop = _nothing
-        self.on_first_step: Callable[[Optimizer], None] = _nothing
+        self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
+        self.last_ended: float | None = None  # time of the end of the last step
+        nothing: Callable[[], None] = _nothing
+        self.on_first_backward = self.on_backward = self.on_stop = nothing
+        self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
         torch.Tensor.backward = self._counted(torch.Tensor.backward)
         Optimizer.__init__ = self._noting(Optimizer.__init__)
         torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
-        register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
+
+    def before_first_update(self, call: Callable[[Optimizer], None]) -> None:
+        """Calls a function with each optimizer before its first update."""
+
+        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self.active and id(optimizer) not in self.counts:
+                self._know(optimizer)
+                call(optimizer)
+
+        register_optimizer_step_pre_hook(check)
+
+    def time_updates(self) -> None:
+        """Records the time of updates from here on, while the phases are recorded."""
+        if not self.times_updates:
+            self.times_updates = True
+            register_optimizer_step_pre_hook(self._begin_update)
 
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         first = True
@@ -93,6 +111,7 @@ class StepSeam:
         @functools.wraps(original)
         def noted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
+            self.counts.pop(id(optimizer), None)  # of an optimizer that is gone
             self.has_optimizer = True
             self.sites.note("optimizers", optimizer)
             step = type(optimizer).step
@@ -110,36 +129,38 @@ class StepSeam:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
-            closure = kwargs.pop("closure", args[0] if args else None)
+            closure = kwargs.get("closure", args[0] if args else None)
             if closure is None or isinstance(optimizer, torch.optim.LBFGS):  # which calls it several times
                 return update(optimizer, lambda: original(optimizer, *args, **kwargs))
             with torch.enable_grad():  # the gradients must be there before methods act on them
                 loss = closure()
-            return update(optimizer, lambda: original(optimizer, lambda: loss, *args[1:], **kwargs))
+            kwargs["closure"] = lambda: loss
+            return update(optimizer, lambda: original(optimizer, *args[1:], **kwargs))
 
-        step.under_methods = True  # pyright: ignore[reportFunctionMemberAccess]
+        vars(step)["under_methods"] = True
         return step
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self.counts.get(optimizer, 0)
+            before = self.counts.get(id(optimizer), 0)
             result = original(scaler, optimizer, *args, **kwargs)
-            if self.active and self.counts.get(optimizer, 0) == before:
+            if self.active and self.counts.get(id(optimizer), 0) == before:
                 self.skipped += 1
                 self._after_update(optimizer, (), {})
             return result
 
         return step
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.active:
-            return
-        if optimizer not in self.counts:
-            self.counts[optimizer] = max(0, self.count - 1)
-            self.has_optimizer = True
-            self.on_first_step(optimizer)
-        if self.phases.running:
+    def _know(self, optimizer: Optimizer) -> int:
+        """Begins to count an optimizer's updates; one that comes later than the first does not end steps of its own."""
+        self.optimizers.add(optimizer)
+        self.has_optimizer = True
+        count = self.counts[id(optimizer)] = max(0, self.count - 1)
+        return count
+
+    def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.active and self.phases.running:
             self.began = self.phases.now()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -148,7 +169,8 @@ class StepSeam:
         if self.began is not None:
             self.phases.record("optimizer_step", self.began)
             self.began = None
-        count = self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
+        count = self.counts.get(id(optimizer))
+        self.counts[id(optimizer)] = count = (self._know(optimizer) if count is None else count) + 1
         if count > self.count:
             self.end_step()
 
@@ -157,11 +179,12 @@ class StepSeam:
         self.count += 1
         self.backwards, self.passes = self.passes, 0
         self.last_ended = time.perf_counter()
-        self.on_step()
+        if self.on_step is not None:
+            self.on_step()
         self.remaining -= 1
         if not self.remaining:
             self.on_stop()
 
 
-def _nothing(*_: Any) -> None:
+def _nothing() -> None:
     pass

@@ -32,6 +32,7 @@ class FrameworkLoop:
         steps, models: The seams of the session.
         facts: Keys of ``hasten.core.card.FACTS`` that hold because of the framework.
         trainer: The object that runs the loop; None in a script with a loop of its own.
+        has_optimizer: Whether an optimizer that is none of torch's has updated.
         monitor: (name, "min" or "max") of the metric by which the script chooses checkpoints or stops; None if it
             names none.
         logged: (time, name, value, whether the model was in evaluation) of each metric, as ``time.perf_counter`` counts.
@@ -42,6 +43,7 @@ class FrameworkLoop:
         self.steps, self.models, self.no_torch_optimizer = steps, models, no_torch_optimizer
         self.facts: set[str] = set()
         self.trainer: Any = None
+        self.has_optimizer = False
         self.monitor: tuple[str, str] | None = None
         self.logged: list[tuple[float, str, float, bool]] = []
 

@@ -51,7 +51,7 @@ def _counted(original: Any, loop: FrameworkLoop) -> Any:
             return original(optimizer, *args, **kwargs)
         if optimizer not in counts:
             counts[optimizer] = max(0, steps.count - 1)
-            steps.has_optimizer = True
+            steps.has_optimizer = loop.has_optimizer = True
             steps.sites.note("optimizers", optimizer)
             loop.no_torch_optimizer(f"Keras's {type(optimizer).__name__} is no torch.optim.Optimizer")
         began = steps.phases.now() if steps.phases.running else None

@@ -1,0 +1,386 @@
+"""Writes a recipe as a patch of the user's own script: a unified diff that ``patch -p1`` applies, without hasten.
+
+A watched run has noted where the script makes its loaders, optimizers and models (the site map). The card of each
+method states its edit there (``Card.script_edit``). Edits change the text of a call or insert a line, so that the
+user's formatting stays. What cannot be written as an edit is listed in a comment above the diff, with what to do by
+hand: nothing is left out silently.
+"""
+
+import ast
+import difflib
+import io
+import itertools
+import re
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.core.recipe import Recipe
+from hasten.engine.composition import sort_methods
+from hasten.engine.registry import make_methods, options_of
+
+CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
+LINE_LENGTH = 100  # a call on one line stays on one line up to this length
+# A function that calls one of these trains; it must not run without gradients.
+GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
+
+IMPORT = (ast.Import, ast.ImportFrom)
+
+Site = dict[str, Any]
+
+
+class _CannotEditError(Exception):
+    """Why an edit cannot be made at a site."""
+
+
+@dataclass(frozen=True)
+class ScriptEdit:
+    """The edit of one method.
+
+    Attributes:
+        method: Its name.
+        summary: What it does, in one line.
+        at: Kind of site -> text, as ``Card.script_edit`` states it, with the values of the options.
+        by_hand: What to do where no edit is possible.
+    """
+
+    method: str
+    summary: str
+    at: dict[str, str]
+    by_hand: str
+
+
+def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, script: str | None = None) -> str:
+    """The patch for a recipe.
+
+    Args:
+        sites: ``{"kind": "loader" | "optimizer" | "model" | "evaluation", "file": path, "line": int, "index": int}`` of
+            each site; ``"type"``, if there, is the class of the object. Several objects of one line differ in index.
+        recipe: The methods. An edit applies to all sites of its kind.
+        directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
+        script: The file that is started, for edits of the process; relative to ``directory``.
+
+    Returns:
+        A comment block if something is to be done by hand, then the diff.
+    """
+    return patch_of([edit_of(method) for method in sort_methods(make_methods(recipe))], sites, Path(directory), script)
+
+
+def edit_of(method: Any) -> ScriptEdit:
+    """The edit of a method: its card's, with the values of its options."""
+    defaults = options_of(type(method))
+    options = {name: getattr(method, name) for name in defaults}
+    changed = {name for name, value in options.items() if value != defaults[name]}
+    texts = dict(method.card.script_edit)
+    by_hand = _filled(texts.pop("by_hand", ""), options, changed)
+    stated = " ".join(method.card.script_edit.values())
+    if unsaid := sorted(name for name in changed if name not in stated):
+        note = f"the edit is written for the default of {', '.join(unsaid)} only"
+        texts, by_hand = {}, f"{by_hand} ({note})" if by_hand else note
+    at = {kind: _filled(text, options, changed) for kind, text in texts.items()}
+    return ScriptEdit(method.name, method.card.summary, at, by_hand)
+
+
+def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
+    """Fills ``{option}`` in; a part in ``[...]`` is left out if the option in it has its default value."""
+
+    def optional(match: re.Match[str]) -> str:
+        return match[1] if any(f"{{{name}" in match[1] for name in changed) else ""
+
+    text = re.sub(r"\[(.*?)\]", optional, text)
+    return re.sub(r"\{(\w+)\}", lambda match: repr(options[match[1]]) if match[1] in options else match[0], text)
+
+
+def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path, script: str | None) -> str:
+    """As ``write_patch``, for edits. See there."""
+    files: dict[str, _File | str] = {}
+    by_hand: list[str] = []
+    for edit in edits:
+        failures: list[str] = []
+        for kind, text in edit.at.items():
+            for file, line, name in _places(kind, sites, script):
+                source = files[file] if file in files else _File.read(directory, file)
+                files[file] = source
+                try:
+                    if isinstance(source, str):
+                        raise _CannotEditError(source)
+                    source.edit(kind, line, name, text)
+                except _CannotEditError as error:
+                    place = f"{file}:{line}" if line else file
+                    failures.append(f"{place}: {error}; the edit is: {text}")
+            if not _places(kind, sites, script):
+                failures.append(f"the script has no known {kind} for the edit: {text}")
+        if failures or not edit.at or edit.by_hand:
+            by_hand += [f"{edit.method}: {edit.summary}", *(f"  {failure}" for failure in failures)]
+            by_hand += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
+            by_hand += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
+    diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
+    heading = ["# Not in this patch:", *(f"#   {line}" for line in by_hand), ""] if by_hand else []
+    return "\n".join(heading) + "".join(diffs)
+
+
+def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[str, int, str]]:
+    """(file, line, class) of each line that has a site of a kind; edits of the process belong to the script."""
+    if kind == "process":
+        return [(script, 0, "")] if script else []
+    found = [site for site in sites if site["kind"] == kind]
+    return [*dict.fromkeys((site["file"], site["line"], site.get("type", "")) for site in found)]
+
+
+class _File:
+    """A source file and the edits to its text. Positions are offsets into its UTF-8 bytes, as those of ``ast``."""
+
+    def __init__(self, name: str, content: bytes, tree: ast.Module) -> None:
+        self.name, self.content, self.tree = name, content, tree
+        self.insertions: dict[int, list[str]] = {}  # offset -> texts, in the order of the methods
+        self.replacements: dict[tuple[int, int], str] = {}
+        self.lines = [0]  # offset of each line
+        for line in content.splitlines(keepends=True):
+            self.lines.append(self.lines[-1] + len(line))
+        self.newline = "\r\n" if b"\r\n" in content else "\n"
+
+    @staticmethod
+    def read(directory: Path, name: str) -> "_File | str":
+        """The file, or why it cannot be edited."""
+        path = (directory / name).resolve()
+        if not path.is_relative_to(directory.resolve()):
+            return f"lies outside of {directory}"
+        try:
+            content = path.read_bytes()
+            return _File(path.relative_to(directory.resolve()).as_posix(), content, ast.parse(content.decode("utf-8")))
+        except UnicodeDecodeError:
+            return "is not UTF-8 text"
+        except (OSError, SyntaxError, ValueError) as error:
+            return f"cannot be read as Python ({type(error).__name__})"
+
+    def edit(self, kind: str, line: int, name: str, text: str) -> None:
+        """Makes one edit; raises _CannotEditError, then nothing is changed."""
+        before = {offset: [*texts] for offset, texts in self.insertions.items()}, dict(self.replacements)
+        try:
+            if kind == "process":
+                self._ensure_torch()
+                self._insert_after(self._torch_import(), text)
+            elif kind == "evaluation":
+                self._wrap_evaluation(line, text)
+            elif kind == "model":
+                self._insert_after_assignment(line, name, text)
+            else:
+                for call in self._calls(line, (name, *CALLEES.get(kind, ()))):
+                    self._add_keywords(call, text)
+            ast.parse(self.edited())
+        except (_CannotEditError, SyntaxError) as error:
+            self.insertions, self.replacements = before
+            raise _CannotEditError(str(error)) from None
+
+    def edited(self) -> bytes:
+        """The content after all edits."""
+        changes = [(start, start, "".join(texts)) for start, texts in self.insertions.items()]
+        changes += [(start, end, text) for (start, end), text in self.replacements.items()]
+        content = self.content
+        for start, end, text in sorted(changes, reverse=True):
+            content = content[:start] + text.replace("\n", self.newline).encode() + content[end:]
+        return content
+
+    def diff(self) -> str:
+        """The unified diff; empty without edits."""
+        old, new = (text.decode("utf-8").split("\n") for text in (self.content, self.edited()))
+        lines = [*difflib.unified_diff(_ended(old), _ended(new), f"a/{self.name}", f"b/{self.name}")]
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    def _offset(self, line: int, column: int) -> int:
+        return self.lines[line - 1] + column
+
+    def _text(self, node: Any) -> str:
+        start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+        return self.content[start:end].decode("utf-8")
+
+    def _calls(self, line: int, names: tuple[str, ...]) -> list[ast.Call]:
+        """The calls that a line makes: those of the named classes, else the only one that begins there."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        around = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
+        named = [call for call in around if _callee(call) and _callee(call) in names]
+        starting = [call for call in around if call.lineno == line]
+        if chosen := [call for call in named if call.lineno == line] or named:
+            return chosen
+        if len(starting) == 1:
+            return starting
+        raise _CannotEditError("the call cannot be told from others on the line" if around else "there is no call")
+
+    def _add_keywords(self, call: ast.Call, text: str) -> None:
+        """Sets the keyword arguments in ``text``: replaces the value of one that the call has, adds the others."""
+        wanted = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(wanted, ast.Call), "the edit of a call is a list of keyword arguments"
+        present = {keyword.arg: keyword for keyword in call.keywords}
+        if None in present:
+            raise _CannotEditError("the call has ** arguments, which may hold the same keyword")
+        added: list[str] = []
+        for keyword in wanted.keywords:
+            value = ast.unparse(keyword.value)
+            if old := present.get(keyword.arg):
+                start = self._offset(old.value.lineno, old.value.col_offset)
+                self.replacements[start, start + len(self._text(old.value).encode())] = value
+            else:
+                added.append(f"{keyword.arg}={value}")
+        if {"fused", "foreach"} <= {keyword.arg for keyword in wanted.keywords} | present.keys():
+            raise _CannotEditError("the call passes foreach=, which excludes fused=")
+        if added:
+            self._append_arguments(call, ", ".join(added))
+
+    def _append_arguments(self, call: ast.Call, text: str) -> None:
+        """Adds arguments after the last one of a call: on its line, or on a line of their own if it has one."""
+        last, closing = self._end_of_arguments(call)
+        end = self._offset(*last.end)
+        if last.string == "(":
+            return self._insert(end, text)
+        comma = last.string == ","
+        line = self._line(last.end[0])
+        fits = len(line.rstrip()) + len(text) + 2 <= LINE_LENGTH
+        if closing.start[0] == last.end[0] and (call.lineno == last.end[0] or fits):
+            return self._insert(end, f" {text}" if comma else f", {text}")
+        if closing.start[0] == last.end[0]:
+            return self._insert(end, ("" if comma else ",") + "\n" + _indent(line) + text)
+        after_comment = self.lines[last.end[0]]  # the last argument has its line, maybe with a comment
+        if not comma:
+            self._insert(end, ",")
+        return self._insert(after_comment, f"{_indent(line)}{text}{',' * comma}\n")
+
+    def _end_of_arguments(self, call: ast.Call) -> tuple[tokenize.TokenInfo, tokenize.TokenInfo]:
+        """The last token before the closing parenthesis of a call, and that parenthesis; columns are in bytes."""
+        end = (call.end_lineno or 0, call.end_col_offset or 0)
+        before: list[tokenize.TokenInfo] = []
+        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+            (row, column), (end_row, end_column) = token.start, token.end
+            if token.type in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING):
+                continue
+            start_bytes = (row, len(token.line[:column].encode())) if row == end_row else (row, column)
+            end_bytes = (end_row, len(token.line[:end_column].encode())) if row == end_row else (end_row, end_column)
+            token = token._replace(start=start_bytes, end=end_bytes)
+            if end_bytes == end:
+                return before[-1], token
+            before.append(token)
+        raise _CannotEditError("the end of the call was not found")
+
+    def _insert_after_assignment(self, line: int, name: str, text: str) -> None:
+        """Inserts a statement about the model after the statement that assigns it."""
+        call = self._calls(line, (name,))[0]
+        statement = self._statement_of(call)
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
+            raise _CannotEditError("the model is not assigned to one name where it is made")
+        text = text.replace("{model}", self._text(targets[0]))
+        if "torch." in text:
+            self._ensure_torch()
+        self._insert_after(statement, text)
+
+    def _statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that contains a node."""
+        around = [one for one in ast.walk(self.tree) if isinstance(one, ast.stmt) and node in ast.walk(one)]
+        return around[-1]  # ast.walk lists outer statements before inner ones
+
+    def _insert_after(self, statement: ast.stmt, text: str) -> None:
+        """Inserts lines with the indentation of the statement after it, which must be alone on its lines."""
+        first, last = self._line(statement.lineno), self._line(statement.end_lineno or statement.lineno)
+        rest = last.encode()[statement.end_col_offset or 0 :].decode().strip()
+        if first[: statement.col_offset].strip() or (rest and not rest.startswith("#")):
+            raise _CannotEditError("another statement is on the same line")
+        indent = _indent(first)
+        end = self.lines[statement.end_lineno or statement.lineno]
+        missing = "" if last.endswith("\n") else "\n"
+        self._insert(end, missing + "".join(f"{indent}{line}\n" for line in text.split("\n")))
+
+    def _torch_import(self) -> ast.stmt:
+        """The last of the import statements that follow the one of torch at the top of the file."""
+        for number, statement in enumerate(self.tree.body):
+            names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) and not statement.level else []
+            if any(name.partition(".")[0] == "torch" for name in names):
+                imports = itertools.takewhile(lambda one: isinstance(one, IMPORT), self.tree.body[number:])
+                return [*imports][-1]
+        raise _CannotEditError("the file does not import torch at its top")
+
+    def _ensure_torch(self) -> None:
+        """Inserts ``import torch`` unless the file binds that name at its top."""
+        imports = [alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
+        if not any(alias.name.partition(".")[0] == "torch" and alias.asname is None for alias in imports):
+            self._insert_after(self._torch_import(), "import torch")
+
+    def _wrap_evaluation(self, line: int, text: str) -> None:
+        """Decorates the function of the evaluation at a line, or puts its loop under ``with text:``."""
+        self._ensure_torch()
+        around = [node for node in ast.walk(self.tree) if getattr(node, "lineno", line + 1) <= line <= _end(node)]
+        functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+        taking_gradients = _functions_with_gradients(self.tree)
+        if functions and not _takes_gradients(functions[-1], taking_gradients) and not _yields(functions[-1]):
+            first = min([functions[-1].lineno, *(decorator.lineno for decorator in functions[-1].decorator_list)])
+            indent = _indent(self._line(first))
+            return self._insert(self.lines[first - 1], f"{indent}@{text}\n")
+        loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
+        if not loops or _takes_gradients(loops[-1], taking_gradients):
+            raise _CannotEditError("the evaluation is no function and no loop of its own")
+        return self._indent_block(loops[-1], text)
+
+    def _indent_block(self, block: ast.stmt, text: str) -> None:
+        """Moves a block under ``with text:``."""
+        last = block.end_lineno or block.lineno
+        strings = [node for node in ast.walk(block) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+        if any(node.lineno != _end(node) for node in strings):
+            raise _CannotEditError("the loop holds a string of several lines, which must not be indented")
+        indent = _indent(self._line(block.lineno))
+        if any(text in inserted for inserted in self.insertions.get(self.lines[block.lineno - 1], [])):
+            return  # two evaluations in one loop
+        self._insert(self.lines[block.lineno - 1], f"{indent}with {text}:\n")
+        for number in range(block.lineno, last + 1):
+            if self._line(number).strip():
+                self._insert(self.lines[number - 1], "    ")
+
+    def _line(self, number: int) -> str:
+        return self.content[self.lines[number - 1] : self.lines[number]].decode("utf-8")
+
+    def _insert(self, offset: int, text: str) -> None:
+        if text not in self.insertions.setdefault(offset, []) or not text.strip():
+            self.insertions[offset].append(text)
+
+
+def _ended(lines: list[str]) -> list[str]:
+    """Lines with their newlines; the last has one only if an empty text follows it."""
+    return [f"{line}\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _end(node: ast.AST) -> int:
+    return getattr(node, "end_lineno", None) or 0
+
+
+def _callee(call: ast.Call) -> str:
+    """The last part of the name that is called: DataLoader of ``torch.utils.data.DataLoader(...)``."""
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+
+
+def _functions_with_gradients(tree: ast.Module) -> set[str]:
+    """Names of the functions of a file that compute gradients, or call one that does."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    found: set[str] = set()
+    while more := {function.name for function in functions if _takes_gradients(function, found)} - found:
+        found |= more
+    return found
+
+
+def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
+    """Whether code calls one of GRADIENTS, or one of these functions of its file; not ``model.train()``."""
+    for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
+        owner = getattr(call.func, "value", None)
+        is_own = owner is None or getattr(owner, "id", "") == "self"
+        if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
+            return True
+    return False
+
+
+def _yields(function: ast.AST) -> bool:
+    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
