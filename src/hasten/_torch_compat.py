@@ -390,7 +390,7 @@ def lstm_kernel(
     Args:
         inputs: (batch, time, features).
         state: h and c, each (1, batch, units).
-        weights: Of the input (4 units, features), of the state (4 units, units), and two biases (4 units); gates i f g o.
+        weights: Of the input (4 units, features) and the state (4 units, units), two biases (4 units); gates i f g o.
     """
     return torch._VF.lstm(inputs, state, weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)  # pyright: ignore
 
@@ -409,7 +409,7 @@ def fused_adam_step(
     velocities: list[torch.Tensor],
     largest: list[torch.Tensor],
     steps: list[torch.Tensor],
-    **options: float | bool,
+    **options: Any,
 ) -> None:
     """The kernel of ``torch.optim.Adam(fused=True)``, in place; options are lr, beta1, beta2, eps and amsgrad.
 

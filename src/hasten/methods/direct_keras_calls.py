@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.keras_models import NO_KERAS, is_keras
 
 DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone
     *("Dense", "Dropout", "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "PReLU"),
@@ -43,8 +45,11 @@ class DirectKerasCalls(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        if not is_keras(model):
+            run.report_no_effect(self, NO_KERAS)
+            return model
         functional: Any = getattr(model, "_functional", None) or model
-        if not hasattr(functional, "_nodes_by_depth") or "call" in type(model).__dict__ and not _is_keras(model):
+        if not hasattr(functional, "_nodes_by_depth") or not _is_keras(model):
             run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model")
             return model
         nodes = _nodes(functional)
@@ -113,11 +118,15 @@ def _dense(layer: Any) -> Callable[[Any, bool], Any]:
 
 def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:
     """``Functional.call`` as a straight sequence of calls."""
-    from keras import tree
-
+    tree: Any = import_module("keras.tree")
     original = functional.call
     program = [
-        (direct.get(id(node)), node, id(node.input_tensors[0]) if node.input_tensors else 0, [id(y) for y in node.outputs])
+        (
+            direct.get(id(node)),
+            node,
+            id(node.input_tensors[0]) if node.input_tensors else 0,
+            [id(y) for y in node.outputs],
+        )
         for node in nodes
     ]
 
@@ -132,12 +141,15 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
                 values[targets[0]] = layer(values[source], training)
                 continue
             args, options = node.arguments.fill_in(values)
-            if "training" in getattr(node.operation, "_call_context_args", {"training"}) and _takes_training(node.operation):
+            if "training" in getattr(node.operation, "_call_context_args", {"training"}) and _takes_training(
+                node.operation
+            ):
                 options["training"] = training
             outputs = node.operation(*args, **options)
             values.update(zip(targets, tree.flatten(outputs), strict=True))
-        packed = tree.pack_sequence_as(functional._outputs_struct, [values[id(y)] for y in functional.outputs])
-        return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
+        packed: Any = tree.pack_sequence_as(functional._outputs_struct, [values[id(y)] for y in functional.outputs])
+        is_single = type(functional._outputs_struct) in (list, tuple) and len(packed) == 1
+        return packed[0] if is_single else packed
 
     return call
 

@@ -1,6 +1,7 @@
 """The update of Keras's Adam and AdamW as one fused kernel of torch."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.keras_models import NO_KERAS, is_keras
+
+PACKAGE = "keras.src.backend.torch.optimizers"
 
 
 @dataclass(frozen=True)
 class FusedKerasOptimizer(Method):
     """Updates the variables, momentums and velocities of Keras's optimizer by the kernel of ``torch.optim.Adam``.
 
-    The optimizer stays the object that it was: learning rate, schedules, weight decay, clipping and averages are Keras's.
+    The optimizer stays the object that it was: schedules, weight decay, clipping and averages are those of Keras.
     Keras divides by the square root of the velocity plus epsilon before it corrects the bias, torch after it; epsilon
     is scaled so that the formula stays Keras's.
     """
@@ -33,11 +37,12 @@ class FusedKerasOptimizer(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        from keras.src.backend.torch.optimizers.torch_adam import Adam  # a Keras model exists, so they are there
-        from keras.src.backend.torch.optimizers.torch_adamw import AdamW
-
+        if not is_keras(model):
+            run.report_no_effect(self, NO_KERAS)
+            return model
+        supported = [getattr(import_module(f"{PACKAGE}.torch_{name.lower()}"), name) for name in ("Adam", "AdamW")]
         optimizer: Any = getattr(model, "optimizer", None)
-        if type(optimizer) not in (Adam, AdamW):
+        if type(optimizer) not in supported:
             run.report_no_effect(self, f"there is a kernel for Adam and AdamW, not for {type(optimizer).__name__}")
             return model
         updates = [0]
@@ -87,4 +92,9 @@ def _tensors(optimizer: Any, variables: list[Any]) -> tuple[list[torch.Tensor], 
         return [slots[index].value.detach() for index in indices]
 
     params = [variable.value.detach() for variable in variables]
-    return params, of(optimizer._momentums), of(optimizer._velocities), of(optimizer._velocity_hats) if optimizer.amsgrad else []
+    return (
+        params,
+        of(optimizer._momentums),
+        of(optimizer._velocities),
+        of(optimizer._velocity_hats) if optimizer.amsgrad else [],
+    )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.keras_models import NO_KERAS, is_keras
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class FusedRNN(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        from keras.src import backend  # a Keras model exists, so it is there
-
+        if not is_keras(model):
+            run.report_no_effect(self, NO_KERAS)
+            return model
+        backend: Any = import_module("keras.src.backend")
         counts: Counter[str] = Counter()
         backend.lstm = _by_kernel(backend.lstm, _lstm, counts)
         backend.gru = _by_kernel(backend.gru, _gru, counts)
@@ -71,8 +75,7 @@ def _by_kernel(original: Any, kernel: Any, counts: Counter[str]) -> Any:
 
 def _obstacle(inputs: Any, mask: Any, options: dict[str, Any]) -> str:
     """Why the kernel would compute something else; empty if it computes the same."""
-    from keras import activations
-
+    activations: Any = import_module("keras.activations")
     if not isinstance(inputs, torch.Tensor) or inputs.device.type != "cpu":
         return "Keras has kernels of its own on this device"
     if mask is not None:
@@ -100,6 +103,4 @@ def _gru(inputs: torch.Tensor, states: list[torch.Tensor], kernel: Any, recurren
 
 
 def _tensor(variable: Any) -> torch.Tensor:
-    from keras import ops
-
-    return ops.convert_to_tensor(variable)
+    return import_module("keras.ops").convert_to_tensor(variable)

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
+from hasten.utils.keras_models import NO_KERAS, is_keras
 
 BATCH_HOOKS = ("on_train_batch_end", "on_test_batch_end", "on_batch_end")
 INTERVAL_S = 0.05  # in which Keras's progress bar draws itself at most once
@@ -35,18 +37,20 @@ class LazyKerasMetrics(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        from keras.callbacks import CallbackList  # a Keras model exists, so it is there
-        from keras.src.backend.torch.trainer import TorchTrainer
-
+        if not is_keras(model):
+            run.report_no_effect(self, NO_KERAS)
+            return model
+        lists: Any = import_module("keras.callbacks").CallbackList
+        trainer: Any = import_module("keras.src.backend.torch.trainer").TorchTrainer
         cls: Any = type(model)
         for name in ("train_step", "compute_metrics", "get_metrics_result"):
-            if getattr(cls, name, None) is not getattr(TorchTrainer, name):
+            if getattr(cls, name, None) is not getattr(trainer, name):
                 run.report_no_effect(self, f"{cls.__name__} has its own {name}")
                 return model
         spared = [0]
         model.__dict__["compute_metrics"] = _updated(model)
         for name in BATCH_HOOKS[:2]:
-            setattr(CallbackList, name, _lazy(getattr(CallbackList, name), spared))
+            setattr(lists, name, _lazy(getattr(lists, name), spared))
 
         def observe() -> str:
             if not spared[0]:
@@ -86,12 +90,11 @@ def _lazy(original: Any, spared: list[int]) -> Any:
         if not isinstance(logs, Unread):
             return original(callbacks, batch, logs)
         bar, now = callbacks._progbar, time.monotonic()
-        if not any(_listens(callback) for callback in callbacks.callbacks if callback is not bar):
-            if bar is None or bar.verbose != 1 or now - drawn[0] < INTERVAL_S:
-                spared[0] += 1
-                if bar is not None:
-                    bar.seen = batch + 1
-                return None
+        reads = any(_listens(callback) for callback in callbacks.callbacks if callback is not bar)
+        draws = bar is not None and bar.verbose == 1 and now - drawn[0] >= INTERVAL_S
+        if not reads and not draws:
+            spared[0] += 1
+            return
         drawn[0] = now
         return original(callbacks, batch, logs.model.get_metrics_result())
 
@@ -100,6 +103,5 @@ def _lazy(original: Any, spared: list[int]) -> Any:
 
 def _listens(callback: Any) -> bool:
     """Whether a callback does something after a batch."""
-    from keras.callbacks import Callback
-
-    return any(getattr(type(callback), name) is not getattr(Callback, name) for name in BATCH_HOOKS)
+    base: Any = import_module("keras.callbacks").Callback
+    return any(getattr(callback.__class__, name) is not getattr(base, name) for name in BATCH_HOOKS)

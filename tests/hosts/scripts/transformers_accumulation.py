@@ -55,6 +55,10 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
     )
     trainer = Trainer(
-        Regression(), arguments, train_dataset=Table(2048, 1), eval_dataset=Table(256, 2), compute_metrics=compute_metrics
+        Regression(),
+        arguments,
+        train_dataset=Table(2048, 1),
+        eval_dataset=Table(256, 2),
+        compute_metrics=compute_metrics,
     )
     trainer.train()

@@ -11,7 +11,9 @@ from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.run_facts import hardware_facts, model_facts
 
 
-def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device, of_framework: Iterable[str] = ()) -> dict[str, Any]:
+def describe(
+    models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device, of_framework: Iterable[str] = ()
+) -> dict[str, Any]:
     """``facts`` (keys of ``hasten.core.card.FACTS``), ``samples_per_step`` (None if unknown) and ``device``."""
     from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
 

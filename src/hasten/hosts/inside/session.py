@@ -287,9 +287,7 @@ class Session:
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
-            **facts.describe(
-                models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts
-            ),
+            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts),
         }
 
     def _evaluations(self) -> dict[str, Any]:

@@ -7,7 +7,15 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "transformers", "accelerate", "keras")
+FRAMEWORKS = (
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "transformers",
+    "accelerate",
+    "keras",
+)
 HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing", *FRAMEWORKS)  # packages whose frames are no site
 
 
@@ -37,7 +45,12 @@ class Sites:
                 record = self.by_object[thing] = self.by_stack[kind, stack]
                 return record
         self.counts[kind, line] += 1
-        record = {"site": f"{line}#{self.counts[kind, line]}", "type": type(thing).__name__, "early": self.early, **facts}
+        record = {
+            "site": f"{line}#{self.counts[kind, line]}",
+            "type": type(thing).__name__,
+            "early": self.early,
+            **facts,
+        }
         self.records.setdefault(kind, []).append(record)
         self.by_object[thing] = record
         if stack is not None:

@@ -1,13 +1,14 @@
 """Frameworks that own the training loop: what the seams at torch's level cannot see, one file for each framework.
 
-Each file has ``watch(module, loop)``, which is called once the script has imported the module that holds the framework's
-trainer. It changes the class of the trainer, so that it does not matter how the script gets hold of it.
+Each file has ``watch(module, loop)``, which is called once the script has imported the module that holds the trainer of
+the framework. It changes the class of the trainer, so that it does not matter how the script gets hold of it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class FrameworkLoop:
         has_optimizer: Whether an optimizer that is none of torch's has updated.
         monitor: (name, "min" or "max") of the metric by which the script chooses checkpoints or stops; None if it
             names none.
-        logged: (time, name, value, whether the model was in evaluation) of each metric, as ``time.perf_counter`` counts.
+        logged: (time of ``time.perf_counter``, name, value, whether the model was in evaluation) of each metric.
         no_torch_optimizer: Called once with a reason if the optimizer is none of torch's.
     """
 
@@ -53,10 +54,8 @@ class FrameworkLoop:
 
     def report(self, name: str, value: Any) -> None:
         """Notes the value of a metric on held-out data; a value that is no number is ignored."""
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):
             self.logged.append((time.perf_counter(), name, float(value), True))
-        except (TypeError, ValueError, RuntimeError):
-            pass
 
 
 def _call(watch: Callable[[Any, FrameworkLoop], None], loop: FrameworkLoop, module: Any) -> None:

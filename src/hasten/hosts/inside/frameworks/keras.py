@@ -1,11 +1,13 @@
 """Keras on torch: its optimizers are none of torch's, and its layers are called before they have numbers.
 
-A step ends with ``optimizer.apply``. A call with symbolic tensors, by which Keras builds a model, is no call of a model.
+A step ends with ``optimizer.apply``. A call with symbolic tensors, by which Keras builds a model, is none of
+a model.
 """
 
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,14 +17,14 @@ if TYPE_CHECKING:
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``keras.src.backend.torch.trainer``."""
-    from keras.src.backend.common.keras_tensor import any_symbolic_tensors
-    from keras.src.backend.common.stateless_scope import in_stateless_scope
-    from keras.src.callbacks.callback_list import CallbackList
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
+    common, src = "keras.src.backend.common", "keras.src"
+    any_symbolic_tensors: Any = import_module(f"{common}.keras_tensor").any_symbolic_tensors
+    in_stateless_scope: Any = import_module(f"{common}.stateless_scope").in_stateless_scope
+    lists: Any = import_module(f"{src}.callbacks.callback_list").CallbackList
+    optimizer: Any = import_module(f"{src}.optimizers.base_optimizer").BaseOptimizer
     loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
-    BaseOptimizer.apply = _counted(BaseOptimizer.apply, loop)
-    CallbackList.on_epoch_end = _reported(CallbackList.on_epoch_end, loop)
+    optimizer.apply = _counted(optimizer.apply, loop)
+    lists.on_epoch_end = _reported(lists.on_epoch_end, loop)
     module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
 
 
