@@ -14,7 +14,7 @@ modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Mod
 children = {id(child) for module in modules for child in module.children()}
 digests = []
 for module in modules:
-    if id(module) not in children and any(parameter.grad is not None for parameter in module.parameters()):
+    if id(module) not in children and any(parameter.requires_grad for parameter in module.parameters()):
         digest = hashlib.sha256()
         for parameter in module.parameters():
             digest.update(parameter.detach().numpy().tobytes())

@@ -164,7 +164,7 @@ def test_lazy_keras_metrics_serve_a_callback_that_reads_them(keras):
     def reader(keras):
         return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
 
-    _, _, run = trained(keras, "lazy_keras_metrics", adam, [reader])
+    trained(keras, "lazy_keras_metrics", adam, [reader])
     lazily, seen = seen, []
     trained(keras, "baseline", adam, [reader])
     assert len(lazily) == 12 and all(isinstance(value, float) for value in lazily)

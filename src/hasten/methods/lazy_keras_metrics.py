@@ -104,4 +104,5 @@ def _lazy(original: Any, spared: list[int]) -> Any:
 def _listens(callback: Any) -> bool:
     """Whether a callback does something after a batch."""
     base: Any = import_module("keras.callbacks").Callback
-    return any(getattr(callback.__class__, name) is not getattr(base, name) for name in BATCH_HOOKS)
+    hooks = {name: getattr(callback, name) for name in BATCH_HOOKS}  # of the class, or set in the object
+    return any(getattr(hook, "__func__", None) is not getattr(base, name) for name, hook in hooks.items())

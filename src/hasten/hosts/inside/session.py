@@ -318,7 +318,7 @@ class Session:
         for name in sorted(weights):
             tensor = weights[name].detach().cpu().contiguous()
             digest.update(name.encode())
-            digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
         return {"hash": digest.hexdigest(), "tensors": len(weights), "steps": self.steps.count}
 
     def _save(self, path: str, gradients: bool = False) -> dict[str, Any]:

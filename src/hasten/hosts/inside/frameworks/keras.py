@@ -83,8 +83,9 @@ def _reported(original: Any, loop: FrameworkLoop) -> Any:
         held_out = [name for name in logs or () if name.startswith("val_")]
         for name in held_out:
             loop.report(name, logs[name])
-        loop.monitor = _monitor(callbacks.callbacks, held_out)
-        return original(callbacks, epoch, logs)
+        result = original(callbacks, epoch, logs)
+        loop.monitor = _monitor(callbacks.callbacks, held_out)  # not sooner: a callback finds its direction here
+        return result
 
     return on_epoch_end
 
