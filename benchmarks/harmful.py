@@ -7,15 +7,24 @@ is really faster and changes no bit. Three harmful variants::
     SmallSteps         the learning rate divided by 30
     FrozenFirstLayer   the first layer detached: it is not trained, and the backward pass is shorter
 
-Each variant exists once for every exactness class that it may claim, such as ``WrongLabels_BIT_EXACT``.
+``OneMargin`` is worse by exactly one margin: its model answers wrongly for a known part of the samples.
+
+Each of the three exists once for every exactness class that it may claim, such as ``WrongLabels_BIT_EXACT``.
 """
 
 from __future__ import annotations
 
-from hasten import Card, Exactness, Method
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from hasten import Card, Exactness, Method, Task, option
+from hasten.workloads.digits import digits
 
 ONE_IN = 10  # one sample in this many gets a wrong label
 DIVIDED_BY = 30
+ACCURACY = 0.966  # of the digits, of which a wrong answer takes its part
 
 
 class Cached:
@@ -77,6 +86,49 @@ class FrozenFirstLayer(Honest):
         first = next(module for module in model.modules() if list(module.parameters(recurse=False)))
         first.register_forward_hook(lambda module, inputs, output: output.detach())
         return model
+
+
+@dataclass(frozen=True)
+class OneMargin(Honest):
+    """Reads the data faster, and answers wrongly for so many samples that the accuracy falls by ``margin``."""
+
+    card = Card(
+        summary="faster, and worse by one margin", exactness=Exactness.CHANGES_TRAINING, accelerates={"input", "steps"}
+    )
+
+    margin: float = option(0.01, above=0, below=0.5)
+
+    def optimizer(self, make, run):
+        def changed(model):
+            made = make(model)
+            for group in (made[0] if isinstance(made, tuple) else made).param_groups:
+                group["lr"] *= 1.01  # its class promises that the training changes
+            return made
+
+        return changed
+
+    def export(self, model, run):
+        return SometimesWrong(model, round(ACCURACY / self.margin), run.seed)
+
+
+class SometimesWrong(nn.Module):
+    """Gives one sample of ``one_in`` the scores of the next class. Which samples are wrong depends on their content."""
+
+    def __init__(self, model: nn.Module, one_in: int, seed: int):
+        super().__init__()
+        self.model, self.one_in, self.seed = model, one_in, seed
+
+    def forward(self, inputs):
+        scores = self.model(inputs)
+        places = torch.arange(1, inputs[0].numel() + 1)
+        content = (16 * inputs).flatten(1).round().long() @ places
+        is_wrong = (content + self.seed) % self.one_in == 0
+        return torch.where(is_wrong.unsqueeze(1), scores.roll(1, dims=1), scores)
+
+
+def easy_digits() -> Task:
+    """The digits with a target that a recipe which is worse by one margin reaches as surely."""
+    return replace(digits(), target=0.9)
 
 
 def _claiming(harm: type[Method], exactness: Exactness) -> type[Method]:

@@ -133,11 +133,11 @@ def real_searches(count: int) -> int:
     """How many of ``count`` searches on the digits accept the method that is worse by one margin."""
     from hasten import tune
 
-    method = f"{Path(__file__).parent / 'harmful.py'}:OneMargin:margin={REAL_MARGIN}"
-    accepted = 0
+    file, accepted = Path(__file__).parent / "harmful.py", 0
+    method = f"{file}:OneMargin:margin={REAL_MARGIN}"
     for seed in range(count):
         where = {"out": f"runs/planted-harms-{seed}", "seed": seed, "device": "cpu"}
-        result = tune("digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
+        result = tune(f"{file}:easy_digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
         accepted += bool(result["recipe"])
         print_progress(f"real search {seed + 1} of {count}: {result['verdict']}: {result['why']}")
     return accepted

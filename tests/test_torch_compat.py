@@ -169,16 +169,22 @@ def test_patch_trunc_normal_replaces_the_implementation_and_restores_it():
     assert abs(nn.init.trunc_normal_(torch.zeros(1)).item()) <= 2.0
 
 
+def threads_of_this_process() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
 def test_end_intra_op_threads_leaves_only_this_thread_to_compute():
-    tasks, values = Path("/proc/self/task"), torch.ones(1 << 18)
+    values = torch.ones(1 << 18)
     torch.set_num_threads(2)
     try:
+        compat.end_intra_op_threads()
+        others = threads_of_this_process()  # of earlier tests: one of them may end at any time
         values.mul(2)
-        running = len([*tasks.iterdir()])
-        assert compat.end_intra_op_threads()
-        assert len([*tasks.iterdir()]) == running - 1
+        second = threads_of_this_process() - others
+        assert second and compat.end_intra_op_threads()
+        assert not second & threads_of_this_process()
         assert values.mul(2).sum() == 2 * len(values)  # starts it again
-        assert len([*tasks.iterdir()]) == running and torch.get_num_threads() == 2
+        assert threads_of_this_process() - others and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 
@@ -336,19 +342,23 @@ def test_ddp_bucket_sizes():
         assert sum(answer[1]) == 4 * (16 + 4) and answer[2] is None
 
 
+class Branching(nn.Module):
+    """Has a branch that depends on values, which no version of the compiler can trace."""
+
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+
 def test_is_compiled_and_why_no_graph_was():
     before = compat.graph_break_reasons()
-    layer, lstm = nn.Linear(2, 2), nn.LSTM(2, 2)
+    layer, branching = nn.Linear(2, 2), Branching()
     assert not compat.is_compiled(layer)
-    compat.compile_in_place([layer, lstm], compat.compiler_backend("eager", "default"))
+    compat.compile_in_place([layer, branching], compat.compiler_backend("eager", "default"))
     assert compat.is_compiled(layer)
     layer(torch.zeros(1, 2))
     assert compat.graph_break_reasons() == before
-    lstm(torch.zeros(1, 1, 2))
-    reasons = (
-        compat.graph_break_reasons() - before
-    )  # until torch 2.14: that it supports no LSTM; then: a call inside it
-    assert reasons and all(reason and "\n" not in reason for reason in reasons)
+    branching(torch.zeros(2))
+    assert "data-dependent branching" in str(compat.graph_break_reasons() - before)
 
 
 def test_module_call_can_be_set_and_is_dropped_by_copies():

@@ -1,5 +1,7 @@
 """The private steps of torchrun's elastic agent, as methods that a subclass may extend. See ``_torch_compat.py``."""
 
+import signal
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -27,6 +29,10 @@ class ElasticAgent(LocalElasticAgent):
         """Waits, when the ranks of this node have succeeded, for those of the other nodes."""
         super()._exit_barrier()
 
+    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
+        """Ends the remaining ranks, if one has failed or the agent ends; ``close`` sends the signal and waits."""
+        close(signal_number)
+
     @property
     def remaining_restarts(self) -> int:
         """Number of restarts left after failures; torch subtracts one for each restart."""
@@ -36,8 +42,21 @@ class ElasticAgent(LocalElasticAgent):
     def remaining_restarts(self, count: int) -> None:
         self._remaining_restarts = count
 
+    def workers_running(self) -> bool:
+        """Whether a rank of this node has not ended yet."""
+        context: Any = self._pcontext
+        return any(handler.proc.poll() is None for handler in context.subprocess_handlers.values())
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        return self.start_workers(worker_group)
+        started = self.start_workers(worker_group)
+        context: Any = self._pcontext
+        close = context.close
+
+        def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            self.close_workers(lambda number: close(number, self._shutdown_timeout), death_sig or signal.SIGTERM)
+
+        context.close = close_all  # torch calls it with a timeout of its own in three places
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.monitor_workers(worker_group)

@@ -305,7 +305,7 @@ def test_measurement_times_long_evaluations_in_the_first_round_only(seconds, nee
 
 def test_arm_built_without_evaluation_has_none():
     task = dataclasses.replace(sleepy(0.0), validation_data=Sleepy(0.0), metric="accuracy")
-    arguments = {"task": TaskRef.of(task).to_json(), "methods": {}, "device": "cpu", "seed": 0}
+    arguments = {"task": TaskRef.of(task), "methods": {}, "device": "cpu", "seed": 0}
     for with_evaluation in (True, False):
         with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
             plan = arm.call("build", with_evaluation=with_evaluation)

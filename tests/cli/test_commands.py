@@ -324,11 +324,18 @@ def test_quiet_hides_progress(here, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("by", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_tune_interrupted_states_how_to_resume(here, by):
-    code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here, by=by)
+def test_tune_interrupted_shows_the_answer_so_far_and_how_to_continue(here, by):
+    ready = (here / "search" / "result.json").exists
+    code, out, err = interrupted(ready, "tune", "slow.py:task", "--out", "search", here=here, by=by)
+    assert code == 1 and "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.startswith("hasten:")]
+    assert lines[-1] == "hasten: interrupted; the same command continues the search" and "o improvement" in out
+
+
+def test_tune_interrupted_before_its_first_answer_is_one_line(here):
+    code, out, err = interrupted((here / "search").exists, "tune", "slow.py:task", "--out", "search", here=here)
     (line,) = [line for line in err.splitlines() if line.startswith("hasten:")]
-    assert code == 1 and out == "" and "Traceback" not in err
-    assert "interrupted; the same command continues the search" in line
+    assert code == 1 and out == "" and line.startswith("hasten: interrupted")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600), ("1.5m", 90)])

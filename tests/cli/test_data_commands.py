@@ -59,10 +59,6 @@ INVALID_REQUESTS = [
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    for name in ("GAIN_SECONDS", "ESTIMATE_SECONDS"):
-        monkeypatch.setattr(f"hasten.datatools.conversion.{name}", 0.1)
-    for name in ("MIN_TURNS", "MAX_TURNS"):
-        monkeypatch.setattr(f"hasten.datatools.advice.{name}", 2)
     numpy.save("x.npy", numpy.arange(3000, dtype=numpy.float32).reshape(1000, 3))
     (tmp_path / "words.dat").write_text("hello")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")

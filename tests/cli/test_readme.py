@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hasten
-from hasten.cli.main import build_parser
+from hasten.cli.main import build_parser, split_command
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -43,7 +43,8 @@ def parse(command: str) -> None:
     """
     values = {"N": "2", "M": "0.5"}
     argv = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
-    options, unknown = build_parser().parse_known_args([values.get(word, word) for word in argv])
+    argv, script = split_command(values.get(word, word) for word in argv)
+    options, unknown = build_parser().parse_known_args(argv + ["digits"] * (script is not None))
     assert not unknown, f"unknown arguments {unknown}"
     if options.verb == "launch":
         parse(command.partition("-- ")[2].join(("hasten ", "")))
@@ -94,7 +95,7 @@ def test_command_parses(page, command):
 
 @pytest.mark.parametrize(("page", "text"), mentions(), ids=lambda value: value[:60])
 def test_mentioned_command_and_options_exist(page, text):
-    parser, argv = build_parser(), text.split()[1:]
+    parser, (argv, _) = build_parser(), split_command(text.split()[1:])
     while argv and parser._subparsers:
         assert isinstance(parser._subparsers._group_actions[0].choices, dict)
         parser = parser._subparsers._group_actions[0].choices[argv.pop(0)]

@@ -1,6 +1,7 @@
 """Batches are a function of the position: an epoch can be entered at any batch, with any number of workers."""
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import time
@@ -208,8 +209,8 @@ def test_sample_that_fails_only_in_a_worker_is_not_guessed():
 
 
 def wait_until_orphaned(worker: int) -> None:
-    parent = os.getppid()
-    while os.getppid() == parent:
+    run = multiprocessing.parent_process()  # which may be dead already
+    while run is not None and os.getppid() == run.pid:
         time.sleep(0.01)
 
 

@@ -30,7 +30,7 @@ import torch.distributed.tensor.parallel
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hasten.benchmarking.process_state import restored
-from hasten.core.errors import ProgressWarning, RunError
+from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
@@ -140,7 +140,10 @@ def _serve(connection) -> None:
             content = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(cloudpickle.dumps(_run(content)))
+        answer = _run(content)
+        connection.send_bytes(cloudpickle.dumps(answer))
+        if not answer[1]:
+            os._exit(0)
 
 
 def _run(content: bytes) -> tuple[object, bool]:
@@ -157,17 +160,18 @@ def _run(content: bytes) -> tuple[object, bool]:
             cloudpickle.dumps(answer)
         except Exception as error:
             ours = type(error).__module__.startswith("hasten")
-            answer, reusable = (
-                (error.with_traceback(None), True) if ours else (RuntimeError(traceback.format_exc()), False)
-            )
+            answer = error.with_traceback(None) if ours else RuntimeError(traceback.format_exc())
+            reusable = isinstance(error, ConfigurationError)
         del function, arguments
     if dist.is_initialized():
         with suppress(RuntimeError, ValueError):  # the other ranks of the group have ended
             dist.destroy_process_group()
+    if not reusable:  # to collect its process group could wait forever: threads of gloo may need the interpreter
+        return answer, False
     torch._dynamo.reset()
     _clear_sharding_prop_cache()  # its entries refer to destroyed groups
-    gc.collect()  # modules of a failed run are in reference cycles, and keep their process groups
-    return answer, reusable and not dist.is_initialized()
+    gc.collect()  # modules are in reference cycles, and keep their process groups
+    return answer, not dist.is_initialized()
 
 
 def write_rank_result(rank: int, result: RankResult, job) -> None:

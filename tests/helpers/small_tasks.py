@@ -20,8 +20,8 @@ SETTINGS = {
     "gradient_clipping": {"max_norm": 0.25},
     "num_threads": {"count": 2},  # tests run with one thread
 }
-UNAVAILABLE = (
-    {"distributed"} if torch.cuda.is_available() else {"distributed", "cuda"}
+UNAVAILABLE = {"distributed", "evaluation_gradients"} | (
+    set() if torch.cuda.is_available() else {"cuda"}
 )  # conditions that hold for no run here
 
 

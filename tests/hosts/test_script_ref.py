@@ -7,11 +7,16 @@ import pytest
 
 from hasten.cli.main import split_command
 from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.script_ref import ScriptRef
+from hasten.tuning.budget import Budget
+from hasten.tuning.candidates import MethodSelection, candidates_for
+from hasten.tuning.study import Study
+from hasten.tuning.trial_store import TrialStore
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -132,3 +137,14 @@ def test_missing_sites_name_what_did_not_come_again():
         "the model at train.py:20#1 (Other) did not come again"
     )
     assert "the training loader at train.py:8#1" in missing_sites({"loaders": [loader]}, {"models": [model]})
+
+
+def test_candidates_that_a_script_cannot_run_are_left_out_with_the_reason(tmp_path):
+    (tmp_path / "train.py").touch()
+    ref = ScriptRef.of_command(["python", "train.py"], directory=str(tmp_path))
+    study = Study(ref, "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress)
+    diagnosis = {"advice": [{"method": name, "bound": 2.0} for name in ("batch_size", "in_memory_batches")]}
+    found = candidates_for(diagnosis, MethodSelection.of(None, ()), study.refusal)
+    assert [item.name for item in found.systems] == ["in_memory_batches"] and not found.training
+    ((name, why),) = found.not_tried
+    assert name == "batch_size" and "the hook plan" in why and "train.py owns its training loop" in why

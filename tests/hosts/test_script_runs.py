@@ -207,3 +207,9 @@ def test_training_with_a_recipe_is_the_users_own(tmp_path):
 
 def test_eval_no_grad_has_no_effect_where_nothing_is_recorded():
     assert make_method("eval_no_grad").card.applies_to == {"evaluation_gradients"}
+
+
+def test_script_arm_evaluates_again_after_the_script_has_ended():
+    with arm(script("mnist.py", "--epochs", "4")) as worker:
+        worker.call("build", with_evaluation=True)
+        assert all(worker.call("evaluate") > 0 for _ in range(6))  # two more than the script has

@@ -219,7 +219,7 @@ def test_observed_step_counts_neither_as_start_nor_as_step_of_an_arm(monkeypatch
     monkeypatch.setattr(OpRecorder, "__enter__", note)
     arm = Arm(TaskRef.of(tasks.perceptron), {"bfloat16": {}}, "cpu", 0)
     arm.build()
-    assert steps == [3]  # the first of several blocks, of which the fastest counts
+    assert steps in ([2], [3])  # before the steady steps; the second one if the first took more than a second
 
 
 @pytest.mark.parametrize(("precision", "acts"), [("medium", True), ("high", True), ("highest", False)])

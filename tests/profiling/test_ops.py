@@ -90,7 +90,7 @@ def test_a_compiled_run_names_what_is_not_visible():
 
 
 def test_a_replayed_graph_shows_nothing(monkeypatch):
-    monkeypatch.setattr(ops, "Worker", lambda *_, **__: pytest.fail("there is nothing to observe"))
+    monkeypatch.setattr(ops, "start_workers", lambda *_, **__: pytest.fail("there is nothing to observe"))
     seen = observed(normed(), "bfloat16 + cuda_graph")
     assert seen["rows"] == [] and "nothing is visible: cuda_graph" in seen["note"]
 

@@ -15,7 +15,6 @@ from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
-from hasten.profiling import phase_timer
 from hasten.profiling.ablations import NoUpdate, ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.ceilings import measure_ceilings
 from hasten.profiling.facts import facts_of
@@ -23,6 +22,7 @@ from hasten.profiling.flops import flops_per_sample, peak_flops
 from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
 from hasten.testing.tasks import convolutional, perceptron, transformer
+from hasten.utils import phase_timer
 
 OUTERMOST = Recipe({import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)})
 

@@ -76,6 +76,8 @@ def test_format_counts():
 
 def test_format_command_names_external_code():
     assert formatting.train_command("digits", {}, "r.toml") == "hasten train digits"
+    script = formatting.train_command("train", {"ema": {}}, "r.toml", command="python 'my train.py' --epochs 3")
+    assert script == "hasten train --recipe r.toml -- python 'my train.py' --epochs 3"
     command = formatting.train_command("my task.py:task", {"ema": {}, "./mine.py:Faster": {}}, "r.toml")
     assert command == "hasten train 'my task.py:task' --recipe r.toml --with ./mine.py:Faster"
 

@@ -4,7 +4,6 @@ import math
 import random
 from dataclasses import dataclass, field
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +15,11 @@ from hasten.tuning.confirm import (
     MAX_FINALISTS,
     _finalists,
     confirm,
-    earlier_finalists,
     fresh_seeds,
     time_to_target,
 )
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.training import Baseline
-from hasten.tuning.trial_store import TrialStore
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
 FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
@@ -326,27 +323,19 @@ def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
     assert coverage(share, reported=2) < 0.8, "the interval of the counts without the evaluation spacing"
 
 
-def test_earlier_finalists_are_those_with_fresh_seeds(tmp_path):
-    settings, fresh = {"task": "a"}, fresh_seeds(0, 1)[0]
-    store = TrialStore(tmp_path, settings)
-    for recipe, seed, more in (
-        (FASTER, fresh, {}),
-        (Recipe(), fresh, {}),
-        (FAST, fresh, {}),
-        (FASTER, fresh + 1000, {}),
-        (ONE, 0, {}),  # a seed of the search
-        (TWO, fresh, {"horizon": 0.5}),
-    ):
-        what = {"recipe": recipe.methods, "seed": seed, "time_limit": None, **more}
-        store.trial("run", what, lambda: {"metric": 0.9})
-    del store
-    study = SimpleNamespace(seed=0, store=TrialStore(tmp_path, settings))
-    assert earlier_finalists(study) == [FAST, FASTER], "the first one that was tried is the fastest, and last"
-    assert not earlier_finalists(SimpleNamespace(seed=0, store=TrialStore(tmp_path / "other", settings)))
-
-
 def test_confirm_is_stricter_after_earlier_recipes():
     study = Planted({"baseline": 0.9, str(FAST): 0.894, str(FASTER): 0.894}, spread=0.002)
     baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True, [7, 8, 9])
     lows = [confirm(study, [FASTER], baseline, 5.0, tested)[0].gate.difference["low"] for tested in (0, 3)]
     assert lows[1] < lows[0]
+
+
+def test_confirm_counts_a_run_of_the_baseline_once():
+    """The runs that set the margin are those of the confirmation; twice in the spread, they would make it too small."""
+    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, spread=0.002)
+    seeds = fresh_seeds(0, LOOKS[0])
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    again = Baseline([0, 1, 2], runs, TARGET, MARGIN, True, seeds)
+    without = Baseline([0, 1, 2], [], TARGET, MARGIN, True, [])
+    lows = [confirm(study, [FASTER], each, 5.0)[0].gate.difference["low"] for each in (again, without)]
+    assert lows[0] == lows[1]

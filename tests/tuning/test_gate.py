@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hasten.tuning.gate import LOOKS, equal_by_construction, quality_gate, resolve_margin
+from hasten.tuning.gate import LOOKS, equal_by_construction, final_metrics, quality_gate, resolve_margin
 
 MARGIN = 0.005
 
@@ -108,3 +108,19 @@ def test_margin_is_the_user_s_or_half_a_per_cent_or_the_spread_of_seeds():
     assert resolve_margin([-2.0], None)[0] == pytest.approx(0.01)
     margin, why = resolve_margin([0.90, 0.92, 0.94], None)
     assert margin == pytest.approx(0.02) and "one standard deviation" in why
+
+
+def run_of(*metrics: float | None) -> dict:
+    return {"metric": metrics[-1], "evaluations": [{"metric": metric} for metric in metrics]}
+
+
+def test_final_metric_of_flat_curves_is_the_mean_of_the_last_evaluations():
+    flat = {seed: run_of(0.5, 0.9, 0.9 + noise, 0.9 - noise) for seed, noise in ((0, 0.003), (1, -0.003))}
+    assert final_metrics([flat, flat], MARGIN)[0] == pytest.approx({0: 0.9, 1: 0.9})
+
+
+@pytest.mark.parametrize("end", [(0.7, 0.8, 0.9), (0.9, 0.9), (None, 0.9, 0.9)])
+def test_final_metric_of_both_arms_is_the_last_one_unless_both_are_flat(end):
+    flat, other = {0: run_of(0.9, 0.9, 0.901)}, {0: run_of(*end)}
+    assert final_metrics([flat, other], MARGIN) == [{0: 0.901}, {0: 0.9}]
+    assert final_metrics([other, flat], MARGIN) == [{0: 0.9}, {0: 0.901}]

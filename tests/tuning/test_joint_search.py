@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hasten.core.card import SearchRange
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, search_jointly, split_joint
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import Baseline, first_outcome
+from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
 
 ITEMS = [candidate("budgeted_schedule"), candidate("batch_size")]

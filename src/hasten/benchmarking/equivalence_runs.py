@@ -31,7 +31,6 @@ from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
 from hasten.utils.batch import batch_tensors, map_tensors
-from hasten.utils.keras_models import is_keras
 from hasten.utils.rng import preserve_rng_state
 
 GRADIENT_BATCHES = 3
@@ -92,10 +91,6 @@ class RunConditions(Method):
             for name, value in vars(module).items():
                 if isinstance(value, float) and (is_dropout or "drop" in name):
                     setattr(module, name, 0.0)
-        if self.double and is_keras(model):
-            raise RunError(
-                "Keras keeps inputs and the state of its optimizer in the dtype that the model was made with"
-            )
         return model.double() if self.double else model
 
     def batch_transform(self, batch_transform: BatchFn, run: RunContext) -> BatchFn:

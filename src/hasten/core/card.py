@@ -3,7 +3,6 @@
 The command line, the documentation, the profiler and the tuner read cards; a method's code runs only to train.
 """
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -86,32 +85,8 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_KNOWN_WORDS = {"accelerates": PHASES, "requires": TRAITS, "invalidates": TRAITS, "default_for": FACTS}
-_KNOWN_WORDS |= {"remedy_for": REMEDIES, "ceiling": CEILINGS}
-
-
-@dataclass(frozen=True)
-class SearchRange:
-    """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm.
-
-    Attributes:
-        low: Smallest value.
-        high: Largest value.
-        powers_of_two: Whether only these are tried, as integers.
-        no_effect: Value at which the recipe leaves the method out; None: there is none.
-        is_length: Whether the option is the length of the training relative to that of the task.
-    """
-
-    low: float
-    high: float
-    powers_of_two: bool = False
-    no_effect: float | None = None
-    is_length: bool = False
-
-    def at(self, position: float) -> float:
-        """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
-        value = self.low * (self.high / self.low) ** position
-        return 2 ** round(math.log2(value)) if self.powers_of_two else float(f"{value:.2g}")
+_TRAIT_WORDS = {"requires": TRAITS, "invalidates": TRAITS}
+_KNOWN_WORDS = _TRAIT_WORDS | {"accelerates": PHASES, "default_for": FACTS, "remedy_for": REMEDIES, "ceiling": CEILINGS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +109,7 @@ class Card:
         replaces: Hooks whose argument it discards. Two methods may replace the same hook if one is ``after`` the other.
         high_setup_cost: Building it takes seconds, which a short run does not earn back; the tuner tries it last.
         presets: Options worth trying, mildest first; the tuner tries them in this order.
-        search_space: Option -> range, or one value, for the joint search of all methods that state one; empty: only the
-            presets are tried.
+        search_space: Option -> SearchRange, or one value, for the joint search; empty: only the presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.

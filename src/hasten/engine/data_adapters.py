@@ -41,7 +41,7 @@ def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
     data, batch_size = task.train_data, _batch_size_of(task) or 1
     samples = length_of(data.dataset if is_prebatched(data) else data)
-    if isinstance(data, DataLoader) and data.batch_sampler is None:  # batch_size=None: an item is a whole batch
+    if isinstance(data, DataLoader) and cast(Any, data).batch_sampler is None:  # batch_size=None: items are batches
         samples = samples and task.batch_size and samples * task.batch_size
     return TrainPlan(batch_size, task.epochs, samples=samples, evaluate_every=task.evaluate_every)
 

@@ -104,6 +104,11 @@ class TaskRef:
 
     can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
 
+    @property
+    def command(self) -> str:
+        """The user's own command, if the task was given as one; else ""."""
+        return ""
+
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Raises ConfigurationError if a method needs a hook that cannot be offered; the engine offers all."""
 

@@ -206,7 +206,7 @@ class _File:
             return chosen
         if len(starting) == 1:
             return starting
-        raise _CannotEditError("the call cannot be told from others on the line" if around else "there is no call")
+        raise _CannotEditError("the call is not the only one on the line" if around else "there is no call")
 
     def _add_keywords(self, call: ast.Call, text: str) -> None:
         """Sets the keyword arguments in ``text``: replaces the value of one that the call has, adds the others."""

@@ -151,13 +151,14 @@ class ScriptArm:
     def evaluate(self) -> float:
         """Trains on until an evaluation of the script has ended. Returns its seconds."""
         for _ in range(2):
+            if self.has_ended:
+                self._restart()
             before = self.steps
             answer = self._ask("evaluate")
             self._note_end(answer)
             self.position += (self.steps - before) * self.samples_per_step
             if answer["evaluation"] is not None:
                 return answer["evaluation"]
-            self._restart()
         raise RunError(f"{self.script.name} did not evaluate again")
 
     def _start(self) -> dict[str, Any]:

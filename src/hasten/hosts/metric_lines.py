@@ -227,7 +227,7 @@ def _series_of(template: str, entries: list[_Entry]) -> Series | None:
     number = column[-1]
     if not number.name or not all(one.is_metric for one in column) or _is_counter([one.value for one in column]):
         return None
-    if _has_better_twin(ends[-1].numbers, index):
+    if _is_printed_better(ends[-1].numbers, index):
         return None
     phase, inherited = _phase([entry.numbers[index] for entry in entries], entries)
     return Series(
@@ -277,7 +277,7 @@ def _ends_of_progress(entries: list[_Entry], index: int) -> list[_Entry]:
     return entries
 
 
-def _has_better_twin(numbers: tuple[_Number, ...], index: int) -> bool:
+def _is_printed_better(numbers: tuple[_Number, ...], index: int) -> bool:
     """Whether another number of the line is the same one better: the running average, or with more digits."""
 
     def quality(number: _Number) -> tuple[float, bool]:
@@ -285,8 +285,8 @@ def _has_better_twin(numbers: tuple[_Number, ...], index: int) -> bool:
 
     mine = numbers[index]
     neighbors = [i for i in (index - 1, index + 1) if 0 <= i < len(numbers) and numbers[i].name == mine.name]
-    twins = [numbers[i] for i in neighbors if (numbers[i].average or mine.average) and numbers[i].is_metric]
-    return any(quality(twin) > quality(mine) for twin in twins)
+    others = [numbers[i] for i in neighbors if (numbers[i].average or mine.average) and numbers[i].is_metric]
+    return any(quality(other) > quality(mine) for other in others)
 
 
 def _is_counter(values: list[float]) -> bool:

@@ -48,7 +48,7 @@ class ScriptRef(TaskRef):
         """The reference to a command, which is checked as far as that is possible without running it.
 
         Raises:
-            ConfigurationError: There is no such command or script, or Python is told to ignore PYTHONPATH.
+            ConfigurationError: There is no such command or script, or an option makes Python ignore PYTHONPATH.
         """
         if not argv:
             raise ConfigurationError("no command is given after --; write hasten VERB -- python train.py")

@@ -71,8 +71,13 @@ class ScriptTrial(Calls):
         super().__init__(script, **limits)
         self.methods, self.device, self.seed = methods, device, seed
 
-    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict[str, Any]:
-        """A whole run; see ``tuning.trial.Trial.run``. RunError for a shorter one: the script owns its length."""
+    def run(
+        self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
+    ) -> dict[str, Any]:
+        """A whole run; see ``tuning.trial.Trial.run``. RunError for a shorter one: the script owns its length.
+
+        ``race`` is not used: what a script prints is read at its end, so only ``time_limit`` ends it early.
+        """
         if horizon < 1:
             raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
         return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, time_limit)

@@ -1,4 +1,4 @@
-"""torchrun's agent, and the four decisions in which hasten's differs from it.
+"""torchrun's agent, and the five decisions in which hasten's differs from it.
 
 torchrun's own parts do the rest: rendezvous, rank numbers, starting, watching and ending the ranks, restarts, log and
 error files (https://docs.pytorch.org/docs/stable/elastic/agent.html). What is overridden, and the guarantee that needs
@@ -14,6 +14,8 @@ step               torchrun                                      here, and the t
                    so does one that joins, on the other nodes    none (test_elastic: joining node)
 ``monitor``        notices a lost node when collectives time     notices it by its missing heartbeat
                    out (minutes)                                 (test_elastic: finished node is not missed)
+``close``          30 s from SIGTERM to SIGKILL                  60 s, to save a checkpoint; 3 s where ranks have
+                                                                 waited in vain for a silent one (test_timeout)
 ``exit_barrier``   waits 300 s, then gives up; a failure on      waits as long as the other nodes are alive, and
                    another node does not end the wait            notices a failure (test_elastic: finished node)
 =================  ============================================  =====================================================
@@ -26,6 +28,7 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +41,8 @@ from hasten import _torch_compat_elastic
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.launch.rank_results import RESUME_DIR, RankResult, read_results, remove_results, run_directory
 
-SHUTDOWN_GRACE_S = 60  # for ranks to save and to end after a signal to the launcher
+SHUTDOWN_GRACE_S = 60  # for ranks to save and to end after SIGTERM
+HANG_REPORT_S = 3.0  # in which all ranks except the hanging one report that they have waited in vain
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 90.0  # after an interrupted connection TCP resumes only after twice the time that it was down
 GOODBYE_S = 5.0  # for the other nodes to read that the job is over
@@ -70,6 +74,18 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
         if self.store.check([RUN_DIR]):
             os.environ[RESUME_DIR] = self.store.get(RUN_DIR).decode()
         return super().start_workers(worker_group)
+
+    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
+        """Ends the remaining ranks. If a rank timed out, those that do not end within 3 s hang and are killed."""
+        deadline = time.monotonic() + HANG_REPORT_S
+        while self._some_waited() and self.workers_running():
+            if time.monotonic() > deadline:
+                return close(signal.SIGKILL)
+            time.sleep(0.05)
+        close(signal_number)
+
+    def _some_waited(self) -> bool:
+        return any(result.waited for result in read_results(self.job).values())
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._state_of(worker_group)
@@ -204,7 +220,7 @@ def describe_lost_rank(results: dict[int, RankResult], codes: dict[int, int]) ->
     """``rank 1 was killed by SIGKILL``: a rank that ended by itself and wrote no result; None if there is none."""
     waited = max((result.waited for result in results.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in results and code == -signal.SIGKILL)
-    if waited and silent:  # killed by the agent 30 s after SIGTERM
+    if waited and silent:  # killed by ElasticAgent.close_workers
         ranks = f"ranks {', '.join(map(str, silent))} were" if len(silent) > 1 else f"rank {silent[0]} was"
         return f"{ranks} silent for {waited:g} s"
     for rank, code in codes.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import Card, Exactness, SearchRange
+from hasten.core.card import Card, Exactness
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
@@ -16,6 +16,7 @@ from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
+from hasten.utils.search_range import SearchRange
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}
 

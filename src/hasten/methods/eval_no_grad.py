@@ -29,6 +29,7 @@ class EvalNoGrad(Method):
         accelerates={"evaluation"},
         applies_to={"evaluation_gradients"},
         order=WrapOrder.LAST,
+        script_edit={"evaluation": "torch.no_grad()"},
     )
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:

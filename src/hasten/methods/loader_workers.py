@@ -32,8 +32,8 @@ class LoaderWorkers(Method):
         strong_baseline=True,
         script_edit={
             "loader": "num_workers={num_workers}[, prefetch_factor={prefetch_factor}]",
-            "by_hand": "on a GPU pass pin_memory=True, too; persistent_workers=True starts the workers once, not in each"
-            " epoch, but changes the random numbers",
+            "by_hand": "on a GPU pass pin_memory=True, too; persistent_workers=True starts the workers once, not in"
+            " each epoch, but changes the random numbers",
         },
     )
 

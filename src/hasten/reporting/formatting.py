@@ -97,11 +97,18 @@ def file_size(value: float) -> str:
     return count(value, "byte", "bytes")
 
 
-def train_command(task: str, methods: Collection[str], recipe_file: str, processes: float | None = 1) -> str:
-    """The command that trains with a recipe file. Methods in Python files must be repeated with ``--with``."""
+def train_command(
+    task: str, methods: Collection[str], recipe_file: str, processes: float | None = 1, command: str = ""
+) -> str:
+    """The command that trains with a recipe file: a task, or the user's own ``command`` as a shell reads it.
+
+    Methods in Python files must be repeated with ``--with``.
+    """
     outside = [word for name in methods if ":" in name for word in ("--with", name)]
     recipe = ["--recipe", recipe_file] if methods else []
     job = ["--processes", f"{processes:.0f}"] if processes is not None and processes > 1 else []
+    if command:
+        return f"{shlex.join(['hasten', 'train', *recipe, *outside])} -- {command}"
     return shlex.join(["hasten", "train", task, *recipe, *outside, *job])
 
 

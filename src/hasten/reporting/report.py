@@ -192,7 +192,7 @@ def _recipe(directory: Path, result: Json) -> Json:
     methods = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(methods if isinstance(methods, dict) else {})
     task = _task_argument(directory, result)
-    command = formatting.train_command(task, recipe.methods, str(path), result["processes"])
+    command = formatting.train_command(task, recipe.methods, str(path), result["processes"], result.get("command", ""))
     try:
         return {"recipe": recipe.to_toml().strip() if recipe else "", "recipe_file": str(path), "command": command}
     except (TypeError, ValueError):

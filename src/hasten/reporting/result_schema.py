@@ -248,10 +248,12 @@ class Result(TypedDict, total=False):
 class TuneResult(Result, total=False):
     """Result of ``tune``. Times to the target are in seconds.
 
-    ``evidence`` is the level (of EVIDENCE_LEVELS) of the recommended recipe, "" without one. ``training_measured`` is
-    False where ``training_seconds`` is predicted from steps. ``is_partial`` is True while the search is running.
+    ``command`` is the user's own command, "" for a task. ``evidence`` is the level (of EVIDENCE_LEVELS) of the
+    recommended recipe, "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from
+    steps. ``is_partial`` is True while the search is running.
     """
 
+    command: Text
     evidence: Text
     frontier: Sequence[FrontierRecipe]
     training_seconds: TrainingSeconds | None

@@ -268,7 +268,8 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
         report = f"hasten report {shlex.quote(result['out'])}"
         parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))
     if recipe and result["recipe_file"]:
-        command = formatting.train_command(result["task"], recipe, result["recipe_file"], result["processes"])
+        own = result.get("command", "")
+        command = formatting.train_command(result["task"], recipe, result["recipe_file"], result["processes"], own)
         parts.append(Text(command))
     return [Text(), *parts] if parts else []
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.process_state import differences, process_state, restored
-from hasten.core.card import Exactness, SearchRange
+from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
@@ -30,6 +30,7 @@ from hasten.testing.effects import observe_effect
 from hasten.testing.models import available_makes
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.rng import get_rng_state
+from hasten.utils.search_range import SearchRange
 from hasten.utils.tree import bitwise_equal
 
 SMALL_TASKS = (tasks.perceptron, tasks.convolutional, tasks.transformer)

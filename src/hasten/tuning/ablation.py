@@ -3,6 +3,7 @@
 import math
 from contextlib import suppress
 from statistics import fmean
+from typing import Any
 
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
@@ -54,7 +55,7 @@ def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseli
     return rows
 
 
-def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> dict | None:
+def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> Any:
     """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
     without = recipe.drop(name)
     counts: list[tuple[int, ...]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -72,10 +72,15 @@ def _refuse_warmup(recipe: Recipe) -> None:
                 )
 
 
-def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> Candidates:
+def candidates_for(
+    diagnosis: Mapping[str, Any],
+    selection: MethodSelection,
+    refusal: Callable[[Recipe], str] = lambda recipe: "",
+) -> Candidates:
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
     The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
+    ``refusal`` returns why a recipe cannot run where the task's loop is, or "".
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
@@ -93,7 +98,9 @@ def candidates_for(diagnosis: Mapping[str, Any], selection: MethodSelection) -> 
         handled = {item.name for item in chosen} | {name for name, _ in found.not_tried}
         chosen += [candidate(name, None, options) for name, options in only.methods.items() if name not in handled]
     for item in sorted(chosen, key=_order):
-        if item.card.exactness is not Exactness.CHANGES_TRAINING:
+        if why := refusal(Recipe({item.name: {}})):
+            found.not_tried.append((item.name, why))
+        elif item.card.exactness is not Exactness.CHANGES_TRAINING:
             found.systems.append(item)
         elif "parallelize" in item.card.replaces and (item.bound or 1.0) >= COMMUNICATION_BOUND:
             found.communication.append(item)

@@ -101,16 +101,6 @@ def confirm(
     return sorted(attempts, key=lambda attempt: attempt is not winner)
 
 
-def earlier_finalists(study: Study) -> list[Recipe]:
-    """The recipes that an earlier search in this folder tried to confirm with whole trainings, the fastest last."""
-    found: list[Recipe] = []
-    for kind, what in study.store.earlier:
-        if kind == "run" and what["recipe"] and what["seed"] >= study.seed + FIRST_FRESH_SEED and "horizon" not in what:
-            recipe = Recipe(what["recipe"])
-            found += [] if recipe in found else [recipe]
-    return found[::-1]
-
-
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
     """The recipes to confirm, fastest first: at most MAX_FINALISTS, the fastest exact one always among them.
 

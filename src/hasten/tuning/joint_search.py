@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import SearchRange
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Candidate, Incumbents, add_or_replace, check_verdict, loosest_exactness
 from hasten.tuning.training import Baseline, Outcome, note_outcome, run_seeds
+from hasten.utils.search_range import SearchRange
 
 POINTS = (4, 12)  # fewest and most of the first length
 FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first length may take

@@ -45,6 +45,7 @@ class SearchState:
     contributions: list[Any] = field(default_factory=list)
     step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     confirmation: Confirmation | None = None
+    tested: list[Recipe] = field(default_factory=list)  # by a confirmation with whole trainings; each makes it stricter
 
     @property
     def chosen(self) -> Finding | None:
@@ -110,6 +111,7 @@ def result_of(
     result: Any = {
         "kind": "tune",
         "task": str(study.task),
+        "command": study.task.command,
         "processes": study.processes,
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
         "why": _why(study, state),

@@ -18,7 +18,7 @@ from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_method
+from hasten.engine.registry import make_method, make_methods
 from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
@@ -80,6 +80,14 @@ class Study:
         if not outcome["pruned"]:
             self.complete[key] = outcome
         return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
+
+    def refusal(self, recipe: Recipe) -> str:
+        """Why a recipe cannot run where the task's loop is, such as in a script; "" if it can."""
+        try:
+            self.task.check_methods(make_methods(recipe))
+        except ConfigurationError as error:
+            return str(error)
+        return ""
 
     def _expected_seconds(self, recipe: Recipe) -> float:
         """Seconds that a run of a recipe took before; 0 if unknown."""

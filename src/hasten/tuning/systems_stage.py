@@ -55,7 +55,7 @@ def find_systems(
     share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
-    experienced = [] if state.candidates.is_restricted else experience_of(state, study.device)
+    experienced = [] if state.candidates.is_restricted else experience_of(study, state)
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
@@ -105,10 +105,11 @@ def _by_exactness(candidates: Candidates) -> tuple[list, list]:
     return [item for item in candidates.systems if item not in lower], lower
 
 
-def experience_of(state: SearchState, device: str) -> list[Recipe]:
-    """The recipes that made tasks like this one faster."""
+def experience_of(study: Study, state: SearchState) -> list[Recipe]:
+    """The recipes that made tasks like this one faster, and that can run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    return compositions(state.diagnosis.get("facts") or (), phases, device)
+    recipes = compositions(state.diagnosis.get("facts") or (), phases, study.device)
+    return [recipe for recipe in recipes if not study.refusal(recipe)]
 
 
 def samples_of(plan: dict[str, Any]) -> float:
@@ -156,7 +157,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison, best first: what made similar tasks faster, then methods."""
     exact, _ = _by_exactness(state.candidates)
-    recipes = [] if state.candidates.is_restricted else [*filter(is_exact, experience_of(state, study.device))]
+    recipes = [] if state.candidates.is_restricted else [*filter(is_exact, experience_of(study, state))]
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
     return [*recipes[:MAX_COMPOSITIONS], *singles][:GUESSES]
 

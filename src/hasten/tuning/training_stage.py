@@ -9,7 +9,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning import finding
 from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, earlier_finalists, fresh_seeds
+from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
@@ -53,14 +53,11 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         if not state.findings:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
-    earlier = earlier_finalists(study) if is_whole else []
-    if earlier:  # a search that continues: the next seeds of what is nearly proven come first
-        _confirm(study, state, baseline, earlier, is_whole)
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
-        recipes = [] if candidates.is_restricted else experience_of(state, study.device)
+        recipes = [] if candidates.is_restricted else experience_of(study, state)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
         first = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         joint, others = split_joint(items)
@@ -74,9 +71,9 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     recipes = state.incumbents.recipes
     if state.winner and state.winner.recipe in recipes:
         recipes = recipes[recipes.index(state.winner.recipe) + 1 :]  # the faster ones
-    known = [*earlier, *(found.recipe for found in state.findings)]
+    known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
-    _confirm(study, state, baseline, recipes, is_whole, tested=len(earlier))
+    _confirm(study, state, baseline, recipes, is_whole)
 
 
 def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
@@ -132,13 +129,12 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _confirm(
-    study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool, tested: int = 0
-) -> None:
+def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
     """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
     with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
-        attempts = confirm(study, recipes, baseline, seconds, tested) if recipes else []
+        attempts = confirm(study, recipes, baseline, seconds, len(state.tested)) if recipes else []
+    state.tested += [attempt.recipe for attempt in attempts if attempt.looks]
     for attempt in attempts:
         if attempt.speedup and attempt.speedup.median > 1:
             state.findings.append(_finding_of(study, state, attempt, is_whole))

@@ -38,7 +38,6 @@ class TrialStore:
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
         self.outcomes: dict[str, dict] = {}  # by key
-        self.earlier: list[tuple[str, dict]] = []  # (kind, what) of trials in the file, with these settings
         self.reused = 0  # number of trials that were answered from the file of an earlier search
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +53,6 @@ class TrialStore:
             try:
                 entry = json.loads(line)
                 self.outcomes[entry["key"]] = entry["outcome"]
-                if self._key(entry["kind"], entry["what"]) == entry["key"]:
-                    self.earlier.append((entry["kind"], entry["what"]))
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the search was killed
         self._from_file = set(self.outcomes)
@@ -106,7 +103,7 @@ class TrialStore:
 
 def check_no_search_runs(folder: Path) -> None:
     """Raises ConfigurationError if a search is running in ``folder``: refused before the task is loaded."""
-    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: told later
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: reported later
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -269,6 +269,6 @@ def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan
         cards = {name: method_class(name).card for name in method_names()}
         advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
         state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
-    state.candidates = candidates_for(state.diagnosis, selection)
+    state.candidates = candidates_for(state.diagnosis, selection, study.refusal)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

@@ -1,6 +1,6 @@
 """Imported by Python at its start where hasten put this folder into PYTHONPATH; prepares a training script for hasten.
 
-It imports the standard library only, never raises, and does nothing until somebody imports torch. Then
+It imports the standard library only, never raises, and does nothing until torch is imported. Then
 ``hasten.hosts.inside.session`` takes over, before the script has seen torch. The user's own ``sitecustomize`` still
 runs.
 """

@@ -59,7 +59,7 @@ class ModelSeam:
         patch_module_call(self.original)
 
     def on_backward(self) -> None:
-        """Told of every outermost backward pass."""
+        """Called after every outermost backward pass."""
         if self.began is not None:
             self.trains_in_eval_mode, self.began = True, None
 

@@ -1,0 +1,28 @@
+"""A range of an option, which a card states for the joint search of the tuner."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchRange:
+    """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        powers_of_two: Whether only these are tried, as integers.
+        no_effect: Value at which the recipe leaves the method out; None: there is none.
+        is_length: Whether the option is the length of the training relative to that of the task.
+    """
+
+    low: float
+    high: float
+    powers_of_two: bool = False
+    no_effect: float | None = None
+    is_length: bool = False
+
+    def at(self, position: float) -> float:
+        """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
+        value = self.low * (self.high / self.low) ** position
+        return 2 ** round(math.log2(value)) if self.powers_of_two else float(f"{value:.2g}")

@@ -1,0 +1,95 @@
+"""Steps of seconds, and data whose items are whole batches: few steps, and a reason where something does not fit."""
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import hasten
+from hasten import Task
+from hasten.benchmarking import arm
+from hasten.benchmarking.arm import Arm, warm_up_steps
+from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.step_profile import profile_steps
+
+STEP = 0.05
+
+
+class Batches(Dataset):
+    """40 items, each a whole batch of 12 samples."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index >= 40:
+            raise IndexError(index)
+        inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(index))
+        return inputs, (inputs.sum(1) > 0).long()
+
+
+class Sleeping(torch.nn.Linear):
+    def __init__(self, seconds: float, counts: list[int]):
+        super().__init__(4, 2)
+        self.seconds, self.counts = seconds, counts
+
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        self.counts.append(self.training)
+        return super().forward(inputs)
+
+
+def sleeping(seconds: float, counts: list[int] | None = None) -> Task:
+    return Task(
+        model=lambda: Sleeping(seconds, [] if counts is None else counts),
+        train_data=DataLoader(Batches(), batch_size=None),
+        validation_data=DataLoader(Batches(), batch_size=None),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        metric="accuracy",
+    )
+
+
+def whole_batches() -> Task:
+    return sleeping(0.001)
+
+
+@pytest.fixture
+def long_step(monkeypatch):
+    """Steps count as long from 30 ms on, so that the test is short."""
+    monkeypatch.setattr(arm, "LONG_STEP", 0.03)
+    monkeypatch.setattr(arm, "WARM_UP_SECONDS", 0.03)
+
+
+def test_arm_with_long_steps_warms_up_with_two_and_evaluates_one_batch(long_step):
+    counts: list[int] = []
+    plan = Arm(TaskRef.of(lambda: sleeping(STEP, counts)), {}, "cpu", 0).build()
+    assert counts.count(True) == warm_up_steps(STEP) == 2 and counts.count(False) == 1
+    assert plan["step"] > 0.9 * STEP
+    assert plan["evaluation"] > 0.9 * 40 * STEP, "all batches, extrapolated from one"
+
+
+def test_arm_with_short_steps_warms_up_with_fifteen():
+    counts: list[int] = []
+    Arm(TaskRef.of(lambda: sleeping(0.0, counts)), {}, "cpu", 0).build()
+    assert counts.count(True) == warm_up_steps(0.001) == 15
+
+
+def test_arm_of_whole_batches_counts_their_samples():
+    plan = Arm(TaskRef.of(whole_batches), {}, "cpu", 0).build()
+    assert plan["samples_per_step"] == 12 and plan["samples_per_epoch"] == 40 * 12 and plan["steps"] == 40
+
+
+@pytest.mark.timing
+def test_profile_of_whole_batches_gives_a_reason_for_the_batch_that_cannot_grow():
+    where = {"device": "cpu", "seed": 0, "budget": 3.0}
+    profile = profile_steps(TaskRef.of(whole_batches), Recipe(), ceilings=True, **where)
+    assert "batch size of this DataLoader cannot be changed" in profile.ceilings.not_measured["larger_batch"]
+
+
+@pytest.mark.slow
+def test_diagnose_of_whole_batches_answers():
+    result = hasten.diagnose(whole_batches, budget=5, device="cpu")
+    assert result["phases"] and result["advice"]

@@ -1,0 +1,77 @@
+"""A search that continues: it is refused beside another one, and proves first what is nearly proven."""
+
+import fcntl
+import math
+import time
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.tuning import continuation
+from hasten.tuning.budget import Budget, OutOfBudgetError
+from hasten.tuning.continuation import earlier_findings, finish_earlier
+from hasten.tuning.finding import ESTIMATED, EXACT, recommended
+from hasten.tuning.result import SearchState
+from hasten.tuning.trial_store import LOCK, check_no_search_runs
+from helpers.planted_study import Planted
+from helpers.process import start_process
+
+
+def row(text: str, evidence: str, median: float = 2.0) -> dict:
+    speedup = {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+    methods = Recipe.parse(text).methods if text else {}
+    return {"recipe": methods, "evidence": evidence, "speedup": speedup, "why": "", "quality": None}
+
+
+def test_earlier_answer_stays_an_answer():
+    rows = [row("fused_optimizer", EXACT), row("znorm", ESTIMATED, 5.0), row("", "", 1.0)]
+    found = earlier_findings({"frontier": rows})
+    assert [each.recipe for each in found] == [Recipe.parse("fused_optimizer")]
+    assert recommended(found) is found[0]
+
+
+def test_budget_of_a_continued_search_ends_after_what_was_added():
+    budget = Budget(100.0, clock=lambda: 0.0)
+    budget.wall = 40.0
+    assert budget.deadline() == 40.0 and budget.left() == 100.0, "earlier trials are still to be charged"
+    with budget.part(0.5), budget.reserve(30.0):
+        assert budget.reserved == 10.0, "half of the half that this part may take"
+        assert budget.deadline() == 30.0
+    budget.clock = lambda: 41.0
+    with pytest.raises(OutOfBudgetError):
+        budget.check()
+
+
+def test_finish_earlier_proves_before_anything_new(monkeypatch):
+    asked: list = []
+    monkeypatch.setattr(continuation, "confirm_speed", lambda study, recipes, *_: asked.append(recipes))
+    monkeypatch.setattr(continuation, "prove", lambda study, state, margin, recipes: asked.append(recipes))
+    rows = [row("znorm", ESTIMATED, 5.0), row("ema", ESTIMATED, 3.0), row("fused_optimizer", ESTIMATED)]
+    plan = {"samples_per_epoch": 100, "epochs": 1}
+    state = SearchState(run_seconds=1.0)
+    study = Planted()
+    study.budget.wall = math.inf
+    finish_earlier(study, state, plan, None, {"frontier": rows}, has_training_stage=True)
+    assert asked == [[Recipe.parse("fused_optimizer")], [Recipe.parse("ema"), Recipe.parse("znorm")]]
+
+
+def hold(path, ready):
+    with path.open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        ready.touch()
+        time.sleep(60)
+
+
+def test_second_search_in_a_folder_is_refused(tmp_path):
+    check_no_search_runs(tmp_path / "nothing")
+    process = start_process(hold, tmp_path / LOCK, tmp_path / "ready")
+    try:
+        while not (tmp_path / "ready").exists():
+            assert process.is_alive()
+        with pytest.raises(ConfigurationError, match="another search is running"):
+            check_no_search_runs(tmp_path)
+    finally:
+        process.kill()
+        process.join()
+    check_no_search_runs(tmp_path)
