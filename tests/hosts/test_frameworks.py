@@ -45,6 +45,10 @@ def arm(ref: ScriptRef, recipe: str) -> ScriptArm:
     return ScriptArm(ref, methods=Recipe.coerce(recipe).methods, device="cpu", seed=0, timeout=200.0)
 
 
+def checked(ref: ScriptRef, recipe: str, exactness: str) -> dict:
+    return check_exactness(ref, {}, Recipe.coerce(recipe).methods, exactness, "cpu", 0, None)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
     needs(name)
@@ -84,34 +88,58 @@ def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
 def test_exact_methods_keep_every_bit(name, recipe):
     ref = script(name, "3")
     watch_script(ref)
-    methods = Recipe.coerce(recipe).methods
-    check = check_exactness(ref, {}, methods, "BIT_EXACT", "cpu", 0, None)
+    check = checked(ref, recipe, "BIT_EXACT")
     assert check["passed"] and not check["statistics"], check
     with arm(ref, recipe) as trained:
-        assert set(trained.build()["effects"]) == set(methods)
+        assert set(trained.build()["effects"]) == set(Recipe.coerce(recipe).methods)
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
         ("keras_lstm", "fused_rnn"),
+        ("keras_lstm", "fused_rnn + fused_keras_optimizer + lazy_keras_metrics + direct_keras_calls"),
         ("keras_dense", "fused_keras_optimizer"),
+        ("keras_conv", "fused_keras_optimizer"),
         ("lightning_manual", "fused_optimizer"),
     ],
 )
-def test_methods_of_the_same_formula_only_round(name, recipe):
+def test_methods_of_the_same_formula_only_round_in_float64(name, recipe):
     ref = script(name, "3")
     watch_script(ref)
-    methods = Recipe.coerce(recipe).methods
-    check = check_exactness(ref, {}, methods, "EQUIVALENT_MATH", "cpu", 0, None)
-    assert check["passed"] and check["number"] > 0, check
+    check = checked(ref, recipe, "EQUIVALENT_MATH")
+    assert check["passed"] and 0 < check["number"] < 1e-10 and check["why"].startswith("in float64"), check
+
+
+def test_another_formula_in_keras_is_refused_in_float64():
+    ref = script("keras_conv", "3")
+    watch_script(ref)
+    check = checked(ref, "gradient_clipping:max_norm=0.1", "EQUIVALENT_MATH")
+    assert not check["passed"] and check["number"] > 1e-6 and check["why"].startswith("in float64"), check
+
+
+def test_lower_precision_in_keras_is_compared_with_float64_from_the_same_weights():
+    ref = script("keras_dense", "3")
+    watch_script(ref)
+    check = checked(ref, "bfloat16", "REDUCED_PRECISION")
+    assert check["passed"] and check["number"] < 80 and "against float64" in check["why"], check
+
+
+def test_a_keras_model_with_a_variable_below_float64_is_judged_in_float32(tmp_path):
+    needs("keras_dense")
+    text = (SCRIPTS / "keras_dense.py").read_text()
+    (tmp_path / "lora.py").write_text(text.replace("model.compile(", "model.layers[0].enable_lora(2)\nmodel.compile("))
+    ref = ScriptRef.of_command([sys.executable, "lora.py", "3"], directory=str(tmp_path))
+    watch_script(ref)
+    check = checked(ref, "fused_keras_optimizer", "EQUIVALENT_MATH")
+    assert check["why"].startswith("in float32"), check
 
 
 @pytest.mark.parametrize(
     ("name", "recipe", "reason"),
     [
         ("transformers_classifier", "fused_optimizer", "fused already"),
-        ("keras_dense", "fused_optimizer", "no torch.optim.Optimizer"),
+        ("keras_dense", "fused_optimizer", "not a torch.optim.Optimizer"),
         ("keras_dense", "fused_rnn", "no LSTM or GRU"),
         ("lightning_cnn", "skip_loss_nan_filter", "no Trainer of Transformers"),
     ],
@@ -126,9 +154,7 @@ def test_what_a_framework_has_or_lacks_is_no_effect(name, recipe, reason):
 def test_methods_on_gradients_act_after_lightnings_closure():
     ref = script("lightning_cnn", "3")
     watch_script(ref)
-    check = check_exactness(
-        ref, {}, Recipe.coerce("gradient_clipping:max_norm=1e-9").methods, "CHANGES_TRAINING", "cpu", 0, None
-    )
+    check = checked(ref, "gradient_clipping:max_norm=1e-9", "CHANGES_TRAINING")
     assert check["passed"], check
     with arm(ref, "gradient_clipping:max_norm=0.001") as trained:
         assert "gradient_clipping" in trained.build()["effects"]

@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 
-from hasten.core.errors import NoEffectError
+from hasten.benchmarking.equivalence_runs import RunConditions
+from hasten.core.errors import NoEffectError, RunError
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.engine.registry import make_methods
@@ -155,7 +156,7 @@ def test_fused_keras_optimizer_only_rounds(keras, optimizer):
 
 def test_fused_keras_optimizer_without_a_kernel_has_no_effect(keras):
     _, _, run = trained(keras, "fused_keras_optimizer", lambda optimizers: optimizers.SGD(0.1))
-    assert run.no_effect == [("fused_keras_optimizer", "there is a kernel for Adam and AdamW, not for SGD")]
+    assert run.no_effect == [("fused_keras_optimizer", "the kernel computes Adam and AdamW, not SGD")]
 
 
 def test_lazy_keras_metrics_serve_a_callback_that_reads_them(keras):
@@ -169,6 +170,16 @@ def test_lazy_keras_metrics_serve_a_callback_that_reads_them(keras):
     trained(keras, "baseline", adam, [reader])
     assert len(lazily) == 12 and all(isinstance(value, float) for value in lazily)
     assert lazily == seen
+
+
+def test_the_conditions_of_an_exactness_check_disable_dropout_and_refuse_float32(keras):
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((4, 5)), layers.LSTM(3, dropout=0.2), layers.Dropout(0.3), layers.Dense(1)])
+    run = RunContext(torch.device("cpu"), None)
+    assert RunConditions(double=False).model(model, run) is model
+    assert model.layers[0].dropout == 0 and model.layers[1].rate == 0
+    with pytest.raises(RunError, match="kernel and the computations with it in a lower precision"):
+        RunConditions(double=True).model(model, run)
 
 
 @pytest.mark.parametrize("recipe", METHODS)

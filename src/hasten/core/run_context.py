@@ -200,10 +200,6 @@ class RunContext:
         """Parameters of this rank that rank 0 of its replica holds, too; empty in a single process."""
         return frozenset() if self.parallel is None else self.parallel.duplicate_params
 
-    def any_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on at least one rank. All ranks must call it at the same point."""
-        return self.ranks.any(condition)
-
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """L2 norm of the whole model's gradients, from that of this rank without ``duplicate_params``. A collective."""
         return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)

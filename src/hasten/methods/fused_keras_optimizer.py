@@ -33,7 +33,6 @@ class FusedKerasOptimizer(Method):
         gain_when="Keras on torch, steps of a few milliseconds",
         accelerates={"optimizer_step"},
         applies_to={"keras"},
-        strong_baseline=True,
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
@@ -43,7 +42,7 @@ class FusedKerasOptimizer(Method):
         supported = [getattr(import_module(f"{PACKAGE}.torch_{name.lower()}"), name) for name in ("Adam", "AdamW")]
         optimizer: Any = getattr(model, "optimizer", None)
         if type(optimizer) not in supported:
-            run.report_no_effect(self, f"there is a kernel for Adam and AdamW, not for {type(optimizer).__name__}")
+            run.report_no_effect(self, f"the kernel computes Adam and AdamW, not {type(optimizer).__name__}")
             return model
         updates = [0]
         optimizer.__dict__["_backend_update_step"] = _fused_update(optimizer, optimizer._backend_update_step, updates)

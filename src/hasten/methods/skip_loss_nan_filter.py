@@ -26,6 +26,7 @@ class SkipLossNanFilter(Method):
         gain_when="small steps on a fast GPU; on the CPU there is nothing to wait for",
         accelerates={"logging"},
         applies_to={"loss_nan_filter"},
+        script_edit={"by_hand": "pass logging_nan_inf_filter=False to TrainingArguments"},
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:

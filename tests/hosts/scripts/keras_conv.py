@@ -1,4 +1,4 @@
-"""Keras on torch: a small convolutional network, AdamW, a part of the data held out; argument: epochs."""
+"""Keras on torch: a small convolutional network, AdamW, a layer with a dtype of its own; argument: epochs."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ hidden = keras.layers.BatchNormalization()(hidden)
 hidden = keras.layers.MaxPooling2D()(hidden)
 hidden = keras.layers.Conv2D(32, 3, activation="relu")(hidden)
 hidden = keras.layers.GlobalAveragePooling2D()(hidden)
-model = keras.Model(inputs, keras.layers.Dense(4)(hidden))
+model = keras.Model(inputs, keras.layers.Dense(4, dtype="float32")(hidden))
 model.compile(
     keras.optimizers.AdamW(2e-3),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -134,10 +134,15 @@ class Composition:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")
 
     def note_no_torch_optimizer(self, why: str) -> None:
-        """Before the first update of an optimizer that is none of torch's, which methods cannot change."""
+        """Before the first update of an optimizer that is not a ``torch.optim.Optimizer``: methods cannot change it."""
         for method in self.methods:
             if "optimizer" in hooks_of(method):
                 self.run.report_no_effect(method, why)
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether an exactness check runs the script in float64."""
+        return any(getattr(method, "double", False) for method in self.methods)
 
     @property
     def wraps_updates(self) -> bool:

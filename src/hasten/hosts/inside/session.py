@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
 from hasten.hosts.inside.imports import ImportFinder
 from hasten.hosts.inside.loaders import LoaderSeam
@@ -29,7 +30,7 @@ from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
-from hasten.hosts.metric_loggers import WATCHED
+from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.phase_timer import PhaseTimer
 
 ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
@@ -61,13 +62,14 @@ class Session:
             self.sites.records["seeds"] = []
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
-        self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer)
+        in_float64 = bool(self.composition) and self.composition.in_float64
+        self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
         if self.composition:
             self.composition.run.services.trainer = lambda: self.loop.trainer
-        watchers = self.loop.watchers()
+        watchers = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
         if spec["mode"] != "train":
-            watchers |= {name: partial(_call, watch, self._note_logged) for name, watch in WATCHED.items()}
-        ImportFinder(watchers)
+            watchers |= {name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()}
+        ImportFinder({name: self._guarded(watch) for name, watch in watchers.items()})
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -354,7 +356,3 @@ def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parame
 def _synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def _call(watch: Callable[..., None], report: Callable[[str, float], None], module: Any) -> None:
-    watch(module, report)

@@ -1,7 +1,7 @@
-"""Keras on torch: its optimizers are none of torch's, and its layers are called before they have numbers.
+"""Keras on torch: its optimizers are not those of torch, and it calls a model with symbolic tensors to build it.
 
-A step ends with ``optimizer.apply``. A call with symbolic tensors, by which Keras builds a model, is none of
-a model.
+A step ends with ``optimizer.apply``. A call with symbolic tensors computes nothing and is ignored. A check in float64
+needs more than a conversion of the model, because each object of Keras has a dtype from its constructor on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
 
+FLOATS = {"float32", "float16", "bfloat16"}  # dtypes that a check in float64 replaces
+DRAWS = ("normal", "truncated_normal", "uniform")  # random functions of the backend, from which weights are initialized
+
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is ``keras.src.backend.torch.trainer``."""
+    """``module`` is ``keras.src.backend.torch.trainer``, which is imported before a script can build anything."""
+    if loop.in_float64:
+        _compute_in_float64()
     common, src = "keras.src.backend.common", "keras.src"
     any_symbolic_tensors: Any = import_module(f"{common}.keras_tensor").any_symbolic_tensors
     in_stateless_scope: Any = import_module(f"{common}.stateless_scope").in_stateless_scope
@@ -26,6 +31,34 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     optimizer.apply = _counted(optimizer.apply, loop)
     lists.on_epoch_end = _reported(lists.on_epoch_end, loop)
     module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
+
+
+def _compute_in_float64() -> None:
+    """Makes everything that a script builds from here on compute in float64, from the same initial weights.
+
+    Keras converts inputs to the dtype of a layer by itself. What would stay below float64: layers with a dtype or a
+    mixed policy of their own, and the result of every operation on several tensors, which Keras limits to 32 bits as
+    JAX does.
+    """
+    src = "keras.src"
+    policy: Any = import_module(f"{src}.dtype_policies.dtype_policy").DTypePolicy
+    random: Any = import_module(f"{src}.backend.torch.random")
+    parse = policy._parse_name
+    import_module(f"{src}.backend.config").set_floatx("float64")
+    import_module(f"{src}.backend.common.dtypes").BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    policy._parse_name = lambda self, name: tuple("float64" if dtype in FLOATS else dtype for dtype in parse(self, name))
+    for name in DRAWS:
+        setattr(random, name, _drawn_in_float32(getattr(random, name)))
+
+
+def _drawn_in_float32(original: Any) -> Any:
+    """A random function that returns float64 tensors of the numbers that it draws in a run in float32."""
+
+    @functools.wraps(original)
+    def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        return original(*args, dtype="float32", **kwargs).double()
+
+    return draw
 
 
 def _noted(original: Any, loop: FrameworkLoop) -> Any:
@@ -55,7 +88,7 @@ def _counted(original: Any, loop: FrameworkLoop) -> Any:
             counts[optimizer] = max(0, steps.count - 1)
             steps.has_optimizer = loop.has_optimizer = True
             steps.sites.note("optimizers", optimizer)
-            loop.no_torch_optimizer(f"Keras's {type(optimizer).__name__} is no torch.optim.Optimizer")
+            loop.no_torch_optimizer(f"Keras's {type(optimizer).__name__} is not a torch.optim.Optimizer")
         began = steps.phases.now() if steps.phases.running else None
         inside = True
         try:
@@ -91,7 +124,7 @@ def _reported(original: Any, loop: FrameworkLoop) -> Any:
 
 
 def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:
-    """The metric that a checkpoint or early stopping of the user's goes by, and its direction."""
+    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
     for callback in callbacks:
         is_better = getattr(callback, "monitor_op", None)
         if getattr(callback, "monitor", None) in held_out and is_better is not None:

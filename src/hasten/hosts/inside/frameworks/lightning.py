@@ -1,7 +1,7 @@
-"""Lightning: a callback of the user's Trainer tells models, evaluations and metrics.
+"""Lightning: a callback in the user's Trainer finds the model, evaluations and metrics.
 
-Lightning calls ``training_step`` of the module, not the module: that is the call which is timed and which methods wrap.
-Sanity checking before the first step is no evaluation.
+Lightning calls ``training_step`` of the module, not the module: this call is timed, and methods wrap it. Sanity checking
+before the first step is not an evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
 
     class HastenCallback(module.Callback):
-        """Tells hasten what Lightning does; changes nothing."""
+        """Reports to hasten what Lightning does; changes nothing."""
 
         def __init__(self) -> None:
             self.in_training: set[str] | None = None  # names of the metrics of training
@@ -42,7 +42,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             loop.monitor = _monitor(trainer, held_out)
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.__dict__.pop("training_step", None)  # such a function cannot be pickled
+            pl_module.__dict__.pop("training_step", None)  # a function in the object cannot be pickled
 
     original = module.Trainer.__init__
 
@@ -55,7 +55,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def _monitor(trainer: Any, held_out: list[str]) -> tuple[str, str] | None:
-    """The metric that a checkpoint or early stopping of the user's goes by, and its direction."""
+    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
     for callback in trainer.callbacks:
         if getattr(callback, "monitor", None) in held_out and getattr(callback, "mode", None) in ("min", "max"):
             return callback.monitor, callback.mode

@@ -1,4 +1,4 @@
-"""Transformers: a callback of the user's Trainer tells metrics; all else is seen at torch's level."""
+"""Transformers: a callback in the user's Trainer finds the metrics; the seams of torch see everything else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
 
-NO_METRIC = ("_runtime", "_per_second", "_time", "epoch")  # endings of the names of what is no measurement of the model
+NO_METRIC = ("_runtime", "_per_second", "_time", "epoch")  # suffixes of entries that do not measure the model
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``transformers.trainer``."""
 
     class HastenCallback(module.TrainerCallback):
-        """Tells hasten what the Trainer does; changes nothing."""
+        """Reports to hasten what the Trainer does; changes nothing."""
 
         def __init__(self, trainer: Any):
             self.trainer = trainer
