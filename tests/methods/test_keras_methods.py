@@ -182,6 +182,26 @@ def test_the_conditions_of_an_exactness_check_disable_dropout_and_refuse_float32
         RunConditions(double=True).model(model, run)
 
 
+def test_lazy_keras_metrics_return_those_of_a_single_batch(keras):
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    applied("lazy_keras_metrics", model)
+    x = numpy.ones((8, 20), "float32")
+    for values in (model.train_on_batch(x, x[:, :1]), model.test_on_batch(x, x[:, :1])):
+        assert len(values) == 2 and all(float(value) >= 0 for value in values)
+
+
+def test_direct_keras_calls_follow_a_layer_that_is_changed_later(keras):
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(3)])
+    applied("direct_keras_calls", model)
+    x = torch.ones(8, 20)
+    model(x, training=False)
+    model.layers[0].enable_lora(2)
+    model.layers[0].lora_kernel_b.assign(numpy.ones((2, 3)))
+    expected = x @ model.layers[0].kernel + model.layers[0].bias.value
+    torch.testing.assert_close(model(x, training=False), expected)
+
+
 @pytest.mark.parametrize("recipe", METHODS)
 def test_methods_of_keras_have_no_effect_on_other_models(recipe):
     run = applied(recipe, torch.nn.Linear(2, 2))

@@ -39,7 +39,7 @@ class DirectKerasCalls(Method):
         exactness=Exactness.BIT_EXACT,
         source="https://keras.io/api/layers/base_layer/",
         gain=(1.0, 1.6),
-        gain_when="Keras on torch, small layers on the CPU",
+        gain_when="a Keras model has small layers, most on the CPU",
         accelerates={"forward", "evaluation"},
         applies_to={"keras"},
     )
@@ -95,7 +95,7 @@ def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | Non
         return None
     if layer.activity_regularizer is not None or getattr(layer, "quantization_mode", None):
         return None
-    if type(layer).__name__ == "Dense" and not getattr(layer, "lora_enabled", False):
+    if type(layer).__name__ == "Dense" and not layer.lora_enabled:
         return _dense(layer)
     if "training" in inspect.signature(layer.call).parameters:
         return lambda x, training: layer.call(x, training=training)
@@ -107,8 +107,8 @@ def _dense(layer: Any) -> Callable[[Any, bool], Any]:
     kernel, bias, activation = layer.kernel.value, layer.bias.value if layer.use_bias else None, layer.activation
 
     def call(x: torch.Tensor, training: bool) -> torch.Tensor:
-        if x.dtype != kernel.dtype:
-            return layer.call(x)
+        if x.dtype != kernel.dtype or layer.lora_enabled or layer.quantization_mode:  # may be set at any time
+            return layer(x)
         x = torch.matmul(x, kernel)
         x = x if bias is None else torch.add(x, bias)
         return x if activation is None else activation(x)
@@ -141,9 +141,7 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
                 values[targets[0]] = layer(values[source], training)
                 continue
             args, options = node.arguments.fill_in(values)
-            if "training" in getattr(node.operation, "_call_context_args", {"training"}) and _takes_training(
-                node.operation
-            ):
+            if getattr(node.operation, "_call_has_training_arg", False):
                 options["training"] = training
             outputs = node.operation(*args, **options)
             values.update(zip(targets, tree.flatten(outputs), strict=True))
@@ -157,7 +155,3 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
 def _is_plain(x: Any) -> bool:
     """Whether it is a tensor with numbers and without a mask."""
     return isinstance(x, torch.Tensor) and getattr(x, "_keras_mask", None) is None
-
-
-def _takes_training(operation: Any) -> bool:
-    return bool(getattr(operation, "_call_has_training_arg", False))

@@ -30,7 +30,7 @@ class FusedKerasOptimizer(Method):
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/optim.html, the fused implementations",
         gain=(1.0, 1.3),
-        gain_when="Keras on torch, steps of a few milliseconds",
+        gain_when="the steps of a Keras model take a few milliseconds",
         accelerates={"optimizer_step"},
         applies_to={"keras"},
     )

@@ -28,7 +28,7 @@ class FusedRNN(Method):
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",
         gain=(1.5, 5.0),
-        gain_when="Keras on torch, on the CPU, with sequences of at least a few dozen time steps",
+        gain_when="a Keras model runs on the CPU, with sequences of a few dozen time steps or more",
         accelerates={"forward", "backward"},
         applies_to={"keras_rnn", "cpu"},
         trial_priority=1,

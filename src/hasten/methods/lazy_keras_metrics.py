@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +24,8 @@ class LazyKerasMetrics(Method):
 
     Keras computes them after every batch, and hands them to its callbacks in a thread. The metrics are updated with
     every batch as before, so the values at the end of an epoch are the same. A callback of the user's that runs after a
-    batch gets its values after every batch, and this method then has no effect.
+    batch gets its values after every batch, and this method then has no effect. ``train_on_batch`` and
+    ``test_on_batch`` return the values of their batch.
     """
 
     card = Card(
@@ -31,7 +33,7 @@ class LazyKerasMetrics(Method):
         exactness=Exactness.BIT_EXACT,
         source="https://keras.io/api/metrics/",
         gain=(1.0, 1.3),
-        gain_when="Keras on torch, steps of a few milliseconds",
+        gain_when="the steps of a Keras model take a few milliseconds",
         accelerates={"logging", "evaluation"},
         applies_to={"keras"},
     )
@@ -49,6 +51,8 @@ class LazyKerasMetrics(Method):
                 return model
         spared = [0]
         model.__dict__["compute_metrics"] = _updated(model)
+        for name in ("train_on_batch", "test_on_batch"):  # which return the metrics of the batch
+            model.__dict__[name] = _not_lazy(model, getattr(model, name))
         for name in BATCH_HOOKS[:2]:
             setattr(lists, name, _lazy(getattr(lists, name), spared))
 
@@ -81,6 +85,20 @@ def _updated(model: Any) -> Any:
         return Unread(model, names)
 
     return compute_metrics
+
+
+def _not_lazy(model: Any, original: Any) -> Any:
+    """A method of the model that computes its metrics as Keras does."""
+
+    @wraps(original)
+    def on_batch(*args: Any, **kwargs: Any) -> Any:
+        lazy = model.__dict__.pop("compute_metrics")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            model.__dict__["compute_metrics"] = lazy
+
+    return on_batch
 
 
 def _lazy(original: Any, spared: list[int]) -> Any:

@@ -19,13 +19,13 @@ class SkipLossNanFilter(Method):
     """
 
     card = Card(
-        summary="the Trainer of Transformers does not wait for the loss of every step",
+        summary="train by the Trainer of Transformers without waiting for the loss of every step",
         exactness=Exactness.BIT_EXACT,
         source="https://github.com/huggingface/transformers/issues/33693",
         gain=(1.0, 1.07),
-        gain_when="small steps on a fast GPU; on the CPU there is nothing to wait for",
+        gain_when="the steps on a fast GPU are short; on the CPU there is nothing to wait for",
         accelerates={"logging"},
-        applies_to={"loss_nan_filter"},
+        applies_to={"loss_nan_filter", "cuda"},
         script_edit={"by_hand": "pass logging_nan_inf_filter=False to TrainingArguments"},
     )
 

@@ -169,7 +169,7 @@ def _outermost_modules() -> list[nn.Module]:
 
 def _children(module: nn.Module) -> list[nn.Module]:
     try:
-        keras_layers = getattr(module, "_flatten_layers", None)  # which torch does not know as children
-        return list(module.children()) + (keras_layers(include_self=False) if keras_layers else [])
+        layers_of_keras = getattr(type(module), "_flatten_layers", None)  # torch does not register them as children
+        return [*module.children(), *(layers_of_keras(module, include_self=False) if layers_of_keras else ())]
     except AttributeError:  # its constructor has not run yet
         return []

@@ -46,7 +46,7 @@ def _compute_in_float64() -> None:
     parse = policy._parse_name
     import_module(f"{src}.backend.config").set_floatx("float64")
     import_module(f"{src}.backend.common.dtypes").BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-    policy._parse_name = lambda self, name: tuple("float64" if dtype in FLOATS else dtype for dtype in parse(self, name))
+    policy._parse_name = lambda self, name: tuple("float64" if d in FLOATS else d for d in parse(self, name))
     for name in DRAWS:
         setattr(random, name, _drawn_in_float32(getattr(random, name)))
 

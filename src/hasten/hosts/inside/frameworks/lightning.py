@@ -1,7 +1,7 @@
 """Lightning: a callback in the user's Trainer finds the model, evaluations and metrics.
 
-Lightning calls ``training_step`` of the module, not the module: this call is timed, and methods wrap it. Sanity checking
-before the first step is not an evaluation.
+Lightning calls ``training_step`` of the module, not the module: this call is timed, and methods wrap it. The sanity
+check before the first step is not an evaluation.
 """
 
 from __future__ import annotations
