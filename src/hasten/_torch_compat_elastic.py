@@ -30,7 +30,10 @@ class ElasticAgent(LocalElasticAgent):
         super()._exit_barrier()
 
     def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the remaining ranks, if one has failed or the agent ends; ``close`` sends the signal and waits."""
+        """Called when a rank has failed or the agent ends: ends the ranks that still run.
+
+        ``close(signal)`` signals them and waits.
+        """
         close(signal_number)
 
     @property

@@ -88,6 +88,11 @@ def test_images_get_an_exact_and_a_full_composition():
     assert {"channels_last", "in_memory_batches"} <= exact[0].methods.keys()
 
 
+def test_exact_part_keeps_the_exact_methods_of_a_full_composition():
+    full = Recipe.parse("batch_size:factor=4 + budgeted_schedule:factor=0.5 + fused_optimizer + in_memory_batches")
+    assert str(experience.exact_part(full)) == "fused_optimizer + in_memory_batches"
+
+
 def test_stream_gets_no_method_that_reads_by_index():
     recipes = experience.compositions({"cpu"}, SHORT_STEPS, "cpu")
     assert recipes and not any("in_memory_batches" in recipe.methods for recipe in recipes)

@@ -105,7 +105,7 @@ class Pair:
         return plan["sync_period"] * round(periods)
 
     def _train(self, index: int, steps: int) -> dict[str, float]:
-        """Trains ``steps`` steps. The timeout is for silence: the time that the steps should take is added."""
+        """Trains an arm for ``steps`` steps. The timeout limits its silence; the time of the steps is added to it."""
         expected = 2 * steps * self.plans[index]["step"]
         block = self.arms[index].call("train", count=steps, timeout=self.timeout + expected)
         self.arms[index].suspend()

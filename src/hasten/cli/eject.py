@@ -1,6 +1,7 @@
-"""Writes a run as one flat PyTorch script.
+"""Writes a run as one flat PyTorch script, or a recipe as a patch of your own script.
 
-The script does not import hasten, unless the task reads its data through hasten.data.
+The script does not import hasten, unless the task reads its data through hasten.data. The patch is a unified diff that
+patch -p1 applies; what cannot be written as an edit stands above it.
 """
 
 import os
@@ -12,22 +13,24 @@ from hasten.cli.output import CommandResult
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 
-HELP = "write a run as one flat PyTorch script"
+HELP = "write a run as one flat PyTorch script, or a recipe as a patch of your script"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten eject`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     add_recipe_options(parser)
-    parser.add_argument("--out", metavar="FILE", help="file of the script (default: standard output)")
+    parser.add_argument("--out", metavar="FILE", help="file of the script or the patch (default: standard output)")
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
-    """Generate the script and write it to ``--out``, which must not exist, or to standard output."""
-    from hasten.export.eject import eject
-
+    """Generate the script or the patch and write it to ``--out``, which must not exist, or to standard output."""
     if options.out and os.path.exists(options.out):
         raise ConfigurationError(f"{options.out} already exists; choose another --out")
+    if not isinstance(options.task, str):
+        return _run_script(options)
+    from hasten.export.eject import eject
+
     source = eject(options.task, recipe_from_options(options), device=options.device)
     if not options.out:
         return CommandResult({"source": source}, lambda result: result["source"].rstrip("\n"))
@@ -37,6 +40,20 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         {"out": options.out, "lines": lines},
         lambda result: f"{result['out']}: {result['lines']} lines; run it with: python {result['out']}",
     )
+
+
+def _run_script(options: Namespace) -> CommandResult:
+    """Print the patch of the user's script, or write it to ``--out``."""
+    from hasten.hosts.script_patch import patch_script
+
+    recipe = recipe_from_options(options)
+    if not recipe:
+        raise ConfigurationError("eject of a command needs a recipe; add --recipe FILE or --with METHOD")
+    patch = patch_script(options.task, recipe, options.recipe, options.device)
+    if not options.out:
+        return CommandResult({"patch": patch}, lambda result: result["patch"].rstrip("\n"))
+    _write(Path(options.out), patch)
+    return CommandResult({"out": options.out}, lambda result: f"apply it with: patch -p1 < {result['out']}")
 
 
 def _write(path: Path, source: str) -> None:

@@ -54,11 +54,11 @@ COMMANDS = {
     "launch": launch,
     "bench-comm": bench_comm,
 }
-OF_SCRIPTS = ("diagnose", "train", "compare", "tune")  # that also take the user's own command after --
+OF_SCRIPTS = ("diagnose", "train", "compare", "tune", "eject")  # that also take the user's own command after --
 COMMAND = "command"  # stands for it where a task is parsed
 TASK_HELP = (
     "TASK is the name of a workload, such as digits, or path/to/file.py:function. "
-    "diagnose, compare, tune and train also take your own command: hasten tune -- python train.py --epochs 90."
+    "diagnose, compare, tune, train and eject also take your own command: hasten tune -- python train.py --epochs 90."
 )
 DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the common options
 

@@ -44,7 +44,7 @@ class HastenWarning(UserWarning):
 
 
 class ProgressWarning(HastenWarning):
-    """Progress of something that takes long; ``--quiet`` suppresses it."""
+    """Warning category: the progress of an operation that takes long. ``--quiet`` suppresses these warnings."""
 
 
 def format_error(error: BaseException, limit: int = 300) -> str:

@@ -50,7 +50,7 @@ class SampleRng:
         return self._numbers(shape, _to_fractions)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Returns int64 in [low, high), shape (positions, *shape); ``high - low`` is at most 2**32."""
+        """Returns random int64 values in [low, high), shape (positions, *shape); ``high - low`` is at most 2**32."""
         return self._numbers(shape, _to_integers, low, high)
 
     def bernoulli(self, probability: float = 0.5) -> torch.Tensor:

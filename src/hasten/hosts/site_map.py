@@ -44,16 +44,21 @@ def write(folder: Path, script: ScriptRef) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
     if site_map is not None:
-        (folder / FILE).write_text(json.dumps(site_map, indent=1), encoding="utf-8")
+        text = json.dumps({"fingerprint": script.fingerprint(), **site_map}, indent=1)
+        (folder / FILE).write_text(text, encoding="utf-8")
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:
-    """The site map beside a recipe file; None without one. ConfigurationError if it cannot be read."""
+    """The site map beside a recipe file, and the ``fingerprint`` of its script; None without one.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
     path = Path(recipe).with_name(FILE) if recipe else None
     if path is None or not path.is_file():
         return None
     try:
         site_map = json.loads(path.read_text(encoding="utf-8"))
-        return {kind: list(site_map[kind]) for kind in KINDS}
+        return {"fingerprint": site_map.get("fingerprint"), **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

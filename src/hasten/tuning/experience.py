@@ -29,7 +29,7 @@ def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str)
         device: "cpu", "cuda" or "cuda:1".
 
     Returns:
-        Recipes of methods that apply to the task, none twice. ``is_exact`` separates those that keep the numbers.
+        Recipes of methods that apply to the task, none twice. ``exact_part`` is what of one keeps the numbers.
     """
     holds = frozenset(facts) | {device.partition(":")[0]}
     words = compared_words(holds, phases)
@@ -45,7 +45,12 @@ def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str)
 
 def is_exact(recipe: Recipe) -> bool:
     """Whether every method of the recipe is bit-exact or computes the same formula."""
-    return all(method_class(name).card.exactness in EXACT for name in recipe.methods)
+    return exact_part(recipe) == recipe
+
+
+def exact_part(recipe: Recipe) -> Recipe:
+    """The recipe without the methods that change the numbers more than by rounding."""
+    return recipe.drop(*(name for name in recipe.methods if method_class(name).card.exactness not in EXACT))
 
 
 def compared_words(facts: Iterable[str], phases: Mapping[str, float]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, is_exact
+from hasten.tuning.experience import compositions, exact_part
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study
@@ -55,19 +55,18 @@ def find_systems(
     share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
-    experienced = [] if state.candidates.is_restricted else experience_of(study, state)
+    experienced = _exact_compositions(study, state)
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
     with budget.part(share):
-        with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(EXACT_SHARE if lower else 1.0):
-            recipes = [*filter(is_exact, experienced)][:MAX_COMPOSITIONS]
-            with _keep_unconfirmed(state):
-                try_compositions(study, state.incumbents, recipes, samples, screening)
-                search_systems(study, state.incumbents, exact, samples, screening)
-                find_strong_baseline(study, state, samples, screening)
-                state.contributions = leave_one_out(study, state.incumbents, samples)
-                state.ablated = state.incumbents.best
+        exact_share = budget.part(EXACT_SHARE if lower else 1.0)
+        with budget.reserve(seconds + _comparison_overhead(plan)), exact_share, _keep_unconfirmed(state):
+            try_compositions(study, state.incumbents, experienced, samples, screening)
+            search_systems(study, state.incumbents, exact, samples, screening)
+            find_strong_baseline(study, state, samples, screening)
+            state.contributions = leave_one_out(study, state.incumbents, samples)
+            state.ablated = state.incumbents.best
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
         save()
         if state.level != EXACT and lower:
@@ -106,10 +105,26 @@ def _by_exactness(candidates: Candidates) -> tuple[list, list]:
 
 
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
-    """The recipes that made tasks like this one faster, and that can run where its loop is."""
+    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    recipes = compositions(state.diagnosis.get("facts") or (), phases, study.device)
-    return [recipe for recipe in recipes if not study.refusal(recipe)]
+    recipes = []
+    for recipe in compositions(state.diagnosis.get("facts") or (), phases, study.device):
+        able = recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
+        if able and able not in recipes:
+            recipes.append(able)
+    return recipes
+
+
+def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
+    """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
+    if state.candidates.is_restricted:
+        return []
+    parts: list[Recipe] = []
+    for recipe in experience_of(study, state):
+        part = exact_part(recipe)
+        if part and part not in parts:
+            parts.append(part)
+    return parts[:MAX_COMPOSITIONS]
 
 
 def samples_of(plan: dict[str, Any]) -> float:
@@ -157,9 +172,8 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison, best first: what made similar tasks faster, then methods."""
     exact, _ = _by_exactness(state.candidates)
-    recipes = [] if state.candidates.is_restricted else [*filter(is_exact, experience_of(study, state))]
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
-    return [*recipes[:MAX_COMPOSITIONS], *singles][:GUESSES]
+    return [*_exact_compositions(study, state), *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:

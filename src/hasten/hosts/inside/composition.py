@@ -128,7 +128,7 @@ class Composition:
         return backward
 
     def first_step(self, optimizer: Optimizer) -> None:
-        """Before the first update of an optimizer of the script: methods may change it in place."""
+        """Called before the first update of each optimizer of the script: methods may change the optimizer in place."""
         self.run.optimizer = optimizer
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")

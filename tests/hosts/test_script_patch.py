@@ -1,0 +1,97 @@
+"""``hasten eject -- python train.py``: the patch of a script applies, and gives the bits of the tuned run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.core.recipe import Recipe
+from hasten.hosts.script_patch import patch_script
+from hasten.hosts.script_ref import ScriptRef
+
+SCRIPT = """import hashlib
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(256, 1, 8, 8), torch.randint(0, 3, (256,)))
+loader = DataLoader(data, batch_size=32, shuffle=True)
+val_loader = DataLoader(data, batch_size=32)
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def evaluate():
+    model.eval()
+    return sum((model(images).argmax(1) == labels).sum().item() for images, labels in val_loader)
+
+
+for epoch in range(3):
+    model.train()
+    for images, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    evaluate()
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+print(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+"""
+SITES = {
+    "loaders": [
+        {"site": "train.py:8#1", "type": "DataLoader", "role": "training"},
+        {"site": "train.py:9#1", "type": "DataLoader", "role": "evaluation"},
+    ],
+    "models": [{"site": "train.py:10#1", "type": "Sequential", "called": True}],
+    "optimizers": [{"site": "train.py:11#1", "type": "Adam"}],
+    "evaluations": [{"site": "train.py:16#1", "type": "Sequential", "no_grad": False}],
+    "seeds": [],
+}
+
+
+def written(folder: Path, **changes) -> ScriptRef:
+    """The script, and a recipe file with the site map beside it."""
+    (folder / "train.py").write_text(SCRIPT)
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
+    (folder / "sites.json").write_text(json.dumps({"fingerprint": ref.fingerprint(), **SITES, **changes}))
+    return ref
+
+
+def test_patch_edits_the_sites_that_the_recipe_acts_on(tmp_path):
+    recipe = Recipe.parse("loader_workers:num_workers=2 + fused_optimizer + eval_no_grad")
+    patch = patch_script(written(tmp_path), recipe, str(tmp_path / "recipe.toml"), None)
+    added = [line[1:].strip() for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert added == [
+        "loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=2)",
+        "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)",
+        "@torch.no_grad()",
+    ]
+
+
+def test_patch_of_a_method_that_changes_the_loop_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"batch_size needs .* train\.py owns its training loop"):
+        patch_script(written(tmp_path), Recipe.parse("batch_size:factor=2"), str(tmp_path / "recipe.toml"), None)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
+    ref = written(tmp_path, fingerprint="of an older script", optimizers=[])  # so that it is watched anew
+    recipe = ["--with", "fused_optimizer", "--with", "channels_last", "--with", "eval_no_grad"]
+    command = [sys.executable, "train.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*argv: str) -> str:
+        return subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+
+    hasten = [sys.executable, "-m", "hasten"]
+    plain, tuned = run(*command), run(*hasten, "train", *recipe, "--", *command)
+    patch = run(*hasten, "eject", *recipe, "--", *command)
+    assert "Not in this patch" not in patch and ref.file
+    subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=tmp_path, check=True, capture_output=True)
+    assert "hasten" not in Path(ref.file).read_text()
+    assert run(*command) == tuned != plain
