@@ -8,7 +8,7 @@ import pytest
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, method_names
-from hasten.export.patch import ScriptEdit, edit_of, patch_of, write_patch
+from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, write_patch
 
 KINDS = {"loader", "optimizer", "model", "process", "evaluation", "by_hand"}
 
@@ -156,7 +156,7 @@ def test_evaluation_runs_without_gradients_by_a_decorator_or_around_its_loop(tmp
         ("opt = SGD(p, foreach=True)\n", "optimizer", 1, "fused=True", "foreach="),
         ("x = 3\n", "loader", 1, "num_workers=2", "there is no call"),
         ("x = f(a(1), b(2))\n", "loader", 1, "num_workers=2", "is not the only one on the line"),
-        ("a = [Net(), Net()]\n", "model", 1, "{model}.compile()", "is not the only one on the line"),
+        ("a = [Net(), Net()]\n", "model", 1, "{model}.compile()", "is not assigned to one name"),
         ("def make():\n    return Net()\n", "model", 2, "{model}.compile()", "not assigned to one name"),
         ("a = b = Net()\n", "model", 1, "{model}.compile()", "not assigned to one name"),
         ("if x: model = Net()\n", "model", 1, "{model}.compile()", "another statement is on the same line"),
@@ -285,3 +285,21 @@ def test_patched_script_trains_as_before(tmp_path, recipe, same_bits):
     assert result != SCRIPT and "hasten" not in result
     new_digest, new_norm = train(tmp_path)
     assert (new_digest == digest) is same_bits and new_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("model = Net()\nmodel = model.to(device)\nloss = f(model(x))\n", 3, 2),
+        ("def train(net):\n    out = net(x)\nmodel = Net()\n", 2, 0),
+        ("def a():\n    model = Net()\ndef b():\n    model = Net()\n    model(x)\n", 5, 0),
+        (
+            "class A:\n    def __init__(self):\n        self.net = Net()\n    def step(self):\n        self.net(x)\n",
+            5,
+            3,
+        ),
+    ],
+)
+def test_line_of_model_is_the_last_assignment_of_the_name_that_is_called(tmp_path, text, line, expected):
+    (tmp_path / "train.py").write_text(text)
+    assert line_of_model(tmp_path, "train.py", line) == expected

@@ -27,6 +27,7 @@ LINE_LENGTH = 100  # a call on one line stays on one line up to this length
 GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
 
 IMPORT = (ast.Import, ast.ImportFrom)
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 Site = dict[str, Any]
 
@@ -66,6 +67,12 @@ def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, sc
         A comment block if something is to be done by hand, then the diff.
     """
     return patch_of([edit_of(method) for method in sort_methods(make_methods(recipe))], sites, Path(directory), script)
+
+
+def line_of_model(directory: str | Path, file: str, line: int) -> int:
+    """The line of a file that makes the model which another line calls; 0 if that is not clear."""
+    source = _File.read(Path(directory), file)
+    return 0 if isinstance(source, str) else source.line_of_assignment(line)
 
 
 def edit_of(method: Any) -> ScriptEdit:
@@ -165,7 +172,7 @@ class _File:
             elif kind == "evaluation":
                 self._wrap_evaluation(line, text)
             elif kind == "model":
-                self._insert_after_assignment(line, name, text)
+                self._insert_after_assignment(line, text)
             else:
                 for call in self._calls(line, (name, *CALLEES.get(kind, ()))):
                     self._add_keywords(call, text)
@@ -262,24 +269,39 @@ class _File:
             before.append(token)
         raise _CannotEditError("the end of the call was not found")
 
-    def _insert_after_assignment(self, line: int, name: str, text: str) -> None:
+    def line_of_assignment(self, line: int) -> int:
+        """The line that last assigns the name which is called at a line, such as ``model``; 0 if that is not clear."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        called = {self._text(call.func) for call in calls if call.lineno <= line <= _end(call)}
+        made = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        ]
+        made = [node for node in made if any(self._text(target) in called for target in node.targets)]
+        names = {self._text(target) for node in made for target in node.targets}
+        functions = {id(self._function_of(node)) for node in made}
+        return max((node.lineno for node in made), default=0) if len(names) == len(functions) == 1 else 0
+
+    def _function_of(self, node: ast.AST) -> ast.AST:
+        """The innermost function that contains a node, or the module."""
+        around = [one for one in ast.walk(self.tree) if isinstance(one, FUNCTION) and node in ast.walk(one)]
+        return around[-1] if around else self.tree
+
+    def _insert_after_assignment(self, line: int, text: str) -> None:
         """Inserts a statement about the model after the statement that assigns it."""
-        call = self._calls(line, (name,))[0]
-        statement = self._statement_of(call)
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
+        if not line:
+            raise _CannotEditError("it is not clear where the model is made")
+        assignments = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        around = [
+            node for node in assignments if node.lineno <= line <= _end(node) and isinstance(node.value, ast.Call)
+        ]
+        targets = [target for node in around for target in getattr(node, "targets", [getattr(node, "target", None)])]
         if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
             raise _CannotEditError("the model is not assigned to one name where it is made")
+        statement = around[0]
         text = text.replace("{model}", self._text(targets[0]))
         if "torch." in text:
             self._ensure_torch()
         self._insert_after(statement, text)
-
-    def _statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that contains a node."""
-        around = [one for one in ast.walk(self.tree) if isinstance(one, ast.stmt) and node in ast.walk(one)]
-        return around[-1]  # ast.walk lists outer statements before inner ones
 
     def _insert_after(self, statement: ast.stmt, text: str) -> None:
         """Inserts lines with the indentation of the statement after it, which must be alone on its lines."""

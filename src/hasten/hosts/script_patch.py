@@ -5,7 +5,7 @@ from typing import Any
 
 from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
-from hasten.export.patch import Site, write_patch
+from hasten.export.patch import Site, line_of_model, write_patch
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.launch import check_train
 from hasten.hosts.script_ref import ScriptRef
@@ -27,7 +27,7 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
     if sites is None or sites["fingerprint"] != script.fingerprint():
         sites = _watch(script, pick_device(device))
     file = os.path.relpath(script.file, script.directory) if script.file else None
-    return write_patch(_as_places(sites), recipe, script.directory, file)
+    return write_patch(_as_places(sites, script.directory), recipe, script.directory, file)
 
 
 def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
     return script.sites() or {}
 
 
-def _as_places(sites: dict[str, Any]) -> list[Site]:
+def _as_places(sites: dict[str, Any], directory: str) -> list[Site]:
     """The sites as ``write_patch`` takes them: those of training loaders, called models, optimizers and evaluations."""
     chosen = {
         "loader": [entry for entry in sites["loaders"] if entry["role"] == TRAINING],
@@ -44,7 +44,12 @@ def _as_places(sites: dict[str, Any]) -> list[Site]:
         "model": [entry for entry in sites["models"] if entry["called"]],
         "evaluation": [entry for entry in sites["evaluations"] if not entry["no_grad"]],
     }
-    return [{"kind": kind, **_place(entry)} for kind, entries in chosen.items() for entry in entries]
+    places = [{"kind": kind, **_place(entry)} for kind, entries in chosen.items() for entry in entries]
+    for place in places:
+        if place["kind"] == "model":  # a model is noted where it is called
+            place["line"] = line_of_model(directory, place["file"], place["line"])
+            place["type"] = ""  # what is assigned there may be the model in another call, such as .to(device)
+    return places
 
 
 def _place(entry: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
 EXACT_SHARE = 0.8  # of the budget of the systems stage, for the search among exact methods
 SCREENING_S = (2.0, 8.0)  # least and most seconds of a comparison
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
-WHOLE_RUNS = 7.0  # runs of the task that its training stage takes at least; with fewer left, shorter trainings are run
+BASELINE_RUNS, TUNED_RUNS = 3.0, 4.0  # whole runs of its training stage at least; without the time, runs are shorter
+USUAL_SPEEDUP = 2.0  # of the exact methods, where it is not known yet
 SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divided by this
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
@@ -49,7 +50,7 @@ def find_systems(
     budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
         return confirm_best_guess(study, state, plan, save)
-    fits = is_followed and budget.left() >= WHOLE_RUNS * (state.run_seconds or float("inf"))
+    fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
     share = share if is_followed else 1.0
@@ -125,6 +126,11 @@ def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
         if part and part not in parts:
             parts.append(part)
     return parts[:MAX_COMPOSITIONS]
+
+
+def whole_runs_seconds(state: SearchState, speedup: float) -> float:
+    """Seconds that the training stage takes at least with whole runs, if exact methods make them ``speedup`` faster."""
+    return (BASELINE_RUNS + TUNED_RUNS / speedup) * (state.run_seconds or float("inf"))
 
 
 def samples_of(plan: dict[str, Any]) -> float:

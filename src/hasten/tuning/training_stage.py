@@ -17,14 +17,13 @@ from hasten.tuning.joint_search import search_jointly, split_joint
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
 from hasten.tuning.systems_stage import (
-    MAX_COMPOSITIONS,
     MIN_SHORT_RUN_S,
     SHORT_RUNS,
-    WHOLE_RUNS,
     compare_with_one_process,
     experience_of,
     note_not_tried,
     samples_of,
+    whole_runs_seconds,
 )
 from hasten.tuning.training import Baseline, first_outcome, search_training, try_training_compositions
 from hasten.utils.durations import format_duration
@@ -32,6 +31,7 @@ from hasten.utils.durations import format_duration
 SEED_STEP = 1000
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 12  # seeds where the budget is worth fewer runs of the task than this
+MAX_COMPOSITIONS = 3
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
 
@@ -39,11 +39,11 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     """Finds and confirms recipes that change the training, by whole trainings or, if those do not fit, shorter ones."""
     budget, candidates, samples = study.budget, state.candidates, samples_of(plan)
     items = [*candidates.communication, *candidates.training]
-    study.horizon = _horizon(study, state, items)
+    exact = finding.recommended(state.findings, PRECISION)
+    study.horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
     if not study.horizon:
         return
     is_whole = study.horizon >= 1
-    exact = finding.recommended(state.findings, PRECISION)
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     try:
         baseline = state.baseline = run_baseline(study, margin)
@@ -83,15 +83,19 @@ def prove(study: Study, state: SearchState, margin: float | None, recipes: list[
     _confirm(study, state, baseline, recipes, is_whole=True)
 
 
-def _horizon(study: Study, state: SearchState, items: list) -> float:
-    """Fraction of the training that fits as often as the training stage needs it; 0 if none does."""
+def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> float:
+    """Fraction of the training that fits as often as the training stage needs it; 0 if none does.
+
+    ``speedup`` is that of the exact recipe, with which the candidates train.
+    """
     left, seconds = study.budget.left(), state.run_seconds
     if not items or seconds is None:
         return 0.0
-    if left >= WHOLE_RUNS * seconds:
+    whole = whole_runs_seconds(state, speedup)
+    if left >= whole:
         return 1.0
     if left / SHORT_RUNS < MIN_SHORT_RUN_S or not study.task.can_be_shortened:
-        needed = WHOLE_RUNS * seconds + study.budget.spent
+        needed = whole + study.budget.spent
         why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)
         return 0.0
