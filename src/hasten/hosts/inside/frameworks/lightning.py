@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
 
+BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
+
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
@@ -25,6 +27,8 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             loop.trainer = trainer
             loop.models.adopt(pl_module, "training_step")
+            if loop.in_float64:
+                _read_in_float64(pl_module)
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:
@@ -42,7 +46,8 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             loop.monitor = _monitor(trainer, held_out)
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            pl_module.__dict__.pop("training_step", None)  # a function in the object cannot be pickled
+            for name in ("training_step", BATCH_HOOK):  # a function in the object cannot be pickled
+                pl_module.__dict__.pop(name, None)
 
     original = module.Trainer.__init__
 
@@ -52,6 +57,19 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
         trainer.callbacks.insert(0, HastenCallback())
 
     module.Trainer.__init__ = watched_init
+
+
+def _read_in_float64(pl_module: Any) -> None:
+    """Converts all batches, since methods and checks see those of ``training_step`` only."""
+    from hasten.utils.batch import map_tensors  # a watched script does not need it
+
+    original = getattr(pl_module, BATCH_HOOK)
+
+    def on_after_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+        batch = original(batch, dataloader_idx)
+        return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+
+    pl_module.__dict__[BATCH_HOOK] = on_after_batch_transfer
 
 
 def _monitor(trainer: Any, held_out: list[str]) -> tuple[str, str] | None:
