@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import has_forward_hooks
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
@@ -91,7 +92,7 @@ def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | Non
     if len(arguments.args) != 1 or len(node.input_tensors) != 1 or len(node.outputs) != 1:
         return None
     dtypes = {layer.compute_dtype, layer.variable_dtype, functional.compute_dtype, functional.variable_dtype}
-    if len(dtypes) > 1 or layer._forward_hooks or layer._forward_pre_hooks:
+    if len(dtypes) > 1 or has_forward_hooks(layer):
         return None
     if layer.activity_regularizer is not None or getattr(layer, "quantization_mode", None):
         return None
