@@ -414,3 +414,26 @@ def test_iterators_of_loaders_can_be_watched_and_replaced():
         compat.patch_loader_iterator(lambda _: originals[1])
     assert seen[0] == "DataLoader" and seen.count("_SingleProcessDataLoaderIter") == 3
     assert len(list(DataLoader([1.0]))) == 1 and len(seen) == 4
+
+
+def test_kernels_of_recurrent_layers_are_those_of_torch_nn():
+    x, h, c = torch.randn(2, 5, 3), torch.randn(1, 2, 4), torch.randn(1, 2, 4)
+    lstm, gru = nn.LSTM(3, 4, batch_first=True), nn.GRU(3, 4, batch_first=True)
+    out, (last_h, last_c) = lstm(x, (h, c))
+    for a, b in zip((out, last_h, last_c), compat.lstm_kernel(x, (h, c), list(lstm.parameters())), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(gru(x, h), compat.gru_kernel(x, h, list(gru.parameters())), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_fused_adam_step_is_that_of_torch_optim(amsgrad):
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, fused=True, amsgrad=amsgrad)
+    parameter.grad = torch.arange(5.0)
+    optimizer.step()
+    weight, momentum, velocity, largest = torch.ones(5), torch.zeros(5), torch.zeros(5), torch.zeros(5)
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": amsgrad}
+    maxima, step = [largest] if amsgrad else [], torch.tensor(1.0)
+    compat.fused_adam_step([weight], [parameter.grad], [momentum], [velocity], maxima, [step], **options)
+    assert torch.equal(weight, parameter) and torch.equal(momentum, optimizer.state[parameter]["exp_avg"])

@@ -387,3 +387,44 @@ def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any
     from torch.utils.data import DataLoader
 
     DataLoader._get_iterator = make(DataLoader._get_iterator)
+
+
+# ── kernels that torch.nn and torch.optim call ───────────────────────────────────────────────────
+
+
+def lstm_kernel(
+    inputs: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], weights: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``nn.LSTM`` calls, of one layer in one direction: (outputs, last h, last c).
+
+    Args:
+        inputs: (batch, time, features).
+        state: h and c, each (1, batch, units).
+        weights: Of the input (4 units, features) and the state (4 units, units), two biases (4 units); gates i f g o.
+    """
+    return torch._VF.lstm(inputs, state, weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)  # pyright: ignore
+
+
+def gru_kernel(
+    inputs: torch.Tensor, state: torch.Tensor, weights: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``nn.GRU`` calls, as ``lstm_kernel``: (outputs, last h); gates r z n."""
+    return torch._VF.gru(inputs, state, weights, True, 1, 0.0, torch.is_grad_enabled(), False, True)  # pyright: ignore
+
+
+def fused_adam_step(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    momentums: list[torch.Tensor],
+    velocities: list[torch.Tensor],
+    largest: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    **options: Any,
+) -> None:
+    """The kernel of ``torch.optim.Adam(fused=True)``, in place; options are lr, beta1, beta2, eps and amsgrad.
+
+    ``steps`` are float32 tensors that hold the number of this update; ``largest`` is empty without amsgrad.
+    """
+    torch._fused_adam_(
+        params, grads, momentums, velocities, largest, steps, weight_decay=0.0, maximize=False, **options
+    )

@@ -31,6 +31,7 @@ from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
 from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.keras_models import is_keras_dropout, modules_of, variables_below_float64
 from hasten.utils.rng import preserve_rng_state
 
 GRADIENT_BATCHES = 3
@@ -86,11 +87,13 @@ class RunConditions(Method):
     double: bool
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        for module in model.modules():
-            is_dropout = isinstance(module, Dropout)
+        for module in modules_of(model):
+            is_dropout = isinstance(module, Dropout) or is_keras_dropout(module)
             for name, value in vars(module).items():
                 if isinstance(value, float) and (is_dropout or "drop" in name):
                     setattr(module, name, 0.0)
+        if self.double and (below := variables_below_float64(model)):
+            raise RunError(f"Keras keeps {below[0]} and the computations with it in a lower precision than float64")
         return model.double() if self.double else model
 
     def batch_transform(self, batch_transform: BatchFn, run: RunContext) -> BatchFn:

@@ -66,9 +66,7 @@ class Recipe:
         if unknown := sorted(content.keys() - {"methods"}):
             rule = "a recipe holds [methods.NAME] tables only"
             raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
-        if not isinstance(methods, dict) or not all(
-            type(options) is dict for options in content.get("methods", {}).values()
-        ):
+        if not isinstance(content.get("methods", {}), dict) or any(type(one) is not dict for one in methods.values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         recipe = Recipe(content.get("methods", {}))
         for name, options in recipe.methods.items():

@@ -82,6 +82,7 @@ class EngineServices:
         available_cpus: ``() -> int``: CPUs that this process may use; considers containers and other ranks.
         free_memory: ``() -> int``: bytes of host memory that this process may still allocate.
         eval_records_gradients: ``() -> bool``: whether evaluations record gradients; those of the engine never do.
+        trainer: ``() -> object``: the ``Trainer`` of the framework that runs the loop; None where there is none.
         peek_batch: ``() -> batch``: the first batch, on the device, without consuming it; None once the run is built.
     """
 
@@ -89,6 +90,7 @@ class EngineServices:
     available_cpus: Callable[[], int] = lambda: os.cpu_count() or 1
     free_memory: Callable[[], int] = lambda: 1 << 32
     eval_records_gradients: Callable[[], bool] = lambda: False
+    trainer: Callable[[], Any] = lambda: None
     peek_batch: Callable[[], Batch] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
 
 
@@ -197,10 +199,6 @@ class RunContext:
     def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
         """Parameters of this rank that rank 0 of its replica holds, too; empty in a single process."""
         return frozenset() if self.parallel is None else self.parallel.duplicate_params
-
-    def any_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on at least one rank. All ranks must call it at the same point."""
-        return self.ranks.any(condition)
 
     def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """L2 norm of the whole model's gradients, from that of this rank without ``duplicate_params``. A collective."""

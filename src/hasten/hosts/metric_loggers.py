@@ -59,7 +59,7 @@ def watch_mlflow(module: Any, report: Report) -> None:
     _call_before(module.MlflowClient, "log_batch", read_batch)
 
 
-WATCHED: dict[str, Callable[[Any, Report], None]] = {
+WATCHED: dict[str, Callable[..., None]] = {
     "torch.utils.tensorboard.writer": watch_tensorboard,
     "tensorboardX.writer": watch_tensorboard,
     "wandb.sdk.wandb_run": watch_dictionary,

@@ -42,7 +42,7 @@ class EarlyStopping(Method):
             is_held = target is not None and len(last) == self.target_patience and min(last) >= sign * target
             earlier, recent = scores[: -self.patience], scores[-self.patience :]
             is_stuck = bool(earlier) and max(recent) <= max(earlier) + self.min_delta
-            return run.any_rank(is_held or is_stuck or (inner is not None and inner(history)))
+            return run.ranks.any(is_held or is_stuck or (inner is not None and inner(history)))
 
         def describe() -> str:
             if run.plan.stop is None:

@@ -80,7 +80,7 @@ class Float16(Method):
             grad_transform()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             foreach_mul_(gradients, 1.0 / scale.value)
-            scale.overflow = run.any_rank(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
+            scale.overflow = run.ranks.any(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
 
         return unscale_gradients
 

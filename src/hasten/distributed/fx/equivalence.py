@@ -46,7 +46,7 @@ def verify_partition(
     def problem_of(blocks: list[Any]) -> str | None:
         for plan in plans:
             problem = _difference(copy.deepcopy(model), blocks, plan, samples, whole_batch, expected)
-            if run.any_rank(problem is not None):
+            if run.ranks.any(problem is not None):
                 return problem or "it fails on another rank"
         return None
 

@@ -75,14 +75,14 @@ class Composition:
         """Sets what the methods set for the process: threads, allocator, precision."""
         self.context.enter_context(self.fold("process_context", nullcontext)())
 
-    def source_of(self, loader: Any, training: bool) -> BatchSource:
-        """The batches of a DataLoader of the script under the methods."""
-        source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
+    def source_of(self, loader: Any, training: bool) -> BatchSource | None:
+        """The batches of a DataLoader of the script under the methods; None if no method changes them."""
+        plain = source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
         with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
             for method in self.methods:
                 if "data" in hooks_of(method):
                     source = apply_data_hook(method, source, self.run)
-        return source
+        return None if source is plain else source
 
     def wrap_call(self, root: nn.Module) -> Callable[..., Any]:
         """The call of a root under the methods, which may also change the root in place. Called once for each root."""
@@ -134,6 +134,17 @@ class Composition:
         self.run.optimizer = optimizer
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")
+
+    def note_no_torch_optimizer(self, why: str) -> None:
+        """Before the first update of an optimizer that is not a ``torch.optim.Optimizer``: methods cannot change it."""
+        for method in self.methods:
+            if "optimizer" in hooks_of(method):
+                self.run.report_no_effect(method, why)
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether an exactness check runs the script in float64."""
+        return any(getattr(method, "double", False) for method in self.methods)
 
     @property
     def wraps_updates(self) -> bool:

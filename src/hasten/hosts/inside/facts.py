@@ -5,19 +5,22 @@ from typing import Any
 
 import torch
 
+from hasten.hosts.inside.loaders import batch_size_of
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.run_facts import hardware_facts, model_facts
 
 
-def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device) -> dict[str, Any]:
+def describe(
+    models: ModelSeam, training: Iterable[Any], steps: StepSeam, device: torch.device, of_framework: Iterable[str] = ()
+) -> dict[str, Any]:
     """``facts`` (keys of ``hasten.core.card.FACTS``), ``samples_per_step`` (None if unknown) and ``device``."""
     from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
 
     roots = models.roots
     device = next((parameter.device for root in roots for parameter in root.parameters()), device)
     training = list(training)
-    found = set(hardware_facts(device))
+    found = {*hardware_facts(device), *of_framework}
     for root in roots:
         found |= model_facts(root)
     if models.evaluations and not models.trains_in_eval_mode:
@@ -25,7 +28,7 @@ def describe(models: ModelSeam, training: Iterable[Any], steps: StepSeam, device
     specs = [from_loader(loader, None, loader.batch_size or 1, 0, True).spec for loader in training]
     if any(spec is not None for spec in specs):
         found |= {"indexed_samples", "workers", "multiple_epochs"}
-    sizes = [loader.batch_size for loader in training if loader.batch_size]
+    sizes = [size for loader in training if (size := batch_size_of(loader))]
     samples = max(sizes) * max(1, steps.backwards) if sizes else None
     if len(roots) > 1 and sizes:  # several backward passes of a step read the same batch
         samples = max(sizes)

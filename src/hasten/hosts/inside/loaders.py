@@ -6,7 +6,7 @@ A loader keeps its type, length, dataset and sampler; only the iterator that it 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
@@ -24,8 +24,8 @@ class LoaderSeam:
     Args:
         sites: Receives each loader with its site.
         phases: Receives the time that the script waits for batches.
-        source_of: ``(loader, is for training) -> BatchSource``, the batches under the methods of the recipe; None to
-            watch only.
+        source_of: ``(loader, is for training) -> BatchSource``, the batches under the methods of the recipe, or None
+            if these change nothing; None to watch only.
         roles: Site -> "training" or "evaluation", from an earlier run.
     """
 
@@ -33,12 +33,13 @@ class LoaderSeam:
         self,
         sites: Sites,
         phases: PhaseTimer,
-        source_of: Callable[[Any, bool], BatchSource] | None = None,
+        source_of: Callable[[Any, bool], BatchSource | None] | None = None,
         roles: dict[str, str] | None = None,
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
         self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
-        self.sources: WeakKeyDictionary[Any, BatchSource] = WeakKeyDictionary()
+        self.sources: WeakKeyDictionary[Any, BatchSource | None] = WeakKeyDictionary()
+        self.reading: WeakSet[Any] = WeakSet()  # loaders whose own iterator a method uses now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
         DataLoader.__init__ = self._noting(DataLoader.__init__)
         patch_loader_iterator(self._iterator_maker)
@@ -63,7 +64,7 @@ class LoaderSeam:
         @functools.wraps(original)
         def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
-            facts = {"batch_size": loader.batch_size, "num_workers": loader.num_workers, "role": EVALUATION}
+            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers, "role": EVALUATION}
             self.sites.note("loaders", loader, **facts)
 
         return noted_init
@@ -73,13 +74,11 @@ class LoaderSeam:
             record = self.sites.of(loader)
             if record is None or self.sites.line() is None:  # made, or read, by hasten itself
                 return original(loader)
-            if self.source_of is None:
-                made = original(loader)
-            else:
-                if loader not in self.sources:
-                    training = self.roles.get(record["site"], TRAINING) == TRAINING
-                    self.sources[loader] = self.source_of(loader, training)
-                made = BatchIterator(self.sources[loader], self)
+            if self.source_of is not None and loader not in self.sources:
+                training = self.roles.get(record["site"], TRAINING) == TRAINING
+                self.sources[loader] = self.source_of(loader, training)
+            source = None if loader in self.reading else self.sources.get(loader)
+            made = original(loader) if source is None else BatchIterator(source, self, loader)
             made.hasten_record = record
             self.by_site[record["site"]] = loader
             return made
@@ -103,11 +102,16 @@ class LoaderSeam:
         return next_batch
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a batch, also where a sampler of batches was given; None if unknown."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
 class BatchIterator:
     """The iterator of a user's loader under methods: the batches of one epoch after the other of a BatchSource."""
 
-    def __init__(self, source: BatchSource, seam: LoaderSeam):
-        self.source, self.seam = source, seam
+    def __init__(self, source: BatchSource, seam: LoaderSeam, loader: Any):
+        self.source, self.seam, self.loader = source, seam, loader
         self.hasten_record: dict[str, Any] | None = None
         self._reset(None)
 
@@ -117,9 +121,11 @@ class BatchIterator:
     def __next__(self) -> Any:
         phases, record = self.seam.phases, self.hasten_record
         began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
+        self.seam.reading.add(self.loader)
         try:
             return next(self.batches)
         finally:
+            self.seam.reading.discard(self.loader)
             if began is not None:
                 phases.record("input", began)
             self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
@@ -131,4 +137,8 @@ class BatchIterator:
         """Begins the next epoch, as torch calls it on the iterator of a loader with persistent workers."""
         epoch, _ = self.source.position
         self.source.position = (epoch + 1, 0)
-        self.batches = self.source.epoch(epoch, 0)
+        self.seam.reading.add(self.loader)
+        try:
+            self.batches = self.source.epoch(epoch, 0)
+        finally:
+            self.seam.reading.discard(self.loader)

@@ -4,6 +4,7 @@ A root is a module that the script calls and that is part of no other module. It
 ``Module.compile()`` uses: outermost calls only, no hook, nothing on submodules, and nothing that is pickled or copied.
 """
 
+import functools
 import gc
 import os
 import time
@@ -43,12 +44,14 @@ class ModelSeam:
         self.sites, self.phases, self.steps, self.wrap = sites, phases, steps, wrap
         self.roots: list[nn.Module] = []
         self.known: set[int] = set()
+        self.adopted: dict[int, Callable[..., Any]] = {}  # what a framework calls in place of a root
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients = self.trains_in_eval_mode = False
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
         self.inside = False
+        self.is_symbolic: Callable[[Any, Any], bool] = lambda args, kwargs: False  # of a call that computes nothing
         self.original = patch_module_call(self._first_calls())
 
     def stop_searching(self) -> None:
@@ -74,13 +77,26 @@ class ModelSeam:
                 return self.original(module, *args, **kwargs)
             self.inside = True
             try:
-                if id(module) not in self.known:
+                if id(module) not in self.known and not self.is_symbolic(args, kwargs):
                     self._consider(module)
                 return self.original(module, *args, **kwargs)
             finally:
                 self.inside = False
 
         return first_call
+
+    def adopt(self, root: nn.Module, step: str) -> None:
+        """Takes a root whose framework does not call it, but its method ``step``, for a training step."""
+        self.stop_searching()
+        if id(root) not in self.known:
+            self.known.add(id(root))
+            self.roots.append(root)
+            self.sites.note("models", root, called=True)
+            call = getattr(root, step)
+            told_apart = self._told_apart(root, self.wrap(root, call) if self.wrap else call)
+            self.adopted[id(root)] = functools.wraps(call)(told_apart)
+        if id(root) in self.adopted:
+            root.__dict__[step] = self.adopted[id(root)]
 
     def _consider(self, module: nn.Module) -> None:
         self.known.add(id(module))
@@ -112,20 +128,26 @@ class ModelSeam:
 
     def _evaluate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.began is None:
-            self.began = self.steps.last_ended or time.perf_counter()
-            if not self.evaluations:
-                site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
-                self.sites.records.setdefault("evaluations", []).append(site)
-            self._mark(begins=True)
+            self.begin_evaluation()
         self.records_gradients |= torch.is_grad_enabled()
         result = call(*args, **kwargs)
         self.ended = time.perf_counter()
         return result
 
-    def end_evaluation(self) -> None:
-        """Counts the evaluation that is running, if there is one, as ended with its last call."""
+    def begin_evaluation(self) -> None:
+        """Notes that an evaluation has begun, at the end of the last step."""
+        self.began = self.steps.last_ended or time.perf_counter()
+        if not self.evaluations:
+            site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
+            self.sites.records.setdefault("evaluations", []).append(site)
+        self._mark(begins=True)
+
+    def end_evaluation(self, now: bool = False) -> None:
+        """Counts the evaluation that is running, if there is one, as ended with its last call, or ``now``."""
         if self.began is None:
             return
+        if now:
+            self.ended = time.perf_counter()
         seconds = self.ended - self.began
         self.began = None
         self.evaluated_seconds += seconds
@@ -147,6 +169,7 @@ def _outermost_modules() -> list[nn.Module]:
 
 def _children(module: nn.Module) -> list[nn.Module]:
     try:
-        return list(module.children())
+        layers_of_keras = getattr(type(module), "_flatten_layers", None)  # torch does not register them as children
+        return [*module.children(), *(layers_of_keras(module, include_self=False) if layers_of_keras else ())]
     except AttributeError:  # its constructor has not run yet
         return []

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,13 +22,16 @@ import torch
 
 from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
+from hasten.hosts.inside.frameworks import FrameworkLoop
+from hasten.hosts.inside.imports import ImportFinder
 from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
-from hasten.hosts.inside.trackers import TrackerFinder
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
+from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.phase_timer import PhaseTimer
 
 ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
@@ -59,8 +63,14 @@ class Session:
             self.sites.records["seeds"] = []
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
+        in_float64 = bool(self.composition) and self.composition.in_float64
+        self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
+        if self.composition:
+            self.composition.run.services.trainer = lambda: self.loop.trainer
+        watchers: dict[str, Any] = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
         if spec["mode"] != "train":
-            TrackerFinder(self._note_logged)
+            watchers |= {name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()}
+        ImportFinder({name: self._guarded(watch) for name, watch in watchers.items()})
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -127,6 +137,10 @@ class Session:
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
 
+    def _note_no_torch_optimizer(self, why: str) -> None:
+        if self.composition:
+            self.composition.note_no_torch_optimizer(why)
+
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
     def _claim(self) -> None:
@@ -148,6 +162,7 @@ class Session:
     def _after_step(self) -> None:
         models, count = self.models, self.steps.count
         if count == 1:
+            self.sites.early = False
             models.find_uncalled()
         if count == ROOT_SEARCH_STEPS:
             models.stop_searching()
@@ -219,7 +234,7 @@ class Session:
 
     def _seen(self) -> tuple[bool, bool]:
         """Whether the script has read a DataLoader, and whether an optimizer has updated."""
-        return bool(self.loaders.sources), bool(self.steps.optimizers)
+        return bool(self.loaders.sources), bool(self.steps.optimizers) or self.loop.has_optimizer
 
     def _begin_evaluate(self) -> None:
         self.wants_evaluation, self.evaluations_before = True, len(self.models.evaluations)
@@ -271,12 +286,13 @@ class Session:
             "compile_seconds": compile_seconds(),
             "cached_compile_seconds": cached_compile_seconds(),
             "marks": [(at - self.began, *rest) for at, *rest in models.marks],
-            "logged": self.logged,
+            "logged": [(at - self.began, *rest) for at, *rest in self.loop.logged] or self.logged,
+            "monitor": self.loop.monitor,
             "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             **self._evaluations(),
-            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device),
+            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts),
         }
 
     def _evaluations(self) -> dict[str, Any]:
@@ -284,7 +300,7 @@ class Session:
         found = [] if self.models.trains_in_eval_mode else self.models.evaluations
         if not found:
             return {"evaluation_seconds": None, "evaluation_every": None}
-        steps = [step for step, _ in found if step > 0]
+        steps = sorted({step for step, _ in found if step > 0})
         every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
         return {"evaluation_seconds": found[-1][1], "evaluation_every": every}
 
@@ -307,7 +323,7 @@ class Session:
         for name in sorted(weights):
             tensor = weights[name].detach().cpu().contiguous()
             digest.update(name.encode())
-            digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
         return {"hash": digest.hexdigest(), "tensors": len(weights), "steps": self.steps.count}
 
     def _save(self, path: str, gradients: bool = False) -> dict[str, Any]:

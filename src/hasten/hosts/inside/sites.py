@@ -7,7 +7,16 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing")  # packages whose frames are no site
+FRAMEWORKS = (
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "transformers",
+    "accelerate",
+    "keras",
+)
+HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing", *FRAMEWORKS)  # packages whose frames are no site
 
 
 class Sites:
@@ -20,18 +29,32 @@ class Sites:
     def __init__(self, directory: str):
         self.directory = directory
         self.records: dict[str, list[dict[str, Any]]] = {}
+        self.early = True  # until the first step has ended
+        self.by_stack: dict[tuple[str, Any], dict[str, Any]] = {}
         self.by_object: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, kind: str, thing: Any, **facts: Any) -> dict[str, Any] | None:
         """Notes an object that the code which is running now has made or calls; None if that is hasten's own code."""
-        line = self.line()
+        line, stack = self.line(), None
         if line is None:
             return None
+        if kind == "loaders" and _package(inspect.currentframe()) in FRAMEWORKS:  # which make one anew for every epoch
+            stack = _stack(inspect.currentframe())
+            if (kind, stack) in self.by_stack:
+                record = self.by_object[thing] = self.by_stack[kind, stack]
+                return record
         self.counts[kind, line] += 1
-        record = {"site": f"{line}#{self.counts[kind, line]}", "type": type(thing).__name__, **facts}
+        record = {
+            "site": f"{line}#{self.counts[kind, line]}",
+            "type": type(thing).__name__,
+            "early": self.early,
+            **facts,
+        }
         self.records.setdefault(kind, []).append(record)
         self.by_object[thing] = record
+        if stack is not None:
+            self.by_stack[kind, stack] = record
         return record
 
     def of(self, thing: Any) -> dict[str, Any] | None:
@@ -42,7 +65,7 @@ class Sites:
         """``file:line`` of the innermost frame of the user; None if hasten's own code called torch."""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
-            name = frame.f_globals.get("__name__") or ""
+            name = _module(frame)
             package = name.partition(".")[0]
             if package == "hasten" and not name.startswith(__package__ or "hasten.hosts.inside"):
                 return None
@@ -54,3 +77,22 @@ class Sites:
     def _relative(self, file: str) -> str:
         path = os.path.relpath(file, self.directory) if os.path.isabs(file) else file
         return os.path.abspath(file) if path.startswith("..") else path
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
+def _package(frame: FrameType | None) -> str:
+    """The package of the code that uses torch: of the innermost frame that is neither torch's nor hasten's."""
+    while frame is not None and _module(frame).partition(".")[0] in ("torch", "hasten"):
+        frame = frame.f_back
+    return "" if frame is None else _module(frame).partition(".")[0]
+
+
+def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
+    lines: list[tuple[str, int]] = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(lines)

@@ -94,13 +94,15 @@ class StepSeam:
                 self.inside = False
             if began is not None:
                 self.phases.record("backward", began)
+                if self.began is not None:  # inside of ``step(closure)``, whose update begins now
+                    self.began = self.phases.now()
             if self.keep_losses and loss.numel() == 1:
                 self.losses.append(loss.detach())
             self.passes += 1
             self.on_backward()
             if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
                 self.has_optimizer = False
-                self._end_step()
+                self.end_step()
             return result
 
         return backward
@@ -127,7 +129,13 @@ class StepSeam:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
-            return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+            closure = kwargs.get("closure", args[0] if args else None)
+            if closure is None or isinstance(optimizer, torch.optim.LBFGS):  # which calls it several times
+                return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+            with torch.enable_grad():  # the gradients must be there before methods act on them
+                loss = closure()
+            kwargs["closure"] = lambda: loss
+            return update(optimizer, lambda: original(optimizer, *args[1:], **kwargs))
 
         vars(step)["under_methods"] = True
         return step
@@ -164,9 +172,10 @@ class StepSeam:
         count = self.counts.get(id(optimizer))
         self.counts[id(optimizer)] = count = (self._know(optimizer) if count is None else count) + 1
         if count > self.count:
-            self._end_step()
+            self.end_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Counts a step as ended. Called by this seam, or by that of a framework whose optimizers are not torch's."""
         self.count += 1
         self.backwards, self.passes = self.passes, 0
         self.last_ended = time.perf_counter()

@@ -1,0 +1,132 @@
+"""Keras on torch: its optimizers are not those of torch, and it calls a model with symbolic tensors to build it.
+
+A step ends with ``optimizer.apply``. A call with symbolic tensors computes nothing and is ignored. A check in float64
+needs more than a conversion of the model, because each object of Keras has a dtype from its constructor on.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.frameworks import FrameworkLoop
+
+FLOATS = {"float32", "float16", "bfloat16"}  # dtypes that a check in float64 replaces
+DRAWS = ("normal", "truncated_normal", "uniform")  # random functions of the backend, from which weights are initialized
+
+
+def watch(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``keras.src.backend.torch.trainer``, which is imported before a script can build anything."""
+    if loop.in_float64:
+        _compute_in_float64()
+    common, src = "keras.src.backend.common", "keras.src"
+    any_symbolic_tensors: Any = import_module(f"{common}.keras_tensor").any_symbolic_tensors
+    in_stateless_scope: Any = import_module(f"{common}.stateless_scope").in_stateless_scope
+    lists: Any = import_module(f"{src}.callbacks.callback_list").CallbackList
+    optimizer: Any = import_module(f"{src}.optimizers.base_optimizer").BaseOptimizer
+    loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
+    optimizer.apply = _counted(optimizer.apply, loop)
+    lists.on_epoch_end = _reported(lists.on_epoch_end, loop)
+    module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
+
+
+def _compute_in_float64() -> None:
+    """Makes everything that a script builds from here on compute in float64, from the same initial weights.
+
+    Keras converts inputs to the dtype of a layer by itself. What would stay below float64: layers with a dtype or a
+    mixed policy of their own, and the result of every operation on several tensors, which Keras limits to 32 bits as
+    JAX does.
+    """
+    src = "keras.src"
+    policy: Any = import_module(f"{src}.dtype_policies.dtype_policy").DTypePolicy
+    random: Any = import_module(f"{src}.backend.torch.random")
+    parse = policy._parse_name
+    import_module(f"{src}.backend.config").set_floatx("float64")
+    import_module(f"{src}.backend.common.dtypes").BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    policy._parse_name = lambda self, name: tuple("float64" if d in FLOATS else d for d in parse(self, name))
+    for name in DRAWS:
+        setattr(random, name, _drawn_in_float32(getattr(random, name)))
+
+
+def _drawn_in_float32(original: Any) -> Any:
+    """A random function that returns float64 tensors of the numbers that it draws in a run in float32."""
+
+    @functools.wraps(original)
+    def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        return original(*args, dtype="float32", **kwargs).double()
+
+    return draw
+
+
+def _noted(original: Any, loop: FrameworkLoop) -> Any:
+    @functools.wraps(original)
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        loop.trainer = model
+        loop.facts.add("keras")
+        loop.steps.has_optimizer = True  # so that a backward pass ends no step
+        if any(hasattr(layer, "cell") for layer in model._flatten_layers()):
+            loop.facts.add("keras_rnn")
+        return original(model, *args, **kwargs)
+
+    return fit
+
+
+def _counted(original: Any, loop: FrameworkLoop) -> Any:
+    """``optimizer.apply`` as the end of a step; with several optimizers, of the one with the most updates."""
+    steps, counts = loop.steps, WeakKeyDictionary[Any, int]()
+    inside = False
+
+    @functools.wraps(original)
+    def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or not steps.active:  # an optimizer that scales the loss calls another one
+            return original(optimizer, *args, **kwargs)
+        if optimizer not in counts:
+            counts[optimizer] = max(0, steps.count - 1)
+            steps.has_optimizer = loop.has_optimizer = True
+            steps.sites.note("optimizers", optimizer)
+            loop.no_torch_optimizer(f"Keras's {type(optimizer).__name__} is not a torch.optim.Optimizer")
+        began = steps.phases.now() if steps.phases.running else None
+        inside = True
+        try:
+            if steps.wrap_update is None:
+                result = original(optimizer, *args, **kwargs)
+            else:
+                result = steps.wrap_update(optimizer, lambda: original(optimizer, *args, **kwargs))
+        finally:
+            inside = False
+        if began is not None:
+            steps.phases.record("optimizer_step", began)
+        counts[optimizer] += 1
+        if counts[optimizer] > steps.count:
+            steps.end_step()
+        return result
+
+    return apply
+
+
+def _reported(original: Any, loop: FrameworkLoop) -> Any:
+    """``CallbackList.on_epoch_end``, whose logs hold the metrics of the validation."""
+
+    @functools.wraps(original)
+    def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> Any:
+        held_out = [name for name in logs or () if name.startswith("val_")]
+        for name in held_out:
+            loop.report(name, logs[name])
+        result = original(callbacks, epoch, logs)
+        loop.monitor = _monitor(callbacks.callbacks, held_out)  # not sooner: a callback finds its direction here
+        return result
+
+    return on_epoch_end
+
+
+def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:
+    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
+    for callback in callbacks:
+        is_better = getattr(callback, "monitor_op", None)
+        if getattr(callback, "monitor", None) in held_out and is_better is not None:
+            return callback.monitor, "max" if is_better(1.0, 0.0) else "min"
+    return None

@@ -1,0 +1,80 @@
+"""Lightning: a callback in the user's Trainer finds the model, evaluations and metrics.
+
+Lightning calls ``training_step`` of the module, not the module: this call is timed, and methods wrap it. The sanity
+check before the first step is not an evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.frameworks import FrameworkLoop
+
+BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
+
+
+def watch(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
+
+    class HastenCallback(module.Callback):
+        """Reports to hasten what Lightning does; changes nothing."""
+
+        def __init__(self) -> None:
+            self.in_training: set[str] | None = None  # names of the metrics of training
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            loop.trainer = trainer
+            loop.models.adopt(pl_module, "training_step")
+            if loop.in_float64:
+                _read_in_float64(pl_module)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                if self.in_training is None:
+                    self.in_training = set(trainer.callback_metrics)
+                loop.models.begin_evaluation()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            loop.models.end_evaluation(now=True)
+            held_out = [name for name in trainer.callback_metrics if name not in (self.in_training or ())]
+            for name in held_out:
+                loop.report(name, trainer.callback_metrics[name])
+            loop.monitor = _monitor(trainer, held_out)
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            for name in ("training_step", BATCH_HOOK):  # a function in the object cannot be pickled
+                pl_module.__dict__.pop(name, None)
+
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        original(trainer, *args, **kwargs)
+        trainer.callbacks.insert(0, HastenCallback())
+
+    module.Trainer.__init__ = watched_init
+
+
+def _read_in_float64(pl_module: Any) -> None:
+    """Converts all batches, since methods and checks see those of ``training_step`` only."""
+    from hasten.utils.batch import map_tensors  # a watched script does not need it
+
+    original = getattr(pl_module, BATCH_HOOK)
+
+    def on_after_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+        batch = original(batch, dataloader_idx)
+        return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+
+    pl_module.__dict__[BATCH_HOOK] = on_after_batch_transfer
+
+
+def _monitor(trainer: Any, held_out: list[str]) -> tuple[str, str] | None:
+    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "monitor", None) in held_out and getattr(callback, "mode", None) in ("min", "max"):
+            return callback.monitor, callback.mode
+    return None

@@ -1,0 +1,50 @@
+"""Transformers: a callback in the user's Trainer finds the metrics; the seams of torch see everything else."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.hosts.inside.frameworks import FrameworkLoop
+
+NO_METRIC = ("_runtime", "_per_second", "_time", "epoch")  # suffixes of entries that do not measure the model
+
+
+def watch(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``transformers.trainer``."""
+
+    class HastenCallback(module.TrainerCallback):
+        """Reports to hasten what the Trainer does; changes nothing."""
+
+        def __init__(self, trainer: Any):
+            self.trainer = trainer
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            loop.trainer = self.trainer
+            if getattr(args, "logging_nan_inf_filter", False):
+                loop.facts.add("loss_nan_filter")
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            held_out = [name for name in metrics or () if not name.endswith(NO_METRIC)]
+            for name in held_out:
+                loop.report(name, metrics[name])
+            loop.monitor = _monitor(args, held_out)
+
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        original(trainer, *args, **kwargs)
+        trainer.add_callback(HastenCallback(trainer))
+
+    module.Trainer.__init__ = watched_init
+
+
+def _monitor(args: Any, held_out: list[str]) -> tuple[str, str] | None:
+    """The metric of the best model, and its direction."""
+    name = args.metric_for_best_model
+    if name is None or args.greater_is_better is None:
+        return None
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    return (name, "max" if args.greater_is_better else "min") if name in held_out else None

@@ -1,0 +1,158 @@
+"""The layers of a Keras model are called directly, without Keras's preparation of every call."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hasten._torch_compat import has_forward_hooks
+from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.utils.keras_models import NO_KERAS, is_keras
+
+DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone
+    *("Dense", "Dropout", "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "PReLU"),
+    *("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2D", "SeparableConv2D", "Conv2DTranspose"),
+    *("BatchNormalization", "LayerNormalization", "GroupNormalization"),
+    *("MaxPooling1D", "MaxPooling2D", "AveragePooling1D", "AveragePooling2D"),
+    *("GlobalMaxPooling1D", "GlobalMaxPooling2D", "GlobalAveragePooling1D", "GlobalAveragePooling2D"),
+    *("Flatten", "Reshape", "Permute", "ZeroPadding2D", "UpSampling2D"),
+    *("LSTM", "GRU", "SimpleRNN"),
+}
+
+
+@dataclass(frozen=True)
+class DirectKerasCalls(Method):
+    """Calls ``layer.call`` of built-in layers of a Sequential or functional model, in the order of the model.
+
+    Keras checks and converts the arguments of every call of every layer, which costs more than a small layer itself. In
+    a model that is built, with one dtype and without masks, all of that does nothing. Any other layer, and a layer
+    with hooks, a regularizer of its activity or another dtype, is called as before.
+    """
+
+    card = Card(
+        summary="call the layers of a Keras model without Keras's checks of every call",
+        exactness=Exactness.BIT_EXACT,
+        source="https://keras.io/api/layers/base_layer/",
+        gain=(1.0, 1.6),
+        gain_when="a Keras model has small layers, most on the CPU",
+        accelerates={"forward", "evaluation"},
+        applies_to={"keras"},
+    )
+
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        if not is_keras(model):
+            run.report_no_effect(self, NO_KERAS)
+            return model
+        functional: Any = getattr(model, "_functional", None) or model
+        if not hasattr(functional, "_nodes_by_depth") or not _is_keras(model):
+            run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model")
+            return model
+        nodes = _nodes(functional)
+        direct = {id(node): call for node in nodes if (call := _direct_call(node, functional)) is not None}
+        if not direct:
+            run.report_no_effect(self, "no layer can be called directly")
+            return model
+        calls = [0]
+        functional.__dict__["call"] = _straight(functional, nodes, direct, calls)
+
+        def observe() -> str:
+            if not calls[0]:
+                raise NoEffectError("the model was not called with tensors")
+            return f"{len(direct)} of {len(nodes)} layers were called directly"
+
+        run.observe_effect(self, observe)
+        return model
+
+
+def _is_keras(thing: Any) -> bool:
+    return type(thing).__module__.startswith("keras.src.")
+
+
+def _nodes(functional: Any) -> list[Any]:
+    """The calls of layers, in the order in which Keras makes them."""
+    by_depth = functional._nodes_by_depth
+    ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [node for node in ordered if node.operation and not node.is_input]
+
+
+def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | None:
+    """``(input, training) -> output`` of a layer that may be called directly; else None."""
+    layer = node.operation
+    if type(layer).__name__ not in DIRECT or not _is_keras(layer) or not layer.built or "call" in layer.__dict__:
+        return None
+    arguments = node.arguments
+    if arguments.kwargs.keys() - {"training", "mask"} or arguments.kwargs.get("mask") is not None:
+        return None
+    if len(arguments.args) != 1 or len(node.input_tensors) != 1 or len(node.outputs) != 1:
+        return None
+    dtypes = {layer.compute_dtype, layer.variable_dtype, functional.compute_dtype, functional.variable_dtype}
+    if len(dtypes) > 1 or has_forward_hooks(layer):
+        return None
+    if layer.activity_regularizer is not None or getattr(layer, "quantization_mode", None):
+        return None
+    if type(layer).__name__ == "Dense" and not layer.lora_enabled:
+        return _dense(layer)
+    if "training" in inspect.signature(layer.call).parameters:
+        return lambda x, training: layer.call(x, training=training)
+    return lambda x, training: layer.call(x)
+
+
+def _dense(layer: Any) -> Callable[[Any, bool], Any]:
+    """``Dense.call`` as the operations of torch that it comes to; the activation stays Keras's, which marks logits."""
+    kernel, bias, activation = layer.kernel.value, layer.bias.value if layer.use_bias else None, layer.activation
+
+    def call(x: torch.Tensor, training: bool) -> torch.Tensor:
+        if x.dtype != kernel.dtype or layer.lora_enabled or layer.quantization_mode:  # may be set at any time
+            return layer(x)
+        x = torch.matmul(x, kernel)
+        x = x if bias is None else torch.add(x, bias)
+        return x if activation is None else activation(x)
+
+    return call
+
+
+def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:
+    """``Functional.call`` as a straight sequence of calls."""
+    tree: Any = import_module("keras.tree")
+    original = functional.call
+    program = [
+        (
+            direct.get(id(node)),
+            node,
+            id(node.input_tensors[0]) if node.input_tensors else 0,
+            [id(y) for y in node.outputs],
+        )
+        for node in nodes
+    ]
+
+    def call(inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
+        given = tree.flatten(inputs)
+        if mask is not None or kwargs or not isinstance(training, bool) or not all(map(_is_plain, given)):
+            return original(inputs, training=training, mask=mask, **kwargs)
+        calls[0] += 1
+        values = dict(zip(map(id, functional.inputs), functional._standardize_inputs(inputs), strict=True))
+        for layer, node, source, targets in program:
+            if layer is not None and _is_plain(values[source]):
+                values[targets[0]] = layer(values[source], training)
+                continue
+            args, options = node.arguments.fill_in(values)
+            if getattr(node.operation, "_call_has_training_arg", False):
+                options["training"] = training
+            outputs = node.operation(*args, **options)
+            values.update(zip(targets, tree.flatten(outputs), strict=True))
+        packed: Any = tree.pack_sequence_as(functional._outputs_struct, [values[id(y)] for y in functional.outputs])
+        is_single = type(functional._outputs_struct) in (list, tuple) and len(packed) == 1
+        return packed[0] if is_single else packed
+
+    return call
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether it is a tensor with numbers and without a mask."""
+    return isinstance(x, torch.Tensor) and getattr(x, "_keras_mask", None) is None

@@ -1,0 +1,45 @@
+"""The Trainer of Transformers logs losses as they are, instead of reading each to see whether it is a number."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+
+
+@dataclass(frozen=True)
+class SkipLossNanFilter(Method):
+    """Sets ``logging_nan_inf_filter`` of the Trainer to False.
+
+    With it, the CPU waits for the loss of every step on a GPU. The training does not depend on it: it only replaces a
+    loss that is no number by the mean of the others in what is logged.
+    """
+
+    card = Card(
+        summary="train by the Trainer of Transformers without waiting for the loss of every step",
+        exactness=Exactness.BIT_EXACT,
+        source="https://github.com/huggingface/transformers/issues/33693",
+        gain=(1.0, 1.07),
+        gain_when="the steps on a fast GPU are short; on the CPU there is nothing to wait for",
+        accelerates={"logging"},
+        applies_to={"loss_nan_filter", "cuda"},
+        script_edit={"by_hand": "pass logging_nan_inf_filter=False to TrainingArguments"},
+    )
+
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        trainer = run.services.trainer()
+        if not getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False):
+            run.report_no_effect(self, "no Trainer of Transformers filters the losses that it logs")
+            return model
+        trainer.args.logging_nan_inf_filter = False
+
+        def observe() -> str:
+            if trainer.args.logging_nan_inf_filter:
+                raise NoEffectError("the filter was switched on again")
+            return "the Trainer did not read the loss of the step"
+
+        run.observe_effect(self, observe)
+        return model

@@ -1,0 +1,32 @@
+"""Keras on torch, without importing it: its models are torch modules."""
+
+from typing import Any
+
+from torch import nn
+
+NO_KERAS = "the model is not a Keras model"
+
+
+def is_keras(module: object) -> bool:
+    """Whether a module is a layer or model of Keras, or of a class that is derived from one."""
+    return isinstance(module, nn.Module) and any(
+        cls.__module__.startswith("keras.src.") for cls in type(module).__mro__
+    )
+
+
+def is_keras_dropout(module: object) -> bool:
+    """Whether a module is a layer of Keras that drops out a fraction ``rate`` of its inputs."""
+    return is_keras(module) and "Dropout" in type(module).__name__
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, including the layers of a Keras model, which torch does not register as children."""
+    keras_model: Any = model
+    return [*model.modules(), *(keras_model._flatten_layers() if is_keras(model) else ())]
+
+
+def variables_below_float64(model: nn.Module) -> list[str]:
+    """Paths of the floating-point variables that a Keras model declares in a lower precision than float64."""
+    keras_model: Any = model
+    variables = keras_model.variables if is_keras(model) else ()
+    return [variable.path for variable in variables if "float" in variable.dtype and variable.dtype != "float64"]

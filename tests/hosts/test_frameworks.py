@@ -1,0 +1,160 @@
+"""Scripts of Lightning, Transformers and Keras, run untouched: watched, and trained under methods."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hasten.core.recipe import Recipe
+from hasten.hosts.arm import ScriptArm
+from hasten.hosts.exactness import check_exactness
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.services import watch_script
+from hasten.hosts.whole_run import find_metric
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+SCRIPTS = Path(__file__).with_name("scripts")
+RUNS = {  # script -> argument, steps, metric, direction, its values, line of the loader for training, of the optimizer
+    "lightning_cnn": ("2", 96, "val_acc", "max", 2, "train = DataLoader", "torch.optim.AdamW"),
+    "lightning_manual": ("2", 128, "val_mse", "min", 2, "train = DataLoader", "torch.optim.Adam("),
+    "lightning_data": ("2", 64, "val/rmse", "min", 3, "DataLoader(self.train", "torch.optim.Adam("),
+    "transformers_classifier": ("1", 64, "eval_accuracy", "max", 1, "trainer.train()", "trainer.train()"),
+    "transformers_gpt2": ("60", 60, "eval_loss", "min", 2, ").train()", ").train()"),
+    "transformers_accumulation": ("2", 64, "eval_mse", "min", 2, "trainer.train()", "trainer.train()"),
+    "keras_dense": ("2", 224, "val_accuracy", "max", 2, "model.fit(", "model.fit("),
+    "keras_lstm": ("1", 32, "val_mae", "min", 1, "model.fit(", "model.fit("),
+    "keras_conv": ("2", 52, "val_sparse_categorical_accuracy", "max", 2, "model.fit(", "model.fit("),
+}
+
+
+def needs(name: str) -> None:
+    framework = name.partition("_")[0]
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: pip install hasten[frameworks]")
+
+
+def script(name: str, *arguments: str) -> ScriptRef:
+    needs(name)
+    return ScriptRef.of_command([sys.executable, f"{name}.py", *arguments], directory=str(SCRIPTS))
+
+
+def arm(ref: ScriptRef, recipe: str) -> ScriptArm:
+    return ScriptArm(ref, methods=Recipe.coerce(recipe).methods, device="cpu", seed=0, timeout=200.0)
+
+
+def checked(ref: ScriptRef, recipe: str, exactness: str) -> dict:
+    return check_exactness(ref, {}, Recipe.coerce(recipe).methods, exactness, "cpu", 0, None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
+    needs(name)
+    argument, steps, metric, direction, values, loader, optimizer = RUNS[name]
+    text = (SCRIPTS / f"{name}.py").read_text().splitlines()
+    command = [sys.executable, str(SCRIPTS.parent / "hashed.py"), str(SCRIPTS / f"{name}.py"), argument]
+    alone = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    ref = ScriptRef.of_command(command, directory=str(tmp_path))
+    with ScriptProcess(ref, {}) as process:
+        answer = process.wait_until_trained(300.0, None)
+        if not answer.get("ended"):
+            answer = process.ask("train", 300.0, None, count=10_000)
+        described = process.ask("describe")
+        found = find_metric(ref, process, described)
+        watched = process.output()
+    assert answer["ended"] and answer["steps"] == steps
+    assert alone.stdout.splitlines()[-1].startswith("weights ")
+    assert watched.splitlines()[-1] == alone.stdout.splitlines()[-1]
+    assert (found.name, found.direction, len(found.values)) == (metric, direction, values)
+    sites = described["sites"]
+    assert len(sites["models"]) == 1 and sites["models"][0]["called"] and sites["evaluations"]
+    assert described["evaluation_every"] > 0 and described["evaluation_seconds"] > 0
+    for kind, part in (("loaders", loader), ("optimizers", optimizer)):
+        site = next(entry["site"] for entry in sites[kind] if entry.get("role", "training") == "training")
+        line = int(site.partition(":")[2].partition("#")[0])
+        assert f"{name}.py" in site and part in text[line - 1], site
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("lightning_cnn", "in_memory_batches"),
+        ("transformers_accumulation", "skip_loss_nan_filter"),
+        ("keras_dense", "lazy_keras_metrics + direct_keras_calls"),
+    ],
+)
+def test_exact_methods_keep_every_bit(name, recipe):
+    ref = script(name, "3")
+    watch_script(ref)
+    check = checked(ref, recipe, "BIT_EXACT")
+    assert check["passed"] and not check["statistics"], check
+    with arm(ref, recipe) as trained:
+        assert set(trained.build()["effects"]) == set(Recipe.coerce(recipe).methods)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("keras_lstm", "fused_rnn"),
+        ("keras_lstm", "fused_rnn + fused_keras_optimizer + lazy_keras_metrics + direct_keras_calls"),
+        ("keras_dense", "fused_keras_optimizer"),
+        ("keras_conv", "fused_keras_optimizer"),
+        ("lightning_manual", "fused_optimizer"),
+    ],
+)
+def test_methods_of_the_same_formula_only_round_in_float64(name, recipe):
+    ref = script(name, "3")
+    watch_script(ref)
+    check = checked(ref, recipe, "EQUIVALENT_MATH")
+    assert check["passed"] and 0 < check["number"] < 1e-10 and check["why"].startswith("in float64"), check
+
+
+def test_another_formula_in_keras_is_refused_in_float64():
+    ref = script("keras_conv", "3")
+    watch_script(ref)
+    check = checked(ref, "gradient_clipping:max_norm=0.1", "EQUIVALENT_MATH")
+    assert not check["passed"] and check["number"] > 1e-6 and check["why"].startswith("in float64"), check
+
+
+def test_lower_precision_in_keras_is_compared_with_float64_from_the_same_weights():
+    ref = script("keras_dense", "3")
+    watch_script(ref)
+    check = checked(ref, "bfloat16", "REDUCED_PRECISION")
+    assert check["passed"] and check["number"] < 80 and "against float64" in check["why"], check
+
+
+def test_a_keras_model_with_a_variable_below_float64_is_judged_in_float32(tmp_path):
+    needs("keras_dense")
+    text = (SCRIPTS / "keras_dense.py").read_text()
+    (tmp_path / "lora.py").write_text(text.replace("model.compile(", "model.layers[0].enable_lora(2)\nmodel.compile("))
+    ref = ScriptRef.of_command([sys.executable, "lora.py", "3"], directory=str(tmp_path))
+    watch_script(ref)
+    check = checked(ref, "fused_keras_optimizer", "EQUIVALENT_MATH")
+    assert check["why"].startswith("in float32"), check
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "reason"),
+    [
+        ("transformers_classifier", "fused_optimizer", "fused already"),
+        ("keras_dense", "fused_optimizer", "not a torch.optim.Optimizer"),
+        ("keras_dense", "fused_rnn", "no LSTM or GRU"),
+        ("lightning_cnn", "skip_loss_nan_filter", "no Trainer of Transformers"),
+    ],
+)
+def test_what_a_framework_has_or_lacks_is_no_effect(name, recipe, reason):
+    ref = script(name, "3")
+    watch_script(ref)
+    with arm(ref, recipe) as trained, pytest.raises(Exception, match=reason):
+        trained.build()
+
+
+def test_methods_on_gradients_act_after_lightnings_closure():
+    ref = script("lightning_cnn", "3")
+    watch_script(ref)
+    check = checked(ref, "gradient_clipping:max_norm=1e-9", "CHANGES_TRAINING")
+    assert check["passed"], check
+    with arm(ref, "gradient_clipping:max_norm=0.001") as trained:
+        assert "gradient_clipping" in trained.build()["effects"]

@@ -1,0 +1,208 @@
+"""Methods for Keras on torch: the same outputs, gradients and weights as Keras's own code."""
+
+import os
+from importlib.util import find_spec
+from itertools import product
+
+import numpy
+import pytest
+import torch
+
+from hasten.benchmarking.equivalence_runs import RunConditions
+from hasten.core.errors import NoEffectError, RunError
+from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
+from hasten.engine.registry import make_methods
+
+if find_spec("keras") is None:
+    pytest.skip("keras is not installed: pip install hasten[frameworks]", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Keras's own warnings
+METHODS = "fused_rnn", "fused_keras_optimizer", "lazy_keras_metrics", "direct_keras_calls"
+
+
+@pytest.fixture
+def keras(monkeypatch):
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+    from keras.src import backend
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    for owner, name in (
+        (backend, "lstm"),
+        (backend, "gru"),
+        (keras.callbacks.CallbackList, "on_train_batch_end"),
+        (keras.callbacks.CallbackList, "on_test_batch_end"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    keras.utils.set_random_seed(1)
+    return keras
+
+
+def applied(recipe: str, model) -> RunContext:
+    run = RunContext(torch.device("cpu"), None)
+    for method in make_methods(Recipe.coerce(recipe)):
+        assert method.model(model, run) is model
+    return run
+
+
+def outputs_and_gradients(keras, cls, fused: bool, options: dict) -> list[torch.Tensor]:
+    keras.utils.set_random_seed(1)
+    layer = cls(6, bias_initializer="random_normal", **options)
+    layer.build((4, 7, 5))
+    run = applied("fused_rnn", layer) if fused else None
+    inputs = numpy.random.default_rng(0).normal(size=(4, 7, 5)).astype("float32")
+    outputs = layer(inputs, training=True)
+    outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    sum(output.square().sum() for output in outputs).backward()
+    if run is not None:
+        assert "one kernel each" in run.effect_checks["fused_rnn"]()
+    return [output.detach() for output in outputs] + [variable.value.grad for variable in layer.trainable_weights]
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_fused_rnn_gives_keras_own_outputs_and_gradients(keras, name):
+    names = ("return_sequences", "return_state", "go_backwards", "use_bias", "dropout")
+    for values in product((False, True), (False, True), (False, True), (False, True), (0.0, 0.3)):
+        options = dict(zip(names, values, strict=True))
+        loop, kernel = (outputs_and_gradients(keras, getattr(keras.layers, name), fused, options) for fused in (0, 1))
+        assert len(loop) == len(kernel)
+        for a, b in zip(loop, kernel, strict=True):
+            torch.testing.assert_close(a, b, atol=3e-6, rtol=1e-5, msg=str(options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("LSTM", {"activation": "relu"}, "tanh and sigmoid"),
+        ("LSTM", {"unroll": True}, "unrolled"),
+        ("GRU", {"reset_after": False}, "reset_after"),
+        ("LSTM", {"use_cudnn": False}, "no LSTM or GRU that has a kernel"),
+    ],
+)
+def test_fused_rnn_leaves_other_formulas_to_keras(keras, name, options, reason):
+    layer = getattr(keras.layers, name)(6, **options)
+    run = applied("fused_rnn", layer)
+    layer(numpy.zeros((2, 3, 5), "float32"))
+    with pytest.raises(NoEffectError, match=reason):
+        run.effect_checks["fused_rnn"]()
+
+
+def test_fused_rnn_leaves_masks_to_keras(keras):
+    def outputs(fused: bool) -> torch.Tensor:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.layers.Input((5,)), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.LSTM(3)]
+        )
+        run = applied("fused_rnn", model) if fused else None
+        result = model(numpy.array([[3, 4, 0, 0, 0], [1, 2, 3, 4, 5]]))
+        if run is not None:
+            with pytest.raises(NoEffectError, match="mask"):
+                run.effect_checks["fused_rnn"]()
+        return result
+
+    assert torch.equal(outputs(False), outputs(True))
+
+
+def trained(keras, recipe: str, optimizer, callbacks=()) -> tuple[list[numpy.ndarray], dict, RunContext]:
+    keras.utils.set_random_seed(3)
+    x = numpy.random.default_rng(0).normal(size=(256, 20)).astype("float32")
+    y = (x[:, 0] > 0).astype("int32")
+    inputs = keras.Input((20,))
+    hidden = keras.layers.Dense(32, activation="relu")(inputs)
+    hidden = keras.layers.Dropout(0.2)(keras.layers.BatchNormalization()(hidden))
+    hidden = keras.layers.Add()([hidden, keras.layers.Dense(32)(inputs)])  # a layer that is called as before
+    model = keras.Model(inputs, keras.layers.Dense(2, activation="softmax")(hidden))
+    model.compile(optimizer(keras.optimizers), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    run = applied(recipe, model)
+    history = model.fit(
+        x, y, batch_size=32, epochs=2, validation_split=0.25, verbose=0, callbacks=[make(keras) for make in callbacks]
+    ).history
+    return model.get_weights(), history, run
+
+
+def adam(optimizers):
+    return optimizers.Adam(1e-2)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["lazy_keras_metrics", "direct_keras_calls", "lazy_keras_metrics + direct_keras_calls"]
+)
+def test_exact_keras_methods_keep_weights_and_history(keras, recipe):
+    weights, history, _ = trained(keras, "baseline", adam)
+    others, other_history, run = trained(keras, recipe, adam)
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights, others, strict=True)) and history == other_history
+    assert all(check() for check in run.effect_checks.values()) and not run.no_effect
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adam,
+        lambda optimizers: optimizers.AdamW(1e-2, clipnorm=1.0),
+        lambda optimizers: optimizers.Adam(
+            optimizers.schedules.ExponentialDecay(1e-2, 5, 0.9), amsgrad=True, epsilon=0.1
+        ),
+    ],
+    ids=["adam", "adamw", "amsgrad"],
+)
+def test_fused_keras_optimizer_only_rounds(keras, optimizer):
+    weights, _, _ = trained(keras, "baseline", optimizer)
+    others, _, run = trained(keras, "fused_keras_optimizer", optimizer)
+    assert "fused kernel" in run.effect_checks["fused_keras_optimizer"]()
+    for a, b in zip(weights, others, strict=True):
+        numpy.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_fused_keras_optimizer_without_a_kernel_has_no_effect(keras):
+    _, _, run = trained(keras, "fused_keras_optimizer", lambda optimizers: optimizers.SGD(0.1))
+    assert run.no_effect == [("fused_keras_optimizer", "the kernel computes Adam and AdamW, not SGD")]
+
+
+def test_lazy_keras_metrics_serve_a_callback_that_reads_them(keras):
+    seen = []
+
+    def reader(keras):
+        return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+
+    trained(keras, "lazy_keras_metrics", adam, [reader])
+    lazily, seen = seen, []
+    trained(keras, "baseline", adam, [reader])
+    assert len(lazily) == 12 and all(isinstance(value, float) for value in lazily)
+    assert lazily == seen
+
+
+def test_the_conditions_of_an_exactness_check_disable_dropout_and_refuse_float32(keras):
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((4, 5)), layers.LSTM(3, dropout=0.2), layers.Dropout(0.3), layers.Dense(1)])
+    run = RunContext(torch.device("cpu"), None)
+    assert RunConditions(double=False).model(model, run) is model
+    assert model.layers[0].dropout == 0 and model.layers[1].rate == 0
+    with pytest.raises(RunError, match="kernel and the computations with it in a lower precision"):
+        RunConditions(double=True).model(model, run)
+
+
+def test_lazy_keras_metrics_return_those_of_a_single_batch(keras):
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    applied("lazy_keras_metrics", model)
+    x = numpy.ones((8, 20), "float32")
+    for values in (model.train_on_batch(x, x[:, :1]), model.test_on_batch(x, x[:, :1])):
+        assert len(values) == 2 and all(float(value) >= 0 for value in values)
+
+
+def test_direct_keras_calls_follow_a_layer_that_is_changed_later(keras):
+    model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(3)])
+    applied("direct_keras_calls", model)
+    x = torch.ones(8, 20)
+    model(x, training=False)
+    model.layers[0].enable_lora(2)
+    model.layers[0].lora_kernel_b.assign(numpy.ones((2, 3)))
+    expected = x @ model.layers[0].kernel + model.layers[0].bias.value
+    torch.testing.assert_close(model(x, training=False), expected)
+
+
+@pytest.mark.parametrize("recipe", METHODS)
+def test_methods_of_keras_have_no_effect_on_other_models(recipe):
+    run = applied(recipe, torch.nn.Linear(2, 2))
+    assert [name for name, _ in run.no_effect] == [recipe] and not run.effect_checks
