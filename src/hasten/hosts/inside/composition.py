@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten._torch_compat import get_module_call
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
@@ -84,7 +83,7 @@ class Composition:
                     source = apply_data_hook(method, source, self.run)
         return None if source is plain else source
 
-    def wrap_call(self, root: nn.Module) -> Callable[..., Any]:
+    def wrap_call(self, root: nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The call of a root under the methods, which may also change the root in place. Called once for each root."""
         run = self.run
         if run.model is not None and STEP_HOOKS & self.hooks:
@@ -100,7 +99,7 @@ class Composition:
             raise ConfigurationError(
                 f"a method edits the plan of the run, but {self.owner} owns its loop; leave it out"
             )
-        call = get_module_call(root)  # which a method may have set to a compiled one
+        call = call_of_root()  # which a method may have set to a compiled one
         if not {"forward", "batch_transform"} & self.hooks:
             return call
 

@@ -20,7 +20,8 @@ from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.phase_timer import PhaseTimer
 
 STDOUT = 1  # file descriptor; a file, in a trial
-WrapCall = Callable[[nn.Module], Callable[..., Any]]  # (root) -> its call under methods
+# (root, function that returns its call) -> the call under methods, which may set another one
+WrapCall = Callable[[nn.Module, Callable[[], Callable[..., Any]]], Callable[..., Any]]
 
 
 class ModelSeam:
@@ -93,8 +94,8 @@ class ModelSeam:
             self.roots.append(root)
             self.sites.note("models", root, called=True)
             call = getattr(root, step)
-            told_apart = self._told_apart(root, self.wrap(root, call) if self.wrap else call)
-            self.adopted[id(root)] = functools.wraps(call)(told_apart)
+            under_methods = self.wrap(root, lambda: getattr(root, step)) if self.wrap else call
+            self.adopted[id(root)] = functools.wraps(call)(self._told_apart(root, under_methods))
         if id(root) in self.adopted:
             root.__dict__[step] = self.adopted[id(root)]
 
@@ -106,7 +107,7 @@ class ModelSeam:
             return
         self.roots.append(module)
         self.sites.note("models", module, called=True)
-        call = self.wrap(module) if self.wrap else get_module_call(module)
+        call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)
         set_module_call(module, self._told_apart(module, call))
 
     def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
