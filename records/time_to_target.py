@@ -4,7 +4,8 @@
 
 The seconds of a run are start + samples x seconds per sample, evaluations included. The speed-up is the geometric mean
 over the paired seeds. Its 95 % interval combines the spread over the seeds (Student's t) with the interval of the
-interleaved comparison of the pace, as independent errors of a logarithm.
+interleaved comparison of the pace, as independent errors of a logarithm. Exact methods train the same samples: their
+speed-up is that of a whole training, and its interval that of the comparison.
 """
 
 import json
@@ -27,6 +28,10 @@ def speedup(folder: Path) -> dict[str, float]:
     ratio, start = pace["ratio"], pace["start_seconds"]
     seconds_a = pace["seconds_per_1000_samples"]["a"] / 1000
     seconds_b = seconds_a / ratio["median"]
+    if result.get("evidence") == "exact":
+        whole = result["training_seconds"]["baseline"]
+        speedup = whole / (start["b"] + (whole - start["a"]) / ratio["median"])
+        return {name: speedup * ratio[name] / ratio["median"] for name in ("median", "low", "high")}
     samples = _samples(result)
     logs = numpy.log([(start["a"] + row[0] * seconds_a) / (start["b"] + row[1] * seconds_b) for row in samples])
     count, pace_error = len(logs), numpy.log(ratio["high"] / ratio["low"]) / 2
@@ -55,7 +60,7 @@ def _pace(trials: Path, recipe: dict) -> dict:
     for line in trials.read_text(encoding="utf-8").splitlines():
         trial = json.loads(line)
         what = trial["what"]
-        if trial["kind"] == "pace" and what["salt"] == "confirmation" and what["a"] == {} and what["b"] == recipe:
+        if trial["kind"] in ("pace", "speed") and what["salt"] == "confirmation" and what["a"] == {} and what["b"] == recipe:
             return trial["outcome"]
     raise StopIteration(f"{trials} holds no comparison of the confirmed recipe")
 
