@@ -29,8 +29,8 @@ def speedup(folder: Path) -> dict[str, float]:
     seconds_a = pace["seconds_per_1000_samples"]["a"] / 1000
     seconds_b = seconds_a / ratio["median"]
     if result.get("evidence") == "exact":
-        whole = result["training_seconds"]["baseline"]
-        speedup = whole / (start["b"] + (whole - start["a"]) / ratio["median"])
+        whole = _samples_of_a_training(folder / "trials.jsonl")
+        speedup = (start["a"] + whole * seconds_a) / (start["b"] + whole * seconds_b)
         return {name: speedup * ratio[name] / ratio["median"] for name in ("median", "low", "high")}
     samples = _samples(result)
     logs = numpy.log([(start["a"] + row[0] * seconds_a) / (start["b"] + row[1] * seconds_b) for row in samples])
@@ -63,6 +63,13 @@ def _pace(trials: Path, recipe: dict) -> dict:
         if trial["kind"] in ("pace", "speed") and what["salt"] == "confirmation" and what["a"] == {} and what["b"] == recipe:
             return trial["outcome"]
     raise StopIteration(f"{trials} holds no comparison of the confirmed recipe")
+
+
+def _samples_of_a_training(trials: Path) -> float:
+    """Samples that the whole training trains, from the plan of its first steps."""
+    lines = map(json.loads, trials.read_text(encoding="utf-8").splitlines())
+    plan = next(line["outcome"]["plan"] for line in lines if line["kind"] == "run_seconds")
+    return plan["samples_per_epoch"] * plan["epochs"]
 
 
 def _samples(result: dict) -> list[list[int]]:
