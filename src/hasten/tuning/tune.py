@@ -41,7 +41,7 @@ from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore, check_no_search_runs
 from hasten.utils.durations import format_duration, parse_budget
 
-BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 10, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
+BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
 DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
 COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
