@@ -60,7 +60,8 @@ def _pace(trials: Path, recipe: dict) -> dict:
     for line in trials.read_text(encoding="utf-8").splitlines():
         trial = json.loads(line)
         what = trial["what"]
-        if trial["kind"] in ("pace", "speed") and what["salt"] == "confirmation" and what["a"] == {} and what["b"] == recipe:
+        is_confirmation = trial["kind"] in ("pace", "speed") and what["salt"] == "confirmation"
+        if is_confirmation and what["a"] == {} and what["b"] == recipe:
             return trial["outcome"]
     raise StopIteration(f"{trials} holds no comparison of the confirmed recipe")
 
