@@ -117,6 +117,8 @@ def break_even(result: Json) -> str:
     """After how many trainings the search pays, and how many the user expects."""
     runs, expected = break_even_runs(result), result["expected_runs"]
     if runs is None:
+        if is_recommended(result) and result["break_even_runs"] is None:
+            return "How long a whole training takes is not known, and so not after how many the search pays."
         return "" if result["is_partial"] else "It found nothing that saves time, so it does not pay."
     text = f"It pays after {formatting.count(runs, 'training', 'trainings')}"
     if expected is None or runs <= expected:

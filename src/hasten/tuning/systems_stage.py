@@ -60,6 +60,7 @@ def find_systems(
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
+    withheld = (1 - share) * budget.left()
     with budget.part(share):
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
         with budget.reserve(seconds + _comparison_overhead(plan)), exact_share, _keep_unconfirmed(state):
@@ -68,14 +69,16 @@ def find_systems(
             find_strong_baseline(study, state, samples, screening)
             state.contributions = leave_one_out(study, state.incumbents, samples)
             state.ablated = state.incumbents.best
+    with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
         save()
-        if state.level != EXACT and lower:
-            before = len(state.incumbents.recipes)
-            with budget.reserve(seconds + _comparison_overhead(plan)), budget.part(1.0), _keep_unconfirmed(state):
-                search_systems(study, state.incumbents, lower, samples, screening)
-            added = state.incumbents.recipes[before:]
-            _add(state, confirm_speed(study, added, samples, seconds))
+    if state.level != EXACT and lower:
+        before = len(state.incumbents.recipes)
+        rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
+        with rest, budget.reserve(seconds + _comparison_overhead(plan)), _keep_unconfirmed(state):
+            search_systems(study, state.incumbents, lower, samples, screening)
+        with budget.part(1.0):
+            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds))
             save()
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])
