@@ -75,6 +75,7 @@ def test_break_even_counts_the_trainings_to_come():
     assert view_model.break_even(result | {"expected_runs": 40}) == "It pays after 23 trainings."
     assert view_model.break_even(result | {"break_even_runs": 0.2}) == "It pays after 1 training."
     assert view_model.break_even(result | {"break_even_runs": 2.1}) == "It pays after 3 trainings."
+    assert "is not known" in view_model.break_even(result | {"break_even_runs": None})
     assert "does not pay" in view_model.break_even(validate(samples.no_improvement()))
     assert view_model.break_even(validate(samples.only_estimates())) == "", (
         "a search that runs may still find something"

@@ -1,6 +1,7 @@
 """The cost of a search: its budget and reserve, the runs it compares with, and trials that are charged once."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +10,10 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
+from hasten.tuning import systems_stage
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import Budget, OutOfBudgetError
-from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
+from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, frontier, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
@@ -206,3 +208,25 @@ def test_search_with_exposed_communication_tries_communication_methods_first():
         assert [each.name for each in found.communication] == first
         assert {each.name for each in found.training} == {"budgeted_schedule", "powersgd", "local_sgd"} - set(first)
         assert [each.name for each in found.systems] == ["ddp"]
+
+
+def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of_the_stage(monkeypatch):
+    now, found = [0.0], Finding(Recipe({"in_memory_batches": {}}), EXACT, Ratio(1.5, 1.4, 1.6), "")
+    budget = Budget(100.0, clock=lambda: now[0])
+    study = SimpleNamespace(budget=budget, processes=1, device="cpu", refusal=lambda recipe: "", trials=[])
+    state = SearchState(run_seconds=8.0, comparison_seconds=5.0, candidates=Candidates(is_restricted=True))
+
+    def search(_, incumbents, *__):
+        incumbents.push(found.recipe, found.speedup)
+        now[0] = 60.0  # 35 s are the share
+        raise OutOfBudgetError
+
+    def confirm(study, recipes, *_):
+        study.budget.check()
+        return found if recipes[-1] == found.recipe else None
+
+    monkeypatch.setattr(systems_stage, "search_systems", search)
+    monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
+    plan = {"samples_per_epoch": 100, "epochs": 1, "step": 0.01, "start": 0.1, "evaluation": 0.0, "sync_period": 1}
+    systems_stage.find_systems(study, state, plan | {"samples_per_step": 1}, True, lambda: None)
+    assert state.findings == [found] and state.unconfirmed is None
