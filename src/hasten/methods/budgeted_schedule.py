@@ -49,7 +49,7 @@ class BudgetedSchedule(Method):
             {"factor": 0.1, "peak": 20.0},
         ),
         search_space={
-            "factor": SearchRange(0.08, 0.64, is_length=True),
+            "factor": SearchRange(0.16, 0.64, is_length=True),
             "peak": SearchRange(1.5, 32.0),
             "warmup": SearchRange(0.03, 0.3),
         },
