@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 FIGURE, TIMES = 500_000, 10
 BATCH, SIDE, PADDING = 512, 32, 4
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # normalization of pixels from 0 to 1
-OURS, MAPS, BOUND, ONE_BY_ONE = "hasten", "hasten, maps", "bound: gather, convert", "DataLoader, sample by sample"
+OURS, BOUND, ONE_BY_ONE = "hasten", "bound: gather, convert", "DataLoader, sample by sample"
 
 
 def hasten(images, labels):
@@ -41,26 +41,13 @@ def hasten(images, labels):
     )
 
 
-def hasten_maps(images, labels):
-    """The same batches by maps, which work with any source."""
-    from hasten.data import arrays, normalize, random_crop
-
-    made = arrays(images, labels).shuffle(seed=0).batch(BATCH, drop_last=True)
-    return made.map(random_crop(PADDING, mirror=True)).map(normalize(MEAN, STD))
-
-
 class Bound:
     """The lower bound: every image is read once and every number written once, into memory that is already mapped."""
 
     def __init__(self, images, labels):
-        from hasten.data.buffer_pool import alloc_huge
-
-        self.images, self.labels = (
-            alloc_huge(images.numel(), torch.uint8).view(images.shape).copy_(images),
-            labels,
-        )
+        self.images, self.labels = torch.from_numpy(numpy.empty(images.shape, numpy.uint8)).copy_(images), labels
         self.rows = torch.empty((BATCH, *images.shape[1:]), dtype=torch.uint8)
-        self.floats = alloc_huge(self.rows.numel(), torch.float32).view(self.rows.shape)
+        self.floats = torch.from_numpy(numpy.empty(self.rows.shape, numpy.float32))  # NumPy requests huge pages
 
     def __iter__(self):
         for index in shuffled_batches(len(self.images)):
@@ -270,7 +257,6 @@ def main() -> int:
         }
         loaders = {
             OURS: Loader(lambda: hasten(images, labels)),
-            MAPS: Loader(lambda: hasten_maps(images, labels)),
             BOUND: Loader(lambda: Bound(images, labels)),
             ONE_BY_ONE: Loader(
                 lambda: DataLoader(Samples(images, labels), batch_size=BATCH, shuffle=True, drop_last=True)

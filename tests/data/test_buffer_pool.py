@@ -14,7 +14,6 @@ from hasten.data.buffer_pool import (
     MAX_SIZES,
     _free,
     acquire,
-    alloc_huge,
     thread_scratch,
 )
 
@@ -116,9 +115,3 @@ def test_thread_scratch_made_in_inference_mode_is_usable_outside():
     with torch.inference_mode():
         thread_scratch("c", (8,), torch.int64).zero_()
     assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.uint16])
-def test_alloc_huge_large_arrays(dtype):
-    values = alloc_huge(1 << 21, dtype)
-    assert values.shape == (1 << 21,) and values.dtype == dtype and values.is_contiguous()

@@ -1,7 +1,6 @@
 """Batch transforms of images equal per-image transforms with the same random numbers, in every runner."""
 
 import pickle
-from itertools import count
 
 import numpy
 import pytest
@@ -9,9 +8,7 @@ import torch
 
 from hasten import ConfigurationError
 from hasten.data import arrays, augmented_images, normalize, random_crop, random_horizontal_flip
-from hasten.data.formats import augmented_images as augmented_images_format
 from hasten.data.rng import SampleRng
-from hasten.data.unpacking import unpack_planes
 from helpers.pipelines import equal
 
 SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
@@ -61,36 +58,16 @@ def test_random_crop_and_flip_draw_uniformly():
     )
 
 
-@pytest.mark.parametrize("way", ["one pass", "two passes", "in turns, as if memory were fresh"])
 @pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 8, 8)], ids=str)
-def test_augmented_images_equals_maps(shape, mirror, way, monkeypatch):
-    if way == "two passes":
-        monkeypatch.setattr(augmented_images_format, "can_unpack", lambda means, stds: False)
-    if way == "in turns, as if memory were fresh":
-        monkeypatch.setattr(augmented_images_format, "page_faults", count(step=1000).__next__)
-        monkeypatch.setattr(augmented_images_format, "TWO_PASS_BATCHES", 1)
-    images = pictures(shape, rows=70)
-    mean, std = ((0.2, 0.3, 0.4), (0.5, 0.6, 0.7)) if shape[0] == 3 else (0.2, 0.5)
-    slow = (
-        arrays(images, torch.arange(70)).shuffle(seed=2).batch(16).map(random_crop(3, mirror)).map(normalize(mean, std))
-    )
-    fast = (
-        augmented_images(images, torch.arange(70), padding=3, mirror=mirror, mean=mean, std=std)
-        .shuffle(seed=2)
-        .batch(16)
-    )
+def test_augmented_images_equals_maps(mirror):
+    images, labels = pictures((3, 32, 32), rows=70), torch.arange(70)
+    mean, std = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
+    maps = arrays(images, labels).shuffle(seed=2).batch(16).map(random_crop(3, mirror)).map(normalize(mean, std))
+    made = augmented_images(images, labels, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
     for epoch in (0, 1):
-        assert equal(list(slow.epoch(epoch)), list(fast.prefetch(2, threads=2).epoch(epoch)))
-    stored = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
-    assert equal([batch for batch, _ in fast.epoch(0)], list(stored.epoch(0)))
-
-
-def test_augmented_images_are_computed_with_the_batch():
-    with pytest.raises(ConfigurationError, match=r"call .map\(\) after .batch"):
-        augmented_images(pictures((3, 4, 4))).map(torch.flatten)
-    (batch,) = augmented_images(pictures((3, 4, 4))).batch(40).map(torch.flatten)
-    assert batch.shape == (40 * 3 * 4 * 4,)
+        assert equal(list(maps.epoch(epoch)), list(made.prefetch(2, threads=2).epoch(epoch)))
+    alone = augmented_images(images, padding=3, mirror=mirror, mean=mean, std=std).shuffle(seed=2).batch(16)
+    assert equal([batch for batch, _ in made.epoch(0)], list(alone.epoch(0)))
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
@@ -191,20 +168,3 @@ def test_transforms_can_be_pickled():
 def test_transforms_invalid_requests_are_refused(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         wrong()
-
-
-def test_augmented_images_one_pass_kernel_is_disabled_while_it_needs_fresh_memory(monkeypatch):
-    gather, called, seen = augmented_images(pictures((3, 32, 32))).batch_maps[0].function, [], []
-    if gather.footers is None:
-        pytest.skip("this torch has no kernel for it, or another one")
-    monkeypatch.setattr(
-        augmented_images_format, "unpack_planes", lambda planes: called.append(1) or unpack_planes(planes)
-    )
-    monkeypatch.setattr(augmented_images_format, "TWO_PASS_BATCHES", 4)
-    for faults in (count(), count(step=1000)):
-        monkeypatch.setattr(augmented_images_format, "page_faults", faults.__next__)
-        for _ in range(12):
-            called.clear()
-            gather(torch.arange(40), rng(40))
-            seen.append(bool(called))
-    assert seen == [True] * 12 + [True] * 3 + [False] * 5 + [True] * 3 + [False]

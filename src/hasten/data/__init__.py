@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.data.formats.arrays import arrays
-    from hasten.data.formats.augmented_images import augmented_images
+    from hasten.data.formats.arrays import arrays, augmented_images
     from hasten.data.formats.images import images
     from hasten.data.formats.tables import csv, feather, parquet
     from hasten.data.formats.tfrecord import tfrecord
@@ -47,8 +46,7 @@ __all__ = [
 ]
 
 _PUBLIC = {  # module: its public names
-    "data.formats.arrays": "arrays",
-    "data.formats.augmented_images": "augmented_images",
+    "data.formats.arrays": "arrays augmented_images",
     "data.formats.images": "images",
     "data.formats.tables": "csv feather parquet",
     "data.formats.tfrecord": "tfrecord",

@@ -37,13 +37,6 @@ def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(lease).view(dtype).view(shape)
 
 
-def alloc_huge(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``count`` uninitialized values, in huge pages if the system has them: NumPy requests those. Random reads
-    of rows from huge pages are 10 % faster. The memory does not return to the pool.
-    """
-    return torch.from_numpy(numpy.empty(count * dtype.itemsize, numpy.uint8)).view(dtype)
-
-
 def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Returns an uninitialized tensor in memory that this thread reuses for every call with the same name. For
     temporary results that the caller does not return or store. It takes a tenth of the time of ``acquire``.

@@ -19,8 +19,6 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.buffer_pool import acquire
 from hasten.data.rng import SampleRng
 
-SEAM = 8  # bytes: half of them at the end of a row of pixels, half at the beginning of the next
-
 
 def random_horizontal_flip() -> Callable:
     """Flips each image left to right with probability 1/2: any dtype, shape (rows, ..., height, width)."""
@@ -48,61 +46,46 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
         mean: One number, or one for each channel (dimension 1).
         std: The same, above 0.
     """
-    means, stds = moments(mean, std)
-    return partial(_normalize, means=means, stds=stds)
-
-
-def moments(mean: float | Sequence[float], std: float | Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns (means, deviations), one or one per channel; ConfigurationError unless as many, deviations above 0."""
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
         numbers = f"{len(means)} and {len(stds)}"
         raise ConfigurationError(f"normalize() requires as many values of mean as of std, not {numbers}")
     if min(stds) <= 0:
         raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
-    return means, stds
+    return partial(_normalize, means=means, stds=stds)
 
 
 # ---- functions of a batch
 
 
 def _random_flip(batch: Any, rng: SampleRng) -> Any:
-    images = _images(batch)
+    images = images_of(batch)
     return _replaced(batch, _flip(acquire(images.shape, images.dtype).copy_(images), rng.bernoulli()))
 
 
 def _random_crop(batch: Any, rng: SampleRng, *, padding: int, mirror: bool) -> Any:
-    images = _images(batch)
-    top, left, flipped = decode_choices(rng.integers(0, num_choices(padding)), padding)
+    images, sides = images_of(batch), 2 * padding + 1
+    choices = rng.integers(0, 2 * sides**2)  # each of the crops of a padded image, flipped or not
+    top, left, flipped = choices // 2 // sides, choices // 2 % sides, choices % 2 == 1
     moved = _shifted(images, (top - padding) * images.shape[-1] + left - padding)
-    height, width = images.shape[-2:]
-    zero_outside(moved, inside_masks(top, left, padding, height, width, images.dtype.itemsize))
+    _zero_outside(moved, top, left, padding)
     return _replaced(batch, _flip(moved, flipped) if mirror else moved)
 
 
 def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...]) -> Any:
-    return _replaced(batch, scaled(_images(batch), means, stds))
-
-
-# ---- computation
-
-
-def scaled(images: torch.Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> torch.Tensor:
-    """Images as float32, scaled and shifted in place; ConfigurationError if they have not as many channels as means."""
+    images = images_of(batch)
     if len(means) not in (1, images.shape[1]):
         shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
         raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
     floats = acquire(images.shape, torch.float32).copy_(images)
-    parts = floats.unbind(1) if len(means) > 1 else [floats]
-    for part, (scale, shift) in zip(parts, terms(means, stds, images.dtype), strict=True):
-        torch.add(torch.tensor(shift), part, alpha=scale, out=part)
-    return floats
+    channels = floats.unbind(1) if len(means) > 1 else [floats]
+    unit = 1.0 if images.dtype.is_floating_point else 255.0
+    for channel, mean, std in zip(channels, means, stds, strict=True):
+        torch.add(torch.tensor(-mean / std), channel, alpha=1 / (unit * std), out=channel)
+    return _replaced(batch, floats)
 
 
-def terms(means: tuple[float, ...], stds: tuple[float, ...], dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Returns (scale, shift) per mean, so that value * scale + shift normalizes; integers are also divided by 255."""
-    unit = 1.0 if dtype.is_floating_point else 255.0
-    return [(1 / (unit * std), -mean / std) for mean, std in zip(means, stds, strict=True)]
+# ---- computation
 
 
 def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
@@ -118,43 +101,12 @@ def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-def num_choices(padding: int) -> int:
-    """Returns how many crops a padded image has, each counted twice: flipped and not."""
-    return 2 * (2 * padding + 1) ** 2
-
-
-def decode_choices(choices: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (top, left, flipped) of crops by index, in pixels; (padding, padding) is the unmoved image."""
-    corner, sides = choices >> 1, 2 * padding + 1
-    return corner // sides, corner % sides, (choices & 1).bool()
-
-
-def inside_masks(
-    top: torch.Tensor, left: torch.Tensor, padding: int, height: int, width: int, itemsize: int
-) -> torch.Tensor:
-    """Returns which bytes of a plane belong to the image for windows at (top, left): bits all ones or zeros. Shape
-    (rows, integers per plane).
-    """
-    rows, columns = _axis_masks(padding, height, width, itemsize)
-    return rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
-
-
-def seam_masks(left: torch.Tensor, padding: int) -> torch.Tensor:
-    """Returns masks: bytes of a seam inside the image are 255, others 0, for uint8 crops at ``left``.
-
-    A seam is the last bytes of a row of pixels and the first of the next, as one integer: int64, shape (rows,).
-    ``padding`` must be at most half a seam.
-    """
-    columns = torch.arange(-SEAM // 2, SEAM // 2)
-    source = columns + (left - padding)[:, None]  # the column from which each byte is read
-    return ((columns < 0) == (source < 0)).to(torch.uint8).neg().view(torch.int64)[:, 0]
-
-
-def zero_outside(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Sets the bytes to zero, in place, that ``inside_masks`` marks with zeros."""
+def _zero_outside(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> None:
+    """Sets the values to zero, in place, that windows at (top, left) of padded images read from the padding."""
+    rows, columns = _axis_masks(padding, *images.shape[-2:], images.dtype.itemsize)
+    masks = rows.index_select(0, top).bitwise_and_(columns.index_select(0, left))
     planes = images.view(len(images), -1, images.shape[-2] * images.shape[-1]).view(masks.dtype)
     planes.bitwise_and_(masks[:, None])
-    return images
 
 
 @lru_cache(maxsize=8)
@@ -184,7 +136,8 @@ def _flip(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return images
 
 
-def _images(batch: Any) -> torch.Tensor:
+def images_of(batch: Any) -> torch.Tensor:
+    """The images of a batch; ConfigurationError if it has none of one size and shape (rows, ..., height, width)."""
     images = batch[0] if isinstance(batch, tuple) else batch
     if isinstance(images, list):
         raise ConfigurationError("the images differ in size; resize them with resize=, or in a map before batch()")

@@ -1,10 +1,13 @@
-"""Rows in memory or in ``.npy`` files: tensors, NumPy arrays, and nestings of them."""
+"""Rows in memory or in ``.npy`` files: tensors, NumPy arrays, nestings of them; images that are augmented per batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.array_source import Arrays
+from hasten.data.batch_builder import Map
 from hasten.data.pipeline import Pipeline
+from hasten.data.transforms import images_of, normalize, random_crop
 
 
 def arrays(*columns: Any) -> Pipeline:
@@ -24,3 +27,32 @@ def arrays(*columns: Any) -> Pipeline:
     if not columns:
         raise ConfigurationError("arrays() requires at least one array")
     return Pipeline(Arrays(columns[0] if len(columns) == 1 else tuple(columns)))
+
+
+def augmented_images(
+    images: Any,
+    labels: Any = None,
+    *,
+    padding: int = 4,
+    mirror: bool = True,
+    mean: float | Sequence[float] = 0.0,
+    std: float | Sequence[float] = 1.0,
+) -> Pipeline:
+    """Images in memory, randomly cropped, flipped and normalized in every batch, before other maps after ``batch``.
+
+    A batch is float32, shape (rows, ..., height, width), or with labels the tuple (images, labels).
+
+    Args:
+        images: Tensor, NumPy array or path of a ``.npy`` file, shape (n, ..., height, width).
+        labels: One per image, as for ``arrays``.
+        padding: As in ``random_crop``.
+        mirror: As in ``random_crop``.
+        mean: As in ``normalize``.
+        std: As in ``normalize``.
+
+    Raises:
+        ConfigurationError: As for these functions.
+    """
+    source = Arrays(images if labels is None else (images, labels))
+    images_of(source.columns)  # reports a wrong shape now, not at the first batch
+    return Pipeline(source, batch_maps=(Map(random_crop(padding, mirror), stage=0), Map(normalize(mean, std))))
