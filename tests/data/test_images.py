@@ -16,8 +16,8 @@ from PIL import Image
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import images
 from hasten.data.formats import decoding
-from hasten.data.io import manifests
-from hasten.data.io.manifests import list_folder
+from hasten.data.io import file_list
+from hasten.data.io.file_list import list_folder
 from hasten.data.source import BadRow
 
 
@@ -241,15 +241,15 @@ def test_invalid_image_files_are_refused(tmp_path):
 
 
 def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifests, "MIN_FILES", 1)
+    monkeypatch.setattr(file_list, "MIN_FILES", 1)
     root = folder_of(tmp_path / "set")
     long_ago = time.time() - 3600
     for folder in (root, root / "cat", root / "dog"):
         os.utime(folder, (long_ago, long_ago))
     first = list_folder(root, (".png",))
     walks = []
-    walk = manifests.walk
-    monkeypatch.setattr(manifests, "walk", lambda *args: walks.append(1) or walk(*args))
+    walk = file_list.walk
+    monkeypatch.setattr(file_list, "walk", lambda *args: walks.append(1) or walk(*args))
     again = list_folder(root, (".png",))
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")
@@ -260,8 +260,8 @@ def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch
 
 
 def test_folder_that_just_changed_is_not_cached(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifests, "MIN_FILES", 1)
-    monkeypatch.setattr(manifests, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
+    monkeypatch.setattr(file_list, "MIN_FILES", 1)
+    monkeypatch.setattr(file_list, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
     list_folder(folder_of(tmp_path / "set"), (".png",))
     assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
 

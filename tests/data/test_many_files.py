@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hasten.data.io import manifests
-from hasten.data.io.manifests import list_folder
+from hasten.data.io import file_list
+from hasten.data.io.file_list import list_folder
 from hasten.data.io.paths import resolve_paths
 from helpers.markers import slow
 
@@ -62,4 +62,4 @@ def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
     first = list_folder(place, (".jpg",))
     again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the cached list is read, and no folder
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
-    assert len(names) > manifests.MIN_FILES
+    assert len(names) > file_list.MIN_FILES

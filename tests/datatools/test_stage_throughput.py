@@ -7,14 +7,14 @@ import pytest
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.source import BadRow
 from hasten.datatools import stage_throughput
-from hasten.datatools.format_detection import detect_format
+from hasten.datatools.format_detection import formats_at
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates, stage_rates
 from helpers.storages import ROWS, damage, write_table
 
 
 def test_stage_rates_of_parquet_batches_are_slower_than_each_stage(tmp_path):
-    kind, files = detect_format(write_table(tmp_path / "in"))
+    kind, files = formats_at(write_table(tmp_path / "in"))[0]
     speed = stage_rates(RowReader(kind, files, files), 0.2)
     assert speed["batches"] < min(speed["decode"], speed["copy"])
     assert speed["decode"] > ROWS
@@ -41,7 +41,7 @@ def test_read_rates_of_many_files_read_each_byte_once(tmp_path, monkeypatch):
 
 
 def test_stage_rates_are_measured_once_if_opening_is_slow(tmp_path, monkeypatch):
-    kind, files = detect_format(write_table(tmp_path / "in"))
+    kind, files = formats_at(write_table(tmp_path / "in"))[0]
     reader = RowReader(kind, files, files)
     assert {name: len(each) for name, each in repeated_stage_rates(reader, 3.0).items()} == dict.fromkeys(
         ("decode", "copy", "batches"), stage_throughput.REPEATS
@@ -53,7 +53,7 @@ def test_stage_rates_are_measured_once_if_opening_is_slow(tmp_path, monkeypatch)
 
 def test_stage_rates_with_max_rows_decode_one_chunk_only(tmp_path):
     """``RowReader.max_rows`` limits the stages, too: the rows of one row group are decoded, not of twenty."""
-    kind, files = detect_format(write_table(tmp_path / "in", runs=ROWS // 20))
+    kind, files = formats_at(write_table(tmp_path / "in", runs=ROWS // 20))[0]
     reader = RowReader(kind, files, files, max_rows=10)
     assert reader.rows == 10 and stage_rates(reader, 5.0)["decode"] > 0
 
@@ -63,7 +63,7 @@ def test_stage_rates_with_unreadable_row_groups_skip_them(tmp_path):
     data = write_table(tmp_path / "in", runs=ROWS // 4)
     for run in (1, 3):
         damage(data / "train.parquet", run)
-    kind, files = detect_format(data)
+    kind, files = formats_at(data)[0]
     with pytest.raises(BadRow, match="row group 1"):
         stage_rates(RowReader(kind, files, files), 5.0)
     reader = RowReader(kind, files, files, faults=BadRowPolicy(ROWS))

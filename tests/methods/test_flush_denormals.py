@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hasten.core.data import WorkerConfig
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
@@ -175,7 +176,9 @@ def survived_in_batches(task: Task, methods: list[Method]) -> list[float]:
         return [float(target) for _, targets in program.train.epoch(0, 0) for target in targets]
 
 
-@pytest.mark.parametrize("runner", [InlineRunner(), ThreadRunner(1), ProcessRunner(1)])
+@pytest.mark.parametrize(
+    "runner", [InlineRunner(), ThreadRunner(WorkerConfig(threads=1)), ProcessRunner(WorkerConfig(processes=1))]
+)
 def test_worker_of_a_pipeline_flushes_during_the_run_only(runner):
     with flushed_context():
         assert list(runner(lambda _: flushes_denormals(), range(2))) == [True, True]

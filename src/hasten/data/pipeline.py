@@ -39,7 +39,6 @@ from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 from hasten.utils.batch import map_tensors
 
 MAX_WORKERS, MAX_PREFETCH = 256, 1024  # more gain nothing and exhaust processes and open files
-DEFAULT_TIMEOUT_S = 600.0  # for one batch
 
 
 @dataclass
@@ -161,7 +160,7 @@ class Pipeline:
         *,
         threads: int = 0,
         processes: int = 0,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
+        timeout: float | None = runners.DEFAULT_TIMEOUT_S,
         cores: int | None = None,
         gigabytes: float | None = None,
     ) -> Pipeline:
@@ -301,7 +300,7 @@ class Pipeline:
 
     @property
     def num_workers(self) -> int:
-        return getattr(self.runner, "processes", 0)
+        return self.runner.workers.processes
 
     # ---- interface to the engine
 
@@ -352,11 +351,10 @@ class Pipeline:
             if config.threads and self._user_code() and not in_threads:
                 why = "functions of this pipeline may draw from the global generators"
                 raise ConfigurationError(f"{why}, which threads share with training; use processes")
-            timeout = getattr(self.runner, "timeout", DEFAULT_TIMEOUT_S)
             if isinstance(workers, WorkerConfig):
-                runner = runners.runner_of(workers, timeout)
+                runner = runners.runner_of(workers, self.runner.timeout)
             else:
-                runner = _autotuned(workers, timeout, in_threads)
+                runner = _autotuned(workers, self.runner.timeout, in_threads)
             return replace(self, runner=runner)._batch_source(training)
 
         return BatchSource(
@@ -364,7 +362,7 @@ class Pipeline:
             length=len(self),
             training=training,
             seekable=True,
-            workers=runners.workers_of(self.runner),
+            workers=self.runner.workers,
             with_workers=with_workers,
         )
 
@@ -374,7 +372,7 @@ class Pipeline:
         Raises:
             ConfigurationError: One draws from the global generators, which threads share: every run would differ.
         """
-        thread = runners.ThreadRunner(1, 0, getattr(self.runner, "timeout", None))
+        thread = runners.ThreadRunner(WorkerConfig(threads=1), self.runner.timeout)
         if any(thread(build.draws, range(index, index + 1))):
             names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
             effect = "which threads share with training, so every run would have other batches"

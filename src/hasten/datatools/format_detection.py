@@ -11,7 +11,7 @@ from typing import Any
 from hasten.core.errors import ConfigurationError
 from hasten.data.formats.arrays import arrays
 from hasten.data.formats.images import SUFFIXES as IMAGE_SUFFIXES
-from hasten.data.formats.images import images
+from hasten.data.formats.images import NoClassFolderError, images
 from hasten.data.formats.table_files import Csv, Feather, Parquet
 from hasten.data.formats.tables import csv, feather, parquet
 from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
@@ -56,11 +56,6 @@ FORMATS = {
 
 
 UNKNOWN = StorageFormat("unknown", "unknown", ())
-
-
-def detect_format(path: str | Path) -> tuple[StorageFormat, list[str]]:
-    """(format, files) of a path, folder or pattern: the format with most files. ConfigurationError if there is none."""
-    return formats_at(path)[0]
 
 
 def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
@@ -162,9 +157,7 @@ def _open_images(where: Any, resize: Any) -> Pipeline:
     """Opens images, with the names of their folders as labels if every image is in a folder."""
     try:
         return images(where, resize)
-    except ConfigurationError as error:
-        if "lies in no folder" not in str(error):
-            raise
+    except NoClassFolderError:
         return images(where, resize, labels=None)
 
 

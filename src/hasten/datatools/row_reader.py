@@ -89,17 +89,12 @@ class RowReader:
         """Number of rows read at a time, from the size of the first ones."""
         return max(1, CHUNK * length_of(self.first) // max(1, sum(map(_num_bytes, self.like.values()))))
 
-    def probe(self, first: int, last: int) -> dict:
-        """Returns the columns of rows [``first``, ``last``), by name; empty if none can be read."""
-        columns = self.read(self.source, numpy.arange(first, last))
-        return {} if columns is None else self._named(columns)
-
     def columns(self, first: int, last: int) -> Iterator[dict]:
-        """Returns the columns of rows [``first``, ``last``), by name; empty if none can be read."""
+        """Yields the columns of rows [``first``, ``last``), by name, some rows at a time; without the skipped ones."""
         for begin in range(first, last, self.chunk):
-            columns = self.probe(begin, min(begin + self.chunk, last))
-            if columns:
-                yield columns
+            columns = self.read(self.source, numpy.arange(begin, min(begin + self.chunk, last)))
+            if columns is not None:
+                yield self._named(columns)
 
     def read(self, source: Source, rows: numpy.ndarray) -> Any:
         """Returns the columns of some rows, without the skipped ones; None if none can be read. BadRow if a row cannot

@@ -115,10 +115,10 @@ def _table_reader(form: Any) -> Callable[[Path], ContentHash]:
     def read(path: Path) -> ContentHash:
         import pyarrow as pa
 
-        digest, manifest = ContentHash(), form().manifest(str(path))
-        for index in range(len(manifest.chunks)):
-            run = form().chunk(str(path), index, manifest.schema.names)
-            digest.add_table(pa.Table.from_batches([run]) if isinstance(run, pa.RecordBatch) else run)
+        digest, metadata = ContentHash(), form().metadata(str(path))
+        for index in range(len(metadata.chunks)):
+            chunk = form().chunk(str(path), index, metadata.schema.names)
+            digest.add_table(pa.Table.from_batches([chunk]) if isinstance(chunk, pa.RecordBatch) else chunk)
         return digest
 
     return read

@@ -39,7 +39,6 @@ NO_METRIC = _set(
     " samples examples images tokens norm gnorm wps ups wpb bsz wall updates seed size params parameters num count"
     " total mfu flops patience scale version id rank date port pid momentum decay temperature beta progress"
 )
-WITH_A_METRIC = _set("rate total min scale")  # of these, what may be a part of a metric's name: "error rate"
 DERIVED = _set(
     "best record highest lowest max previous prev target delta improvement last from improved dropped increased"
     " decreased threshold early weight split"

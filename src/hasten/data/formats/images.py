@@ -14,13 +14,17 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
-from hasten.data.io.manifests import Manifest, list_folder, manifest_from_paths
+from hasten.data.io.file_list import FileList, file_list_of, list_folder
 from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+class NoClassFolderError(ConfigurationError):
+    """An image is in no folder that could be its class."""
 
 
 def images(
@@ -110,11 +114,11 @@ def content_of(path: str) -> bytes:
 # ---- files and labels
 
 
-def _list_files(paths: Any) -> Manifest:
+def _list_files(paths: Any) -> FileList:
     folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
     if os.path.isdir(folder):
         return list_folder(folder, SUFFIXES)
-    return manifest_from_paths(resolve_paths(cast(Any, paths), SUFFIXES))
+    return file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
 def _signature(path: str) -> list:
@@ -142,21 +146,21 @@ def _blame_file(path: str) -> Iterator[None]:
         raise
 
 
-def _label_by_folder(files: Manifest) -> tuple[list[str], torch.Tensor]:
+def _label_by_folder(files: FileList) -> tuple[list[str], torch.Tensor]:
     """(class names, sorted; class of each file): folders below the root, or of the files; else ConfigurationError."""
     part = 0 if files.root else -1
     names = [folder.split("/")[part] for folder in files.folders]
     if "" in names:
         example = files.relative_path(int((files.parents == names.index("")).argmax()))
         advice = "pass labels=None, or labels={file name: number}"
-        raise ConfigurationError(f"{example} is in no folder that could be its class; {advice}")
+        raise NoClassFolderError(f"{example} is in no folder that could be its class; {advice}")
     classes = sorted(set(names))
     index_of = {name: index for index, name in enumerate(classes)}
     indices = numpy.array([index_of[name] for name in names])
     return classes, torch.from_numpy(indices[files.parents])
 
 
-def _label_by_name(files: Manifest, labels: Any) -> torch.Tensor:
+def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
         raise ConfigurationError(f'labels= must be "folder", a dict from file name to number, or None, not {labels!r}')
     values = []

@@ -34,7 +34,7 @@ NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the f
 
 
 @dataclass(frozen=True)
-class Manifest:
+class FileMetadata:
     """One file of a table: schema, rows of each chunk, decompressed size, chunks that cannot be read."""
 
     schema: Any  # Arrow schema; None for a file that cannot be opened
@@ -63,14 +63,14 @@ class Parquet(_ArrowFormat):
 
     name, chunk_name, suffixes, settings = "Parquet", "row group", (".parquet", ".parq", ".pq"), {}
 
-    def manifest(self, path: str) -> Manifest:
+    def metadata(self, path: str) -> FileMetadata:
         with opened_arrow(path) as file, _translate_errors(path, self.name):
             from pyarrow.parquet import read_metadata
 
             metadata = read_metadata(file)
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
             size = sum(group.total_byte_size for group in groups)
-            return _checked_manifest(metadata.schema.to_arrow_schema(), [group.num_rows for group in groups], size)
+            return _checked_metadata(metadata.schema.to_arrow_schema(), [group.num_rows for group in groups], size)
 
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path,].read_row_group(index, columns)
@@ -86,7 +86,7 @@ class Feather(_ArrowFormat):
 
     name, chunk_name, suffixes, settings = "Feather", "record batch", (".feather", ".arrow", ".ipc"), {}
 
-    def manifest(self, path: str) -> Manifest:
+    def metadata(self, path: str) -> FileMetadata:
         import pyarrow as pa
         from pyarrow.ipc import MessageReader, read_record_batch
 
@@ -96,7 +96,7 @@ class Feather(_ArrowFormat):
             batches = (message for message in MessageReader.open_stream(file) if message.type == "record batch")
             without_columns = pa.schema([])  # a batch that is read without columns still has its number of rows
             rows = [read_record_batch(batch, without_columns).num_rows for batch in batches]
-            return _checked_manifest(schema, rows, file.size())
+            return _checked_metadata(schema, rows, file.size())
 
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         return self._open_files[path, *columns].get_batch(index)
@@ -126,11 +126,11 @@ class Csv:
         self.settings: dict[str, Any] = {"delimiter": delimiter, "header": names}
         self._parsed: dict[str, _ParsedCsv] = {}
 
-    def manifest(self, path: str) -> Manifest:
+    def metadata(self, path: str) -> FileMetadata:
         parsed = self._parsed[path] = self._parse(path)
         chunks = list(pairwise(parsed.chunk_offsets))
         bad = {index: parsed.bad[first] for index, (first, _) in enumerate(chunks) if first in parsed.bad}
-        return Manifest(parsed.good.schema, [last - first for first, last in chunks], parsed.good.nbytes, bad)
+        return FileMetadata(parsed.good.schema, [last - first for first, last in chunks], parsed.good.nbytes, bad)
 
     def chunk(self, path: str, index: int, columns: list[str]) -> Any:
         if path not in self._parsed:
@@ -275,12 +275,12 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
         raise error_class(f"cannot read {path}: {format_error(error)}") from None
 
 
-def _checked_manifest(schema: Any, chunks: list[int], size: int) -> Manifest:
-    """Returns the manifest; ValueError if the file declares impossible values."""
+def _checked_metadata(schema: Any, chunks: list[int], size: int) -> FileMetadata:
+    """Returns the metadata; ValueError if the file declares impossible values."""
     _ = schema.names  # raises here if they are not UTF-8
     if min(chunks, default=0) < 0 or sum(chunks) > MAX_ROWS:
         raise ValueError("the file declares an impossible number of rows")
-    return Manifest(schema, chunks, size)
+    return FileMetadata(schema, chunks, size)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
-from hasten.data.formats.table_files import MEMORY_FRACTION, Format, Manifest, asks_too_much, check
+from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import rate_reporter
@@ -57,12 +57,12 @@ class Table(Source):
         with ThreadPoolExecutor(min(len(files), 16)) as pool:
             opened = dict(zip(files, pool.map(self._inspect_file, files), strict=True))
         self._signatures = {file: signature for file, (signature, _) in opened.items()}
-        manifests = {file: manifest for file, (_, manifest) in opened.items()}
+        metadata = {file: entry for file, (_, entry) in opened.items()}
         # {file: reason} of the files that cannot be opened; each counts as one bad row
-        self.lost = {file: manifest.bad[0] for file, manifest in manifests.items() if manifest.schema is None}
+        self.lost = {file: entry.bad[0] for file, entry in metadata.items() if entry.schema is None}
         if len(self.lost) == len(files):
             raise FileMissingError(self.lost[files[0]])
-        schemas = {file: manifest.schema for file, manifest in manifests.items() if manifest.schema is not None}
+        schemas = {file: entry.schema for file, entry in metadata.items() if entry.schema is not None}
         self._guessed_types = form.name == "CSV"
         self._layout = Layout.of(schemas, columns, target, self._guessed_types)
         if classes is not None and not self._layout.has_classes:
@@ -79,30 +79,30 @@ class Table(Source):
             what = f"columns= contains {' and '.join(map(repr, others))} besides numbers"
             hint = "so batches are (dict of columns, target); with numbers alone they are (matrix, target)"
             warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=4)
-        chunks = [(file, index) for file, manifest in manifests.items() for index in range(len(manifest.chunks))]
+        chunks = [(file, index) for file, entry in metadata.items() for index in range(len(entry.chunks))]
         self._chunks = chunks  # (file, index in the file)
-        rows = [rows for manifest in manifests.values() for rows in manifest.chunks]
+        rows = [rows for entry in metadata.values() for rows in entry.chunks]
         self._offsets = numpy.cumsum([0, *rows], dtype=numpy.int64)
-        self._bytes = self._layout.bytes(len(self), sum(manifest.bytes for manifest in manifests.values()))
+        self._bytes = self._layout.bytes(len(self), sum(entry.bytes for entry in metadata.values()))
         self._budget = free_memory() * MEMORY_FRACTION if gigabytes is None else gigabytes * 10**9
         self._processes = 1  # that share the budget
         # rows returned and decoded while the table does not fit
         self._returned, self._decoded_rows, self._warned = 0, 0, False
-        reasons = [(file, manifests[file].bad.get(index)) for file, index in chunks]
+        reasons = [(file, metadata[file].bad.get(index)) for file, index in chunks]
         # chunks that cannot be read: (where, why)
         self._bad = {chunk: (file, why) for chunk, (file, why) in enumerate(reasons) if why is not None}
         self._known_bad = list(self._bad)  # before anything was read
         self._loaded: Rows | None = None  # the whole table
         self._init_locks()
 
-    def _inspect_file(self, file: str) -> tuple[list, Manifest]:
-        """Returns ([path, size, version], Manifest) of a file; one that cannot be opened counts as one bad row."""
+    def _inspect_file(self, file: str) -> tuple[list, FileMetadata]:
+        """Returns ([path, size, version], FileMetadata) of a file; one that cannot be opened counts as one bad row."""
         try:
-            return file_signature(file), self._format.manifest(file)
+            return file_signature(file), self._format.metadata(file)
         except ConfigurationError as error:
             if not is_file_error(file, error):
                 raise
-            return [file, 0, None], Manifest(None, [1], 0, {0: str(error)})
+            return [file, 0, None], FileMetadata(None, [1], 0, {0: str(error)})
 
     def _init_locks(self) -> None:
         self._lock = threading.RLock()
@@ -155,7 +155,7 @@ class Table(Source):
         for file, signature in self._signatures.items():
             if isinstance(signature[-1], list):  # a local file that exists; others are checked when they are read
                 check_unchanged(file, signature)
-        self._processes = max(1, getattr(runner, "processes", 1))
+        self._processes = max(1, runner.workers.processes)
         if self._fits():
             self._load()  # before worker processes start, each of which would read the table again
         else:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats.crc32c import crc32c, crc32c_of_rows, masked
+from hasten.data.formats.crc32c import masked_crc32c
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
 from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
@@ -188,7 +188,7 @@ class Records:
         """Compares records with their stored checksums: ``BadRow`` if one differs, else marks them as verified."""
         stored = numpy.frombuffer(content, numpy.uint8)[ends[:, None] + numpy.arange(TAIL)].view("<u4")[:, 0]
         cut = getattr(content, "obj", content).__getitem__  # an mmap returns bytes, a memoryview of it would not
-        wrong = masked(crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))])) != stored
+        wrong = masked_crc32c([*map(cut, map(slice, starts.tolist(), ends.tolist()))]) != stored
         self.unverified[rows[~wrong]] = False
         if wrong.any():
             row = int(rows[wrong.argmax()])
@@ -199,7 +199,7 @@ def frame_records(records: Iterable[bytes]) -> bytes:
     """Returns records with their framing, as the content of a TFRecord file."""
     records = list(records)
     lengths = [struct.pack("<Q", len(record)) for record in records]
-    checksums = [[value.tobytes() for value in masked(crc32c(items)).astype("<u4")] for items in (lengths, records)]
+    checksums = [[value.tobytes() for value in masked_crc32c(items).astype("<u4")] for items in (lengths, records)]
     frames = zip(lengths, checksums[0], records, checksums[1], strict=True)
     return b"".join(part for frame in frames for part in frame)
 
@@ -304,7 +304,8 @@ def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | Non
     data = numpy.frombuffer(content, numpy.uint8)
     for first in range(0, len(starts), MAX_SKIPPED):
         heads = data.take(starts[first : first + MAX_SKIPPED, None] + numpy.arange(-HEAD, 0), mode="clip")
-        wrong = masked(crc32c_of_rows(heads[:, :8])) != heads[:, 8:].copy().view("<u4")[:, 0]
+        lengths, which = numpy.unique(heads[:, :8].copy().view("<u8")[:, 0], return_inverse=True)  # few differ
+        wrong = masked_crc32c([length.tobytes() for length in lengths])[which] != heads[:, 8:].copy().view("<u4")[:, 0]
         if wrong.any():
             return first + int(wrong.argmax())
     return None

@@ -29,7 +29,7 @@ GAP, LONGEST = 64 << 10, 16 << 20  # bytes: remote ranges at most GAP apart are 
 MAX_OPEN_FILES = 16  # remote files that a thread keeps open; each holds some megabytes of read-ahead
 DOWNLOAD_CHUNK = 4 << 20  # bytes of a whole remote file that are requested at a time
 
-_thread = threading.local()  # open remote files of each thread: {path: (signature, time of the last check, file)}
+_thread = threading.local()  # of each thread: ``files`` and ``checked``, {signature of a remote file: open file, time}
 
 
 def read_ranges(
@@ -37,8 +37,9 @@ def read_ranges(
 ) -> list[bytes]:
     """Returns the bytes of some ranges, in the given order.
 
-    ``signatures`` are those of all files, taken when the positions were found; a file that has changed since is a
-    RunError. ``files`` (index of each range's file), ``begins`` and ``ends`` (exclusive) are int64, shape (n,).
+    ``signatures`` are those of all files ([path, size, version], see ``paths.file_signature``), taken when the
+    positions were found; a file that has changed since is a RunError. ``files`` (index of each range's file),
+    ``begins`` and ``ends`` (exclusive) are int64, shape (n,).
     """
     parts = [b""] * len(files)
     unique_files = numpy.unique(files).tolist()
@@ -124,25 +125,20 @@ def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: i
 
 def _check_oldest(signatures: list[list]) -> None:
     """Checks one remote file for changes: the one checked longest ago, if REMOTE_CHECK_INTERVAL_S have passed."""
-    checks = _thread.__dict__.setdefault("checks", {})
-    now, oldest = time.monotonic(), min(signatures, key=lambda signature: checks.get(signature[0], 0.0))
-    if now - checks.get(oldest[0], -REMOTE_CHECK_INTERVAL_S) >= REMOTE_CHECK_INTERVAL_S:
+    checked = _thread.__dict__.setdefault("checked", {})
+    oldest = min(signatures, key=lambda signature: checked.get(str(signature), 0.0))
+    if time.monotonic() - checked.get(str(oldest), -REMOTE_CHECK_INTERVAL_S) >= REMOTE_CHECK_INTERVAL_S:
         check_unchanged(oldest[0], oldest)
-        checks[oldest[0]] = now
+        checked[str(oldest)] = time.monotonic()
 
 
 def _remote_file(signature: list) -> BinaryIO:
     """A remote file opened by this thread of this process: a forked process must not share its parent's connections."""
     if getattr(_thread, "process", None) != os.getpid():
         _thread.process, _thread.files = os.getpid(), OrderedDict()
-    path, now = signature[0], time.monotonic()
-    opened_signature, checked, file = _thread.files.pop(path, (None, 0.0, None))
-    if opened_signature != signature or now - checked >= REMOTE_CHECK_INTERVAL_S:
-        check_unchanged(path, signature)
-        checked = now
-    if opened_signature != signature:  # the read-ahead buffer belongs to earlier content of the file
-        file = open_file(path)
-    _thread.files[path] = signature, checked, file
+    _check_oldest([signature])
+    file = _thread.files.pop(str(signature), None) or open_file(signature[0])
+    _thread.files[str(signature)] = file  # not by path: the read-ahead of a changed file is that of its old content
     if len(_thread.files) > MAX_OPEN_FILES:
         _thread.files.popitem(last=False)
     return file

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
-import torch
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
@@ -25,6 +23,7 @@ from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
 from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
+from hasten.utils.rng import get_rng_state
 from hasten.utils.tree import bitwise_equal
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
@@ -57,10 +56,6 @@ class AutotunedRunner:
     @property
     def workers(self) -> WorkerConfig:
         return self.autotuner.workers
-
-    @property
-    def processes(self) -> int:
-        return self.workers.processes
 
     def restrict(self, kinds: tuple[str, ...]) -> AutotunedRunner:
         """Returns a copy that tries these kinds of workers only; never processes on a system without fork."""
@@ -159,14 +154,14 @@ def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
     results = []
     for seed in (0, 1):
         with isolated_rng(seed):
-            before = _generator_states()
+            before = get_rng_state()
             try:
                 samples = unbatch(source.read(rows))
                 for stage in maps:
                     samples = [stage.function(sample) for sample in samples]
             except BadRow:
                 return False
-            if not bitwise_equal(_generator_states(), before):
+            if not bitwise_equal(get_rng_state(), before):
                 return False
             results.append(samples)
     return bitwise_equal(*results)
@@ -179,8 +174,3 @@ def _warn_about_disk(cache: Cache) -> None:
         reason = "the samples do not fit into the memory budget"
         message = f"{reason}; trying a cache on disk: {size:.3g} GB in {folder}, which stay until you delete them"
         warnings.warn(message, HastenWarning, stacklevel=2)
-
-
-def _generator_states() -> list:
-    """Returns the states of the global random generators of torch, NumPy and Python."""
-    return [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
+from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.source import BadRow
+from hasten.data.workers.runners import timeout_message
 from hasten.data.workers.shm_transport import SharedBuffer, deserialize, serialize
-from hasten.data.workers.timeout import timeout_message
 from hasten.engine.error_messages import line_in_users_code
 
 PARENT_CHECK_INTERVAL_S = 2.0  # of an idle worker
@@ -44,14 +45,13 @@ class ProcessRunner:
     a RunError is raised.
     """
 
-    processes: int  # number of workers
-    prefetch: int = 2  # finished batches that may wait for the caller
-    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
+    workers: WorkerConfig
+    timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
-        buffers, workers = 1 + -(-self.prefetch // self.processes), []  # buffers of each worker
+        buffers, workers = self.workers.prefetch_factor, []  # buffers of each worker
         try:
-            for _ in range(min(self.processes, len(indices))):
+            for _ in range(min(self.workers.processes, len(indices))):
                 workers.append(_Worker(make, buffers))  # one by one, so that those already started end if a fork fails
             in_flight = buffers * len(workers)
             for position, index in enumerate(indices[:in_flight]):

@@ -10,22 +10,33 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
-from hasten.data.workers.timeout import timeout_message
+
+DEFAULT_TIMEOUT_S = 600.0
 
 
 class Runner(Protocol):
     """Computes batches: ``(function from index to batch, indices) -> iterator over the batches in order``."""
+
+    @property
+    def workers(self) -> WorkerConfig: ...
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that one batch may take before a RunError; None waits forever."""
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator: ...
 
 
 @dataclass(frozen=True)
 class InlineRunner:
-    """A runner without workers: each batch is computed by the caller when it requests it."""
+    """A runner without workers: each batch is computed by the caller when it requests it, and has no timeout."""
+
+    workers: ClassVar[WorkerConfig] = WorkerConfig()
+    timeout: float | None = DEFAULT_TIMEOUT_S  # of workers that replace this runner
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         for index in indices:
@@ -36,14 +47,13 @@ class InlineRunner:
 class ThreadRunner:
     """Computes batches in threads."""
 
-    threads: int = 1  # number of threads
-    prefetch: int = 2  # finished batches that may wait for the caller
-    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
+    workers: WorkerConfig
+    timeout: float | None = None
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
         pending: deque[tuple[int, Future]] = deque()
-        names = [f"hasten-data-{thread}" for thread in range(self.threads)]
+        names = [f"hasten-data-{thread}" for thread in range(self.workers.threads)]
         threads = [Thread(target=_work, args=(make, jobs), name=name, daemon=True) for name in names]
         for thread in threads:
             thread.start()
@@ -52,7 +62,7 @@ class ThreadRunner:
             for index in indices:
                 pending.append((index, Future()))
                 jobs.put(pending[-1])
-                if len(pending) >= self.threads + self.prefetch:
+                if len(pending) >= self.workers.threads + self.workers.prefetch:
                     yield self._result(*pending.popleft())
             while pending:
                 yield self._result(*pending.popleft())
@@ -81,20 +91,19 @@ def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
     if workers.processes:
         from hasten.data.workers.processes import ProcessRunner
 
-        return ProcessRunner(workers.processes, workers.prefetch, timeout)
-    return ThreadRunner(workers.threads, workers.prefetch, timeout) if workers.threads else InlineRunner()
-
-
-def workers_of(runner: Runner) -> WorkerConfig:
-    """Returns the worker configuration of a runner; an InlineRunner has 0 threads and 0 processes."""
-    if isinstance(workers := getattr(runner, "workers", None), WorkerConfig):
-        return workers
-    return WorkerConfig(*(getattr(runner, name, 0) for name in ("threads", "processes", "prefetch")))
+        return ProcessRunner(workers, timeout)
+    return ThreadRunner(workers, timeout) if workers.threads else InlineRunner(timeout=timeout)
 
 
 def in_threads(runner: Runner) -> bool:
     """Whether batches are computed, or may later be computed, in threads of the training process."""
-    return bool(workers_of(runner).threads) or "threads" in getattr(runner, "kinds", ())
+    return bool(runner.workers.threads) or "threads" in getattr(runner, "kinds", ())
+
+
+def timeout_message(index: int, seconds: float, worker: str) -> str:
+    """Returns the error message for a batch that exceeds the timeout; ``worker`` computes it."""
+    hint = "check what it waits for, or raise .prefetch(timeout=)"
+    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
 
 
 class _BatchTimeoutError(RunError):

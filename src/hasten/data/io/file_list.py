@@ -22,7 +22,7 @@ MIN_FILES = 1000  # the list of a smaller folder is not cached
 
 
 @dataclass(frozen=True)
-class Manifest:
+class FileList:
     """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read."""
 
     root: str  # the common beginning of all paths; may be empty
@@ -47,28 +47,28 @@ class Manifest:
         return f"{self.root}/{self.relative_path(index)}" if self.root else self.relative_path(index)
 
 
-def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> Manifest:
+def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> FileList:
     """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
     ConfigurationError if there is none, or a folder cannot be read.
     """
     root = os.path.abspath(folder)
     key = ["files in a folder", root, suffixes]
-    manifest = _load(key, root)
-    if manifest is None:
+    listed = _load(key, root)
+    if listed is None:
         start_ns, files, times = time.time_ns(), {}, {}
         for path, modified_ns, names in walk(root):
             files[path], times[path] = [name for name in names if name.lower().endswith(suffixes)], modified_ns
-        manifest = _build(root, files)
-        if len(manifest) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
-            arrays = [manifest.parents, manifest.letters, manifest.ends]
-            store(key, {"folders": manifest.folders, "times": times}, arrays)
-    if not len(manifest):
+        listed = _build(root, files)
+        if len(listed) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
+            arrays = [listed.parents, listed.letters, listed.ends]
+            store(key, {"folders": listed.folders, "times": times}, arrays)
+    if not len(listed):
         raise ConfigurationError(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
-    return manifest
+    return listed
 
 
-def manifest_from_paths(paths: Iterable[str]) -> Manifest:
-    """Returns a Manifest (list of paths in arrays) of the given paths, in their order."""
+def file_list_of(paths: Iterable[str]) -> FileList:
+    """Returns the given paths, sorted by folder, then by name."""
     files: dict[str, list[str]] = {}
     for path in paths:
         folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
@@ -76,11 +76,11 @@ def manifest_from_paths(paths: Iterable[str]) -> Manifest:
     return _build("", files)
 
 
-def _build(root: str, files: dict[str, list[str]]) -> Manifest:
+def _build(root: str, files: dict[str, list[str]]) -> FileList:
     folders = sorted(folder for folder, names in files.items() if names)
     names = [os.fsencode(name) for folder in folders for name in sorted(files[folder])]
     counts = [len(files[folder]) for folder in folders]
-    return Manifest(
+    return FileList(
         root=root,
         folders=folders,
         parents=numpy.repeat(numpy.arange(len(folders), dtype=numpy.int32), counts),
@@ -89,7 +89,7 @@ def _build(root: str, files: dict[str, list[str]]) -> Manifest:
     )
 
 
-def _load(key: list, root: str) -> Manifest | None:
+def _load(key: list, root: str) -> FileList | None:
     """Returns the cached list of a folder; None if there is none, or a folder in it has changed since."""
     entry = load(key)
     if entry is None:
@@ -97,5 +97,5 @@ def _load(key: list, root: str) -> Manifest | None:
     info, arrays = entry
     with suppress(OSError):
         if all(os.stat(os.path.join(root, path)).st_mtime_ns == ns for path, ns in info["times"].items()):
-            return Manifest(root, info["folders"], *arrays)
+            return FileList(root, info["folders"], *arrays)
     return None
