@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["BatchNorm", "Convolution", "Dropout", "TorchDispatchMode"]  # imported for other modules; defines the rest
+__all__ = ["BatchNorm", "Convolution", "Dropout", "TorchDispatchMode"]  # the classes above, under public names
 
 # ── modules and tensors ──────────────────────────────────────────────────────────────────────────
 
@@ -148,6 +148,9 @@ def patch_trunc_normal(make: Callable[[Callable], Callable]) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = original
 
 
+_OMP_PAUSE_HARD = 2  # <omp.h>; GNU's runtime treats a soft pause alike, others keep their threads after one
+
+
 def end_intra_op_threads() -> bool:
     """Ends the threads that compute operations beside this one; the next operation starts them anew.
 
@@ -157,8 +160,6 @@ def end_intra_op_threads() -> bool:
     pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)
     return pause is not None and pause(_OMP_PAUSE_HARD) == 0
 
-
-_OMP_PAUSE_HARD = 2  # <omp.h>; GNU's runtime treats a soft pause alike, others keep their threads after one
 
 # ── DataLoader ───────────────────────────────────────────────────────────────────────────────────
 
@@ -341,14 +342,14 @@ def compile_seconds() -> float:
     return sum(spent.get(phase, 0) for phase in ("entire_frame_compile", "entire_backward_compile")) / 1e9
 
 
-_SPARED = "distributed_ephemeral_timeout_us"  # of a compilation: what its graphs once took that are in the cache now
+_TIME_SAVED = "distributed_ephemeral_timeout_us"  # of a compilation: what compiling its cached graphs once took
 
 
 def cached_compile_seconds() -> float:
     """Seconds that compiling took for the graphs that this process has read from inductor's cache on disk instead."""
     utils = sys.modules.get("torch._dynamo.utils")  # as above
-    spared = [getattr(one, _SPARED, None) for one in utils.get_compilation_metrics()] if utils else []
-    return sum(microseconds or 0 for microseconds in spared) / 1e6
+    saved = [getattr(metrics, _TIME_SAVED, None) for metrics in utils.get_compilation_metrics()] if utils else []
+    return sum(microseconds or 0 for microseconds in saved) / 1e6
 
 
 # ── a training loop that is not ours ─────────────────────────────────────────────────────────────

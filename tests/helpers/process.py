@@ -139,6 +139,6 @@ def live_children() -> list[psutil.Process]:
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
             lives = child.status() != psutil.STATUS_ZOMBIE and child.pid not in pooled
-            if lives and "hasten.benchmarking.fork_server" not in child.cmdline():
+            if lives and "hasten.benchmarking.worker_process" not in child.cmdline():
                 found.append(child)
     return found

@@ -1,7 +1,8 @@
 """Worker processes for measurements, so that no trial changes the next one.
 
 A :class:`Worker` holds one object in its own process. The process is forked from a :class:`ForkServer` that has
-imported torch and run nothing else, so it starts in about 50 ms, clean, in a process group of its own.
+imported torch and run nothing else, so it starts in about 50 ms, clean, in a process group of its own. What runs in the
+server and in the workers is in ``worker_process.py``.
 
 Why not the fork server of ``multiprocessing``? It was tried on 2026-11-23 (Python 3.11, Linux, 2 cores). It starts a
 worker in the same 50 ms, but it cannot keep these promises:
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -32,32 +32,18 @@ import site
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import torch
-
-from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
 from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, ProgressWarning, RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.distributed.process_group import PEER_GONE, is_peer_failure
-from hasten.engine.error_messages import explain_error
-from hasten.engine.resources import available_cpus
 
-# removed in workers: the rank of this process is not theirs
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-PR_SET_PDEATHSIG = 1  # prctl(2)
-STDOUT, STDERR = 1, 2  # file descriptors
-PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
+STDERR = 2  # file descriptor
 ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
-MAX_REQUEST_BYTES = 1 << 20  # to the fork server
 CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
 
 
@@ -197,7 +183,7 @@ class ForkServer:
         self.owner = os.getpid()
         self.control, control = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hasten.benchmarking.fork_server", str(control.fileno())],
+            [sys.executable, "-m", "hasten.benchmarking.worker_process", str(control.fileno())],
             pass_fds=[control.fileno()],
             stdin=subprocess.PIPE,
             stdout=STDERR,  # standard output is for results only; imported modules may print
@@ -357,149 +343,3 @@ def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"the process was ended by {signal.Signals(-code).name}"
     return "the process ended without a result"
-
-
-# ── in the fork server and the workers ──────────────────────────────────────────────────────────
-
-
-def _serve(control: socket.socket) -> None:
-    """Main loop of the fork server: handles requests until the parent is gone."""
-    if not (text := sys.stdin.read()):
-        return  # the parent was interrupted before it wrote
-    start = json.loads(text)
-    sys.path[:] = start["path"]
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
-    for module in (*PRELOAD, *start["modules"]):
-        with contextlib.suppress(Exception, SystemExit):
-            import_module(module)
-    exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
-        if not message:
-            break
-        request = json.loads(message)
-        if (pid := request.get("wait_for")) is not None:
-            reply = _wait_for(pid, exit_codes)
-        else:
-            reply = os.fork()
-            if reply == 0:
-                control.close()
-                if "argv" in request:
-                    _execute(request)
-                _run_worker(Connection(descriptors[0]), request)
-            exit_codes[reply] = None
-            if descriptors:
-                os.close(descriptors[0])
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone; the next receive returns nothing
-            control.send(str(reply).encode())
-    for group, code in exit_codes.items():
-        if code is None:
-            with contextlib.suppress(OSError):
-                os.killpg(group, signal.SIGKILL)  # also ends suspended loader workers, which could not notice
-
-
-def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
-    code = exit_codes[pid]
-    if code is None:
-        code = exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code
-
-
-def _execute(request: dict[str, Any]) -> NoReturn:
-    """Becomes the command of ``ForkServer.execute``."""
-    try:
-        os.setsid()
-        _die_with_server()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
-            signal.signal(number, signal.SIG_DFL)
-        for descriptor, path, flags in (
-            (0, os.devnull, os.O_RDONLY),
-            (STDOUT, request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        ):
-            os.dup2(os.open(path, flags, 0o600), descriptor)
-        os.dup2(STDOUT, STDERR)
-        os.chdir(request["directory"])
-        os.execvpe(request["argv"][0], request["argv"], request["variables"])
-    except OSError as error:
-        os.write(STDERR, f"{request['argv'][0]}: {error.strerror}\n".encode())
-    os._exit(127)
-
-
-def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
-    """Main loop of a worker: creates the object and handles calls until the connection closes."""
-    try:
-        _set_up_worker(request)
-        service, send = None, _sender(connection)
-        while True:
-            method, arguments = connection.recv()
-            try:
-                if method == "__init__":
-                    module, _, name = arguments.pop("_service").rpartition(":")
-                    service, result = getattr(import_module(module), name)(**arguments), None
-                    service.watch = lambda *progress: send("watch", progress)
-                else:
-                    result = getattr(service, method)(**arguments)
-                send("result", result)
-            except (Exception, SystemExit) as error:
-                send(*_describe_error(error))
-    except (EOFError, ConnectionError):
-        pass
-    finally:
-        os._exit(0)
-
-
-def _die_with_server() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _set_up_worker(request: dict[str, Any]) -> None:
-    os.setsid()
-    _die_with_server()
-    os.dup2(STDERR, STDOUT)  # standard output is for results only; the task may print
-    sys.path[:] = request["path"]
-    os.environ.update(request["environment"])
-    if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(available_cpus())  # the server imported torch before ranks shared the machine
-    with contextlib.suppress(OSError):
-        os.chdir(request["directory"])
-    tempfile.tempdir = None
-
-
-def _describe_error(error: BaseException) -> tuple[str, str]:
-    """(key of ``ERRORS``, message) under which a worker reports an exception to the parent."""
-    if isinstance(error, SystemExit):
-        return RunError.__name__, "the task's code ended the process (sys.exit)"
-    if isinstance(error, (ConfigurationError, RunError)):
-        error = PeerFailure(error) if is_peer_failure(error) else error
-        return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
-    if is_peer_failure(error):
-        return PeerFailure.__name__, PEER_GONE
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return RunError.__name__, "ran out of memory"
-    return RunError.__name__, str(explain_error(cast(Exception, error), "the training", 0))
-
-
-def _sender(connection: Connection) -> Callable[[str, object], None]:
-    """Returns a thread-safe ``send(kind, content)``, and sends the HastenWarnings of this process with it."""
-    pid, lock, show = os.getpid(), threading.RLock(), warnings.showwarning
-
-    def send(kind: str, content: object) -> None:
-        with lock:
-            connection.send((kind, content))
-
-    def send_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any) -> None:
-        if not issubclass(category, HastenWarning):
-            show(message, category, filename, lineno, *args)
-        elif os.getpid() == pid:  # loader workers inherit the connection and must not write to it
-            send("warning", (str(message), issubclass(category, ProgressWarning), filename, lineno))
-
-    warnings.simplefilter("default", HastenWarning)  # independent of PYTHONWARNINGS
-    warnings.showwarning = send_warning
-    return send
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # the parent may wait, and the end of an interpreter that has imported torch takes 0.2 s

@@ -1,6 +1,7 @@
-"""``train``: trains a task under a recipe from start to end.
+"""``train``: trains a task under a recipe from start to end, in every rank of a job.
 
-Checks the request, builds the run, and releases everything afterwards. The run itself is in ``trainer.py``.
+Checks the request, opens the run directory on rank 0, builds the run, and releases everything afterwards. The training
+itself is in ``trainer.py``.
 """
 
 import json

@@ -44,7 +44,7 @@ def inspect_answer(result: Json) -> RenderableType:
 
 
 def convert_answer(result: Json) -> RenderableType:
-    """What was written and verified."""
+    """Files, rows and content hash of what was written and read back, and how to open it."""
     files = formatting.count(len(result["files"]), "file", "files")
     skipped = _files_and_rows(result["skipped_files"], result["skipped_rows"])
     rows = [

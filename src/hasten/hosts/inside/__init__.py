@@ -1,1 +1,5 @@
-"""What runs inside the user's script: one file for each seam between its training loop and hasten."""
+"""What runs inside the user's script: one file for each seam.
+
+A seam is a place where the script calls torch, a framework or a tracker, and hasten can watch or change what happens
+without changing the script (Feathers 2004): steps, loaders, models, seeds, imports. ``session.py`` joins them.
+"""

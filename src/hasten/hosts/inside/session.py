@@ -34,7 +34,7 @@ from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.phase_timer import PhaseTimer
 
-ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
+ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
 
 
 def start(folder: str) -> None:
