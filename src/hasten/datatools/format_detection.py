@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,17 +122,17 @@ def open_pipeline(
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")
-    if kind.name in ("parquet", "feather"):
-        return {"parquet": parquet, "feather": feather}[kind.name](where, target=target, fill=fill, gigabytes=0)
-    if kind.name == "csv":
-        return csv(where, target=target, fill=fill)
-    if kind.name == "images":
-        return _open_images(where, resize)
-    if kind.name == "rows":
-        return _open_arrays(where)
-    if kind.name == "tokens":
-        return tokens(where, WINDOW)
-    return webdataset(where, resize=resize) if kind.name == "webdataset" else tfrecord(where)
+    openers: dict[str, Callable[[], Pipeline]] = {
+        "parquet": lambda: parquet(where, target=target, fill=fill, gigabytes=0),
+        "feather": lambda: feather(where, target=target, fill=fill, gigabytes=0),
+        "csv": lambda: csv(where, target=target, fill=fill),
+        "tfrecord": lambda: tfrecord(where),
+        "webdataset": lambda: webdataset(where, resize=resize),
+        "images": lambda: _open_images(where, resize),
+        "rows": lambda: _open_arrays(where),
+        "tokens": lambda: tokens(where, WINDOW),
+    }
+    return openers[kind.name]()
 
 
 def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None) -> dict[str, Any]:

@@ -7,10 +7,10 @@ computes at most ``prefetch`` of them in advance. ``processes.py`` explains why 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
@@ -35,7 +35,7 @@ class Runner(Protocol):
 class InlineRunner:
     """A runner without workers: each batch is computed by the caller when it requests it, and has no timeout."""
 
-    workers: ClassVar[WorkerConfig] = WorkerConfig()
+    workers: WorkerConfig = field(default_factory=WorkerConfig, init=False)
     timeout: float | None = DEFAULT_TIMEOUT_S  # of workers that replace this runner
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
