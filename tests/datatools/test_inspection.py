@@ -108,6 +108,11 @@ def test_inspect_images(tmp_path):
     assert (best["to"], best["resize"]) == ("rows", 256) and best["gain"] > 3
 
 
+def test_inspect_images_without_folders_have_no_labels(tmp_path):
+    result = inspect(write_images(tmp_path / "in", sizes=((32, 48),)) / "cat", budget=BUDGET)
+    assert result["columns"] == {"images": "uint8 (3, 32, 48)"} and result["classes"] is None
+
+
 def test_inspect_small_images_of_one_size_are_not_resized(tmp_path):
     result = inspect(write_images(tmp_path / "in", sizes=((32, 48),), ending="png"), budget=BUDGET)
     assert result["resize"] is None and result["columns"]["images"] == "uint8 (3, 32, 48)"
