@@ -114,7 +114,7 @@ def as_recipe(knobs: dict) -> Recipe:
 
 def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
     """Measures the time to the target of both recipes on the same seeds."""
-    from hasten.tuning.confirm import time_to_target
+    from hasten.tuning.time_to_target import Counts, time_to_target
 
     pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, watch=watch)
     runs: dict[str, list[dict]] = {"loadtune": [], "hasten": []}
@@ -122,14 +122,14 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
         for name, recipe in (("loadtune", theirs), ("hasten", ours)):
             print_progress(f"  seed {seed}, {name}")
             runs[name].append(hasten.train(workload, recipe, device=options.device, seed=seed))
-    samples = [(_samples(a), _samples(b)) for a, b in zip(runs["loadtune"], runs["hasten"], strict=True)]
+    samples = Counts(*([(_samples(run), 0) for run in runs[name]] for name in ("loadtune", "hasten")))
     ratio, seconds_theirs, seconds_ours = time_to_target(pace, samples)
     return {
         "ratio": ratio.to_json(),
         "seconds": {"loadtune": seconds_theirs, "hasten": seconds_ours},
         "metric": {name: fmean(run["metric"] for run in each) for name, each in runs.items()},
         "reached": {name: sum(run["reached"] for run in each) for name, each in runs.items()},
-        "samples": samples,
+        "samples": samples.to_json(),
         "pace": pace,
     }
 

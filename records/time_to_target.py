@@ -2,10 +2,11 @@
 
     python records/time_to_target.py records/2026-11-22c_time-to-target_cifar10_intel-xeon-processor-2-cores
 
-The seconds of a run are start + samples x seconds per sample, evaluations included. The speed-up is the geometric mean
-over the paired seeds. Its 95 % interval combines the spread over the seeds (Student's t) with the interval of the
-interleaved comparison of the pace, as independent errors of a logarithm. Exact methods train the same samples: their
-speed-up is that of a whole training, and its interval that of the comparison.
+The seconds of a run are start + samples x seconds per sample, evaluations included. The speed-up is the ratio of the
+geometric means over the runs. Its 95 % interval combines the spread over the seeds with the interval of the interleaved
+comparison of the pace, as independent errors of a logarithm. The spread is Welch's t of independent arms; in records
+until the morning of 2026-11-24, Student's t of paired seeds. Exact methods train the same samples: their speed-up is
+that of a whole training, and its interval that of the comparison.
 """
 
 import json
@@ -32,19 +33,46 @@ def speedup(folder: Path) -> dict[str, float]:
         whole = _samples_of_a_training(folder / "trials.jsonl")
         speedup = (start["a"] + whole * seconds_a) / (start["b"] + whole * seconds_b)
         return {name: speedup * ratio[name] / ratio["median"] for name in ("median", "low", "high")}
-    samples = _samples(result)
-    logs = numpy.log([(start["a"] + row[0] * seconds_a) / (start["b"] + row[1] * seconds_b) for row in samples])
-    count, pace_error = len(logs), numpy.log(ratio["high"] / ratio["low"]) / 2
-    seed_error = 0.0
-    if count > 1:
-        spread = max(logs.std(ddof=1), _rounding(samples))
-        seed_error = t_quantile(1 - ERROR / 2, count - 1) * spread / numpy.sqrt(count)
+    pace_error = numpy.log(ratio["high"] / ratio["low"]) / 2
+    if isinstance(result.get("samples_compared"), dict):
+        arms = [numpy.array(result["samples_compared"][arm], float) for arm in ("baseline", "tuned")]
+        seconds = (start["a"] + arms[0][:, 0] * seconds_a, start["b"] + arms[1][:, 0] * seconds_b)
+        center, seed_error = _independent(*map(numpy.log, seconds), *(arm[:, 1] / arm[:, 0] for arm in arms))
+    else:
+        samples = _samples(result)
+        logs = numpy.log([(start["a"] + row[0] * seconds_a) / (start["b"] + row[1] * seconds_b) for row in samples])
+        center, seed_error = _paired(logs, _rounding(samples))
     reach = numpy.hypot(seed_error, pace_error)
     ends = {"median": 0.0, "low": -reach, "high": reach}
-    return {name: float(numpy.exp(logs.mean() + offset)) for name, offset in ends.items()}
+    return {name: float(numpy.exp(center + offset)) for name, offset in ends.items()}
 
 
-def t_quantile(probability: float, degrees: int) -> float:
+def _paired(logs, rounding: float) -> tuple[float, float]:
+    """(mean, half width of its interval) of the log ratios of paired seeds."""
+    count, half_width = len(logs), 0.0
+    if count > 1:
+        spread = max(logs.std(ddof=1), rounding)
+        half_width = t_quantile(1 - ERROR / 2, count - 1) * spread / numpy.sqrt(count)
+    return logs.mean(), half_width
+
+
+def _independent(logs_a, logs_b, distances_a, distances_b) -> tuple[float, float]:
+    """(difference of the means, half width of its interval) of the logarithms of two arms.
+
+    ``distances``: samples between two evaluations / samples; a count is rounded up to the next evaluation.
+    """
+    center = logs_a.mean() - logs_b.mean()
+    if min(len(logs_a), len(logs_b)) < 2:
+        return center, 0.0
+    variances = [
+        max(logs.std(ddof=1), distances.mean() / numpy.sqrt(12)) ** 2 / len(logs)
+        for logs, distances in ((logs_a, distances_a), (logs_b, distances_b))
+    ]
+    degrees = sum(variances) ** 2 / (variances[0] ** 2 / (len(logs_a) - 1) + variances[1] ** 2 / (len(logs_b) - 1))
+    return center, t_quantile(1 - ERROR / 2, degrees) * numpy.sqrt(sum(variances))
+
+
+def t_quantile(probability: float, degrees: float) -> float:
     """The quantile of Student's t for a probability above 1/2: with t = sqrt(degrees) tan(angle) the density is
     cos(angle)^(degrees - 1).
     """

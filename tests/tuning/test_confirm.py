@@ -16,9 +16,9 @@ from hasten.tuning.confirm import (
     _finalists,
     confirm,
     fresh_seeds,
-    time_to_target,
 )
 from hasten.tuning.gate import LOOKS
+from hasten.tuning.time_to_target import Counts, time_to_target
 from hasten.tuning.training import Baseline
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
@@ -280,8 +280,8 @@ def test_interval_of_a_changed_training_includes_the_evaluation_spacing():
         {"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0}
     )
     other, exact = confirmed(study, (FAST,)), confirmed(study, (ONE,))
-    assert other.samples == [(SAMPLES, SAMPLES, LOOK, LOOK)] * LOOKS[0]
-    assert exact.samples == [(SAMPLES, SAMPLES)] * EXACT_PAIRS
+    assert other.counts.baseline == [(SAMPLES, LOOK)] * LOOKS[0]
+    assert exact.counts == Counts([(SAMPLES, 0)] * EXACT_PAIRS, [(SAMPLES, 0)] * EXACT_PAIRS, paired=True)
     assert other.speedup.low < exact.speedup.low < other.speedup.median == pytest.approx(exact.speedup.median)
 
 
@@ -297,11 +297,34 @@ def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
 def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, message):
     study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
     won = confirmed(study, (FASTER,))
-    assert won.measured_speedup.high > 5.0
+    assert won.uses_measured == (late == 2.0)
     assert won.speedup.median == pytest.approx(message, rel=0.15)
 
 
-def coverage(share: float, reported: int) -> float:
+def test_interval_of_independent_arms_counts_the_further_runs():
+    """A seed says nothing about the samples of an arm that trains differently, so all runs of both arms count."""
+    pace = {
+        "ratio": {"median": 2.0, "low": 2.0, "high": 2.0},
+        "seconds_per_1000_samples": {"a": 1.0},
+        "start_seconds": {"a": 0, "b": 0},
+    }
+    baseline, tuned = [(1400, 200), (1400, 200), (2200, 200)], [(1000, 200), (1400, 200), (1200, 200)]
+    further = [(1200, 200), (800, 200), (1200, 200)]
+    few, *_ = time_to_target(pace, Counts(baseline, tuned))
+    more, *_ = time_to_target(pace, Counts(baseline, tuned + further))
+    paired, *_ = time_to_target(pace, Counts(baseline, tuned, paired=True))
+    assert few.median == pytest.approx(paired.median) == pytest.approx(2 * (1400 * 1400 * 2200 / 1.68e9) ** (1 / 3))
+    assert more.high / more.low < few.high / few.low < paired.high / paired.low
+
+
+def test_confirm_whole_training_has_a_speedup_of_its_own():
+    study = Planted({"baseline": 0.9, str(FASTER): 0.9})
+    won = confirmed(study, (FASTER,))
+    assert won.training_speedup.median == pytest.approx(won.block_speedup.median, rel=0.1)
+    assert won.training_speedup.high / won.training_speedup.low < won.speedup.high / won.speedup.low
+
+
+def coverage(share: float, with_spacing: bool) -> float:
     """Returns how often the interval contains the truth if this fraction of seeds reaches the target one evaluation
     late."""
     pace = {
@@ -311,16 +334,16 @@ def coverage(share: float, reported: int) -> float:
     }
     truth, held = 10 / 2**share, 0.0
     for lates in product((False, True), repeat=LOOKS[0]):
-        samples = [(1000, 200 if late else 100, 20, 100)[:reported] for late in lates]
-        ratio, *_ = time_to_target(pace, samples)
+        tuned = [(200 if late else 100, 100 if with_spacing else 0) for late in lates]
+        ratio, *_ = time_to_target(pace, Counts([(1000, 20 if with_spacing else 0)] * len(lates), tuned))
         held += math.prod(share if late else 1 - share for late in lates) * (ratio.low <= truth <= ratio.high)
     return held
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
-    assert coverage(share, reported=4) >= 0.95
-    assert coverage(share, reported=2) < 0.8, "the interval of the counts without the evaluation spacing"
+    assert coverage(share, with_spacing=True) >= 0.95
+    assert coverage(share, with_spacing=False) < 0.8, "the interval of the counts without the evaluation spacing"
 
 
 def test_confirm_is_stricter_after_earlier_recipes():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hasten.benchmarking.ratio import Ratio
+from hasten.core.errors import ProgressWarning
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
@@ -20,6 +21,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.systems_stage import find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
 
 
@@ -42,6 +44,22 @@ def test_budget_part_withholds_the_rest_but_lets_a_trial_finish():
         budget.charged += 40.0
         budget.check()
     assert budget.exhausted and budget.left() == 60.0
+
+
+def test_default_budget_follows_the_estimate_of_the_diagnosis():
+    """The first steps of a task may be disturbed: a training of 80 s was once taken for one of 45 min."""
+    study, state = SimpleNamespace(budget=Budget(2400.0)), SearchState(level=PROVEN, run_seconds=2700.0)
+    state.diagnosis = {"seconds_per_run": 80.0}
+    with pytest.warns(ProgressWarning, match="about 80 s; the search may take 16 min"):
+        _correct_estimate(study, state, None, None)
+    assert state.run_seconds == 80.0 and study.budget.total == BUDGET_RUNS * 80.0
+    state.diagnosis = {"seconds_per_run": 75.0}
+    _correct_estimate(study, state, None, None)
+    assert state.run_seconds == 80.0, "two estimates that nearly agree: the budget announced stays"
+    state.diagnosis, study.budget = {"seconds_per_run": 10.0}, Budget(300.0)
+    with pytest.warns(ProgressWarning, match="may take 5 min"):
+        _correct_estimate(study, state, 300.0, None)
+    assert study.budget.total == 300.0, "a budget that the user gives"
 
 
 def test_findings_recommend_the_fastest_with_enough_evidence():

@@ -53,6 +53,14 @@ class Quality(TypedDict, total=False):
     passed: YesNo
 
 
+class SamplesCompared(TypedDict, total=False):
+    """Samples of the runs to the target: (until the evaluation that counts, since the one before), a row a run."""
+
+    baseline: Sequence[Sequence[Amount]]
+    tuned: Sequence[Sequence[Amount]]
+    paired: YesNo
+
+
 class Point(TypedDict, total=False):
     """An evaluation on the validation data, in seconds and samples since the start."""
 
@@ -273,7 +281,7 @@ class TuneResult(Result, total=False):
     winner_in_one_process: Interval | None
     measured_speedup: Interval | None
     time_to_target: Mapping[str, Amount] | None
-    samples_compared: Sequence[Sequence[Amount]] | None
+    samples_compared: SamplesCompared | None
     samples_to_target: Mapping[str, Sequence[Amount]]
     seconds_to_target: Mapping[str, Sequence[Amount]]
     quality: Quality

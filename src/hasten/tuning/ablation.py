@@ -9,9 +9,9 @@ from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import samples_since_last_evaluation, time_to_target
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import LONGER, PROMISING_GAIN, Incumbents, whole_run_ratio
+from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import Baseline
 
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
@@ -58,10 +58,10 @@ def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseli
 def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> Any:
     """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
     without = recipe.drop(name)
-    counts: list[tuple[int, ...]] = []
+    counts = Counts([], [])
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
         counts = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
-        if not counts:
+        if not counts.tuned:
             return None
     elif any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
         samples = study.run(recipe, study.seed).get("samples_to_target") or samples
@@ -70,18 +70,18 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, salt="longer")
     if "failed" in outcome:
         return None
-    if not counts:
+    if not counts.tuned:
         return whole_run_ratio(outcome, samples).to_json()
     ratio = time_to_target(outcome, counts)[0].to_json()
-    return ratio if len(counts) >= MIN_SEEDS else {"median": ratio["median"], "low": None, "high": None}
+    return ratio if len(counts.tuned) >= MIN_SEEDS else {"median": ratio["median"], "low": None, "high": None}
 
 
-def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> list[tuple[int, ...]]:
-    """Samples to the target (without the member, with it), and since the evaluation before, on each seed.
+def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> Counts:
+    """Samples to the target without the member (``baseline``) and with it, on each seed.
 
     A recipe that takes LONGEST times as long without the member is stopped; what it trained by then counts.
     """
-    counts: list[tuple[int, ...]] = []
+    counts = Counts([], [])
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
@@ -94,8 +94,8 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
         if "failed" in reduced:
             break
         ends = [reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"], full["samples_to_target"]]
-        since = [samples_since_last_evaluation(run, end) for run, end in zip((reduced, full), ends, strict=True)]
-        counts.append((*ends, *since))
+        for arm, run, end in zip((counts.baseline, counts.tuned), (reduced, full), ends, strict=True):
+            arm.append((end, samples_since_last_evaluation(run, end)))
     return counts
 
 

@@ -8,11 +8,8 @@ passes wins.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
-
-from scipy.special import stdtrit
+from statistics import fmean
 
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.benchmarking.ratio import Ratio
@@ -24,6 +21,7 @@ from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
+from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import Baseline
 
 SEED_STEP = 1000
@@ -34,7 +32,8 @@ EXACT_PAIRS = 2  # after a passed exactness check the seeds need only not contra
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that has passed
 AGREEMENT = 0.9  # of the speed-up by blocks, which the measured runs must show
 FAR_APART = 0.75  # of it: below, the measured runs count however much they spread
-ERROR = 0.05
+
+Ends = tuple[list[tuple[dict, dict]], list[tuple[dict, dict]]]  # of both arms: (run, its evaluation that counts)
 
 
 @dataclass
@@ -44,14 +43,15 @@ class Confirmation:
     recipe: Recipe
     gate: NonInferiorityResult
     speedup: Ratio | None = None  # in the time to the target; one of the next two
-    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the paired runs
-    measured_speedup: Ratio | None = None  # seconds of the paired runs
+    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the runs
+    measured_speedup: Ratio | None = None  # seconds of the runs
+    training_speedup: Ratio | None = None  # of a whole training
     uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower
     over_strong_baseline: Ratio | None = None
     baseline_runs: dict[int, dict] = field(default_factory=dict)  # by seed
     tuned_runs: dict[int, dict] = field(default_factory=dict)  # by seed; there may be further seeds
     comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
-    samples: list[tuple[int, ...]] = field(default_factory=list)  # to the target, by seed, see ``time_to_target``
+    counts: Counts | None = None  # samples to the target
     seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
     looks: int = 0  # how many times the seeds were judged
     over: bool = False  # more seeds would not change the result
@@ -270,57 +270,73 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
 def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ratio, Ratio]:
     """Sets the samples, seconds and speed-ups of an attempt; (speedup, block_speedup, measured_speedup).
 
-    The model is start + samples x seconds per sample: samples from the paired runs, seconds from the interleaved
-    comparison. If the measured seconds of the paired runs show clearly less, a run pays for something that no block
-    shows (a first epoch that fills a cache, a late compilation, a run that ends before it is warm): then these count.
+    If the measured seconds of the runs show clearly less than the model of ``time_to_target.py``, a run pays for
+    something that no block shows (a first epoch that fills a cache, a late compilation, a run that ends before it is
+    warm): then these count.
 
     With ``same_steps`` the exactness check has passed, and both arms train the same steps. Rounding may still carry a
     seed across the target one evaluation earlier or later; both are then read at the original's evaluation.
     """
-    arms = [(attempt.baseline_runs[seed], attempt.tuned_runs[seed]) for seed in attempt.paired]
-    pairs = [_evaluations_at_target(original, tuned) for original, tuned in arms]
-    if same_steps:
-        pairs = [
-            (original, _evaluation_at(run, original["samples"]) or tuned)
-            for (_, run), (original, tuned) in zip(arms, pairs, strict=True)
-        ]
-    attempt.samples = [(original["samples"], tuned["samples"]) for original, tuned in pairs]
-    if loosest_exactness(attempt.recipe) not in EXACT:  # exact recipes train the same samples, checked or not
-        intervals = [
-            tuple(map(samples_since_last_evaluation, runs, samples))
-            for runs, samples in zip(arms, attempt.samples, strict=True)
-        ]
-        attempt.samples = [(*samples, *interval) for samples, interval in zip(attempt.samples, intervals, strict=True)]
-    blocks, attempt.seconds["baseline"], attempt.seconds["tuned"] = time_to_target(attempt.comparison, attempt.samples)
-    times = [(original["seconds"], tuned["seconds"]) for original, tuned in pairs]
-    measured = _mean_ratio(times)
+    paired = loosest_exactness(attempt.recipe) in EXACT  # they train the same samples, checked or not
+    ends = _pairs_at_target(attempt, same_steps) if paired else _runs_at_target(attempt)
+    counts = attempt.counts = Counts(_counts(ends[0], paired), _counts(ends[1], paired), paired)
+    blocks, attempt.seconds["baseline"], attempt.seconds["tuned"] = time_to_target(attempt.comparison, counts)
+    measured = _measured(ends, counts)
     share, surely = measured.median / blocks.median, measured.high < blocks.median
     attempt.uses_measured = share < (AGREEMENT if surely else FAR_APART)
     if attempt.uses_measured:
-        measured = _mean_ratio(times, _evaluation_rounding(attempt.samples))
         attempt.seconds["tuned"] = attempt.seconds["baseline"] / measured.median
     attempt.block_speedup, attempt.measured_speedup = blocks, measured
     attempt.speedup = measured if attempt.uses_measured else blocks
+    attempt.training_speedup = _whole_training_speedup(attempt, ends, paired)
     return attempt.speedup, blocks, measured
 
 
-def samples_since_last_evaluation(run: dict, samples: int) -> int:
-    """Training samples between the evaluation at ``samples`` and the one before it."""
-    earlier = (evaluation["samples"] for evaluation in run["evaluations"] if evaluation["samples"] < samples)
-    return samples - max(earlier, default=0)
+def _pairs_at_target(attempt: Confirmation, same_steps: bool) -> Ends:
+    """The evaluations of each paired seed at which both arms had reached the target."""
+    ends: Ends = [], []
+    for seed in attempt.paired:
+        original, tuned = attempt.baseline_runs[seed], attempt.tuned_runs[seed]
+        (before,), (after,) = _at_target([original], [tuned])
+        if same_steps:
+            after = tuned, _evaluation_at(tuned, before[1]["samples"]) or after[1]
+        ends[0].append(before)
+        ends[1].append(after)
+    return ends
 
 
-def _evaluations_at_target(original: dict, tuned: dict) -> tuple[dict, dict]:
-    """The evaluations at which both arms of a seed had reached the target; of an original that never did, its last.
+def _runs_at_target(attempt: Confirmation) -> Ends:
+    return _at_target(list(attempt.baseline_runs.values()), list(attempt.tuned_runs.values()))
 
-    A tuned run that crosses the target at its last evaluation cannot show that it stays there: then the original's
-    first crossing counts, too.
+
+def _at_target(original: list[dict], tuned: list[dict]) -> Ends:
+    """The evaluations at which runs had reached the target; of a run that never did, its last.
+
+    A tuned run that crosses the target at its last evaluation cannot show that it stays there: then the first crossing
+    of the originals counts, too.
     """
-    tuned_at = _evaluation_at(tuned, tuned["samples_to_target"])
-    assert tuned_at is not None  # _run_pair ends the attempt otherwise
-    is_last = tuned_at is tuned["evaluations"][-1]
-    original_at = _evaluation_at(original, original["first_samples"] if is_last else original["samples_to_target"])
-    return original_at or original["evaluations"][-1], tuned_at
+    after = [(run, _evaluation_at(run, run["samples_to_target"]) or run["evaluations"][-1]) for run in tuned]
+    is_last = any(evaluation is run["evaluations"][-1] for run, evaluation in after)
+    crossing = "first_samples" if is_last else "samples_to_target"
+    return [(run, _evaluation_at(run, run[crossing]) or run["evaluations"][-1]) for run in original], after
+
+
+def _counts(ends: list[tuple[dict, dict]], paired: bool) -> list[tuple[int, int]]:
+    return [(at["samples"], 0 if paired else samples_since_last_evaluation(run, at["samples"])) for run, at in ends]
+
+
+def _measured(ends: Ends, counts: Counts) -> Ratio:
+    before, after = ([evaluation["seconds"] for _, evaluation in arm] for arm in ends)
+    return mean_ratio(before, after, counts)
+
+
+def _whole_training_speedup(attempt: Confirmation, ends: Ends, paired: bool) -> Ratio:
+    """The ratio of the seconds of whole trainings, by the clock that counts for the time to the target as well."""
+    before, after = ([(run, run["evaluations"][-1]) for run, _ in arm] for arm in ends)
+    counts = Counts(*([(evaluation["samples"], 0) for _, evaluation in arm] for arm in (before, after)), paired)
+    if attempt.uses_measured:
+        return _measured((before, after), counts)
+    return time_to_target(attempt.comparison, counts)[0]
 
 
 def _evaluation_at(run: dict, samples: int | None) -> dict | None:
@@ -332,7 +348,7 @@ def compare_with_strong_baseline(study: Study, winner: Confirmation, strong: Rec
 
     The strong baseline is never slower than the task as it is, so the speed-up over it is at most that over the task.
     """
-    if winner.speedup is None:
+    if winner.speedup is None or winner.counts is None:
         return
     if not strong:
         winner.over_strong_baseline, winner.seconds["strong_baseline"] = winner.speedup, winner.seconds["baseline"]
@@ -340,54 +356,8 @@ def compare_with_strong_baseline(study: Study, winner: Confirmation, strong: Rec
     comparison = _compare(study, strong, winner.recipe, seconds)
     if "failed" in comparison:
         return
-    modelled, _, tuned = time_to_target(comparison, winner.samples)
+    modelled, _, tuned = time_to_target(comparison, winner.counts)
     scale = min(1.0, tuned / winner.seconds["tuned"]) if winner.uses_measured else 1.0
     scaled = Ratio(scale * modelled.median, scale * modelled.low, scale * modelled.high)
     over = winner.over_strong_baseline = min(scaled, winner.speedup, key=lambda ratio: ratio.median)
     winner.seconds["strong_baseline"] = over.median * winner.seconds["tuned"]
-
-
-def time_to_target(comparison: dict, samples: Sequence[tuple[int, ...]]) -> tuple[Ratio, float, float]:
-    """(speed-up in the time to the target, mean seconds of a, mean seconds of b) of two recipes.
-
-    The seconds of a run are start + samples x seconds per sample, its evaluations included. The interval of the
-    speed-up adds the spread over the seeds and the interval of the comparison, as independent errors of a logarithm.
-
-    Args:
-        comparison: result of ``Study.compare_speed``.
-        samples: (of a, of b) until the evaluation that reached the target, one tuple a seed; if the two train
-            differently, followed by (of a, of b) since the evaluation before that one.
-    """
-    ratio, start = comparison["ratio"], comparison["start_seconds"]
-    a = comparison["seconds_per_1000_samples"]["a"] / 1000
-    b = a / ratio["median"]
-    times = [(start["a"] + row[0] * a, start["b"] + row[1] * b) for row in samples]
-    half_width = (math.log(ratio["high"]) - math.log(ratio["low"])) / 2
-    speedup = _mean_ratio(times, _evaluation_rounding(samples), half_width)
-    return speedup, fmean(x for x, _ in times), fmean(y for _, y in times)
-
-
-def _mean_ratio(times: list[tuple[float, float]], min_spread: float = 0.0, half_width: float = 0.0) -> Ratio:
-    """The mean ratio of paired times with its t interval.
-
-    ``min_spread`` is the least standard deviation of the logarithms to assume; ``half_width`` that of the interval of
-    an independent error of the logarithm, which is added.
-    """
-    logs = [math.log(x / y) for x, y in times]
-    count, center, of_seeds = len(logs), fmean(logs), 0.0
-    if count > 1:
-        of_seeds = float(stdtrit(count - 1, 1 - ERROR / 2)) * max(stdev(logs), min_spread) / math.sqrt(count)
-    width = math.hypot(of_seeds, half_width)
-    return Ratio(math.exp(center), math.exp(center - width), math.exp(center + width))
-
-
-def _evaluation_rounding(samples: Sequence[tuple[int, ...]]) -> float:
-    """The least standard deviation of the logarithm of a ratio of sample counts, however alike the seeds are.
-
-    The metric is evaluated now and then, so a count is rounded up to the next evaluation. The error is uniform over the
-    distance of two evaluations, and its standard deviation is that distance / sqrt(12). Three equal counts then leave
-    0.7 of a distance in doubt, more counts less. 0 if the samples hold no distances.
-    """
-    rows = [row for row in samples if len(row) == 4]
-    shares = [fmean(row[arm + 2] / row[arm] for row in rows) for arm in (0, 1)] if rows else []
-    return math.hypot(*shares) / math.sqrt(12)

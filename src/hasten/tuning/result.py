@@ -107,8 +107,8 @@ def result_of(
     recipe = chosen.recipe if chosen else Recipe()
     findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
-    seconds = _training_seconds(state, chosen)
-    saved = _saved(seconds, winner)
+    seconds = _training_seconds(state, chosen, winner)
+    saved = seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
     result: Any = {
         "kind": "tune",
         "task": str(study.task),
@@ -132,7 +132,7 @@ def result_of(
         "speedup_over_strong_baseline": _interval(winner and winner.over_strong_baseline),
         "measured_speedup": _interval(winner and winner.measured_speedup),
         "time_to_target": winner and winner.seconds,
-        "samples_compared": winner and winner.samples,
+        "samples_compared": winner and winner.counts and winner.counts.to_json(),
         "quality": _quality(state, chosen, winner),
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
@@ -155,23 +155,16 @@ def result_of(
     return result
 
 
-def _training_seconds(state: SearchState, chosen: Finding | None) -> Any:
+def _training_seconds(state: SearchState, chosen: Finding | None, winner: Confirmation | None) -> Any:
     """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown."""
     if state.run_seconds is None:
         return None
     seconds: dict[str, float | None] = {"baseline": state.run_seconds, "tuned": None, "low": None, "high": None}
     if chosen:
-        ratio = chosen.speedup
+        ratio = (winner and winner.training_speedup) or chosen.speedup
         seconds |= {"tuned": state.run_seconds / ratio.median, "low": state.run_seconds / ratio.high}
         seconds["high"] = state.run_seconds / ratio.low
     return seconds
-
-
-def _saved(seconds: Any, winner: Confirmation | None) -> float:
-    """Seconds that a training saves; until the target, where whole trainings were run."""
-    if winner:
-        return winner.seconds["baseline"] - winner.seconds["tuned"]
-    return seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
 
 
 def _money(seconds: Any, price_per_hour: float | None) -> Any:

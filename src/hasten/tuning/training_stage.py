@@ -150,7 +150,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         return
     if study.processes > 1 and drop_distributed(winner.recipe):
         with budget.part(1.0):
-            samples = fmean(row[1] for row in winner.samples)
+            samples = fmean(count for count, _ in winner.counts.tuned) if winner.counts else 0.0
             state.winner_in_one_process = compare_with_one_process(study, state, winner.recipe, samples)
     with budget.part(1.0):
         compare_with_strong_baseline(study, winner, state.strong_baseline, seconds)

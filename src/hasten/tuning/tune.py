@@ -8,6 +8,7 @@ target are fixed before the first method that changes the training is tried.
 """
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
+CHANGED_ESTIMATE = 1.2  # ratio of two estimates of a run, from which on the later one counts
 DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
 COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
 # the timeout is the largest of: seconds, share of the budget, runs of the task
@@ -163,6 +165,7 @@ def tune(
     try:
         save()
         _diagnose(study, state, selection, plan)
+        _correct_estimate(study, state, seconds, timeout)
         if continues:
             finish_earlier(study, state, plan, margin, earlier, has_training_stage)
             save()
@@ -233,17 +236,31 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
         found = study.measure_once("run_seconds", f"timing a few steps of {study.task}", measure)
     except OutOfBudgetError:
         raise _too_small(study.budget, "to time a few steps of the task") from None
-    seconds = state.run_seconds = found["seconds"]
+    study.step_seconds = found["plan"]["step"]
+    _expect_run(study, state, found["seconds"], budget, timeout)
+    return found["plan"]
+
+
+def _correct_estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:
+    """Takes the seconds of a run from the diagnosis, which has seen many more steps, if the first ones were unusual."""
+    seconds = state.diagnosis.get("seconds_per_run")
+    if seconds and not 1 / CHANGED_ESTIMATE < seconds / (state.run_seconds or math.inf) < CHANGED_ESTIMATE:
+        _expect_run(study, state, seconds, budget, timeout)
+
+
+def _expect_run(
+    study: Study, state: SearchState, seconds: float | None, budget: float | None, timeout: float | None
+) -> None:
+    """Sets what follows from the seconds of the training as it is, and announces it: budget, timeout, comparisons."""
+    state.run_seconds = seconds
     if budget is None:
         study.budget.total = min(MAX_BUDGET_S, max(MIN_BUDGET_S, BUDGET_RUNS * (seconds or 0.0)))
     total = study.budget.total
     study.timeout = timeout or max(MIN_TIMEOUT_S, total * TIMEOUT_FRACTION, TIMEOUT_RUNS * (seconds or 0.0))
+    state.comparison_seconds = min(max(COMPARISON_S[0], total / 12), COMPARISON_S[1])
     run_time = f"takes about {format_duration(seconds)}" if seconds else "has no known length"
     message = f"one run of the task {run_time}; the search may take {format_duration(total)}"
-    warnings.warn(message, ProgressWarning, stacklevel=3)
-    state.comparison_seconds = min(max(COMPARISON_S[0], total / 12), COMPARISON_S[1])
-    study.step_seconds = found["plan"]["step"]
-    return found["plan"]
+    warnings.warn(message, ProgressWarning, stacklevel=4)
 
 
 def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any]) -> None:
