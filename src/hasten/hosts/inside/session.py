@@ -22,6 +22,7 @@ import torch
 
 from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
 from hasten.hosts.inside.imports import ImportFinder
@@ -52,6 +53,7 @@ class Session:
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
+        self.code: CodeObserver | None = None
         self.composition: Any = None
         try:
             if spec["methods"]:
@@ -214,7 +216,7 @@ class Session:
         except OSError:  # the parent is gone
             os._exit(0)
 
-    def _begin_train(self, count: int, timed: bool = False) -> None:
+    def _begin_train(self, count: int, timed: bool = False, observes_code: bool = False) -> None:
         self.steps.remaining = count
         self.steps.losses, self.steps.keep_losses = [], True
         if timed:
@@ -224,6 +226,8 @@ class Session:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         evaluated = self.models.evaluated_seconds
         self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
+        if observes_code:
+            self.code = CodeObserver(self.sites.line, lambda: self.models.began is not None)
         self.block["began"] = time.perf_counter()
         self.steps.last_ended = self.block["began"]
 
@@ -274,6 +278,9 @@ class Session:
             "switches": after.ru_nivcsw - before.ru_nivcsw,
             "losses": losses,
         }
+        if self.code is not None:
+            result |= self.code.stop(max(1, result["count"]))
+            self.code = None
         return result | ({"phases": self.phases.stop()} if block["timed"] else {})
 
     def _describe(self) -> dict[str, Any]:
