@@ -220,6 +220,7 @@ def write_spec(
         "seed": seed,
         "sites": sites,
         "mode": mode,
+        "vary": script.vary,
     }
     (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
 

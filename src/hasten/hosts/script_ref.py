@@ -35,16 +35,23 @@ class ScriptRef(TaskRef):
         directory: Where it runs; absolute.
         environment: Its environment variables.
         metric: The metric as ``NAME[:min|max]``; None to find it.
+        vary: Arguments of the script, as its ArgumentParser names them, of which a search may try other values.
     """
 
     argv: tuple[str, ...] = ()
     directory: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     metric: str | None = None
+    vary: tuple[str, ...] = ()
     can_be_shortened = False
 
     @staticmethod
-    def of_command(argv: Sequence[str], metric: str | None = None, directory: str | None = None) -> ScriptRef:
+    def of_command(
+        argv: Sequence[str],
+        metric: str | None = None,
+        directory: str | None = None,
+        vary: Sequence[str] | None = None,
+    ) -> ScriptRef:
         """The reference to a command, which is checked as far as that is possible without running it.
 
         Raises:
@@ -65,7 +72,8 @@ class ScriptRef(TaskRef):
         script = _script_of(argv, directory) if _is_python(argv[0]) else None
         name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or " ".join(argv[:2]).split()[-1]))
         file = os.path.join(directory, script) if script and script.endswith(".py") else None
-        return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric)
+        names = tuple(name.strip("-").replace("-", "_") for name in vary or ())
+        return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
     def load(self) -> Task:
         """A script is no Task: it runs its own loop."""
@@ -85,12 +93,12 @@ class ScriptRef(TaskRef):
 
     def to_json(self) -> str:
         fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}
-        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric})
+        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric, "vary": self.vary})
 
     @staticmethod
     def from_json(text: str) -> ScriptRef:
         fields = json.loads(text)
-        return ScriptRef(**(fields | {"argv": tuple(fields["argv"])}))
+        return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
 
     def fingerprint(self) -> str:
         """A hash of the command and of the script's code: its file and the Python files below its folder."""

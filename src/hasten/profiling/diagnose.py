@@ -149,7 +149,9 @@ def diagnose(
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
         "sites": task.sites() or {},
-        "metric": SeenMetric(**{"name": "", "direction": "", "values": [], "candidates": [], "why": ""} | profile.metric),
+        "metric": SeenMetric(
+            **{"name": "", "direction": "", "values": [], "candidates": [], "why": ""} | profile.metric
+        ),
         **profile.code,
         "seconds": time.monotonic() - began,
     }

@@ -157,12 +157,13 @@ def tune(
         task.write_sites(folder)
         return result
 
+    varied = facts.get("varied", {})
     plan = _estimate(study, state, seconds, timeout)
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     state.findings += earlier_findings(earlier)
     try:
         save()
-        _diagnose(study, state, selection, plan)
+        _diagnose(study, state, selection, plan, varied)
         if continues:
             finish_earlier(study, state, plan, margin, earlier, has_training_stage)
             save()
@@ -246,7 +247,9 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
     return found["plan"]
 
 
-def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any]) -> None:
+def _diagnose(
+    study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any], varied: dict[str, float]
+) -> None:
     """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
     budget = study.budget
     seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
@@ -272,6 +275,6 @@ def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan
         cards = {name: method_class(name).card for name in method_names()}
         advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
         state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
-    state.candidates = candidates_for(state.diagnosis, selection, study.refusal)
+    state.candidates = candidates_for(state.diagnosis, selection, study.refusal, varied)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

@@ -33,6 +33,7 @@ from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
+from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
 ROOT_SEARCH_STEPS = 2  # in which the roots are found by their first calls
@@ -54,12 +55,15 @@ class Session:
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.code: CodeObserver | None = None
+        self.arguments: dict[str, Any] = {}  # that the script has parsed, as it sees them
         self.composition: Any = None
         try:
             if spec["methods"]:
                 self.composition = self._compose()
         except Exception as error:
             self._fail(error)
+        if spec["mode"] != "train":
+            after_parsing(lambda parsed: self.arguments.update(_plain(vars(parsed))))  # after those that methods change
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
@@ -286,6 +290,7 @@ class Session:
     def _describe(self) -> dict[str, Any]:
         """What was found so far: sites, steps, evaluations, and facts about the run."""
         models = self.models
+        of_loop = {*self.loop.facts, *(["varied_arguments"] if self.spec["vary"] else [])}
         return {
             "sites": self.sites.records,
             "steps": self.steps.count,
@@ -298,8 +303,9 @@ class Session:
             "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
+            "arguments": self.arguments,
             **self._evaluations(),
-            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts),
+            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
         }
 
     def _evaluations(self) -> dict[str, Any]:
@@ -357,6 +363,11 @@ class Session:
         print(f"hasten: {text}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(2)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Those values that are data: numbers, texts, None."""
+    return {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
 
 
 def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:
