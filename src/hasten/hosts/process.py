@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
-from hasten.hosts.sandbox import Sandbox
+from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ScriptProcess:
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
         with ExitStack() as stack:
-            box = stack.enter_context(Sandbox.for_directory(script.directory))
+            box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
             self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.folder / SOCKET))

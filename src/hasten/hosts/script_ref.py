@@ -69,8 +69,8 @@ class ScriptRef(TaskRef):
         if not os.access(path, os.X_OK) or os.path.isdir(path):
             hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
             raise ConfigurationError(f"{argv[0]} is not executable{hint}")
-        script = _script_of(argv, directory) if _is_python(argv[0]) else None
-        name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or " ".join(argv[:2]).split()[-1]))
+        script = _script_of(argv, directory) if _is_python(argv[0]) else _script_among(argv[1:], directory)
+        name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or argv[0]))
         file = os.path.join(directory, script) if script and script.endswith(".py") else None
         names = tuple(name.strip("-").replace("-", "_") for name in vary or ())
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
@@ -165,6 +165,12 @@ def _script_of(argv: Sequence[str], directory: str) -> str:
                     return value if letter == "m" else "command"
                 break
     raise ConfigurationError("this starts Python without a script; write hasten VERB -- python train.py")
+
+
+def _script_among(arguments: Sequence[str], directory: str) -> str | None:
+    """The script that a starter such as ``bash``, ``torchrun`` or ``accelerate launch`` is given; None without one."""
+    scripts = (argument for argument in arguments if argument.endswith((".py", ".sh")))
+    return next((script for script in scripts if os.path.isfile(os.path.join(directory, script))), None)
 
 
 def _python_files(folder: Path) -> list[Path]:

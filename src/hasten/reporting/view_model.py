@@ -158,7 +158,7 @@ def metric_text(metric: Json) -> str:
 
 
 def site_rows(sites: Json) -> list[tuple[str, str]]:
-    """("loader", "train.py:81 DataLoader, training, batch 64, 2 workers") of each loader, optimizer, model, evaluation."""
+    """("loader", "train.py:81 DataLoader, training, batch 64") of each loader, optimizer, model and evaluation."""
     rows = []
     for kind in ("loaders", "optimizers", "models", "evaluations"):
         for entry in sites.get(kind, ()):

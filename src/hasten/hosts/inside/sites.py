@@ -65,7 +65,7 @@ class Sites:
         return self.by_object.get(thing)
 
     def line(self, frame: FrameType | None = None) -> str | None:
-        """``file:line`` of the innermost frame of the user, from ``frame`` on; None if hasten's own code called torch."""
+        """``file:line`` of the innermost frame of the user, from ``frame``; None if hasten's own code called torch."""
         frame = frame or inspect.currentframe()
         while frame is not None:
             name = _module(frame)
