@@ -325,6 +325,7 @@ def _silence_libraries() -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_LOGS", "-all")  # graph breaks and recompilations; methods report what matters
 
 
 def _show_hasten_warnings() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
+from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import known_sites
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 INJECTED = str(Path(__file__).with_name("inject"))
 END_S = 10.0  # for a process to end after its connection broke
 OUTPUT_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
+NOT_LOADED = (
+    "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
+    "leave such a flag out"
+)
 MAX_TRACEBACK = 40  # lines that are repeated
 
 
@@ -162,6 +166,8 @@ class ScriptProcess:
         if code == 0 and (self.folder / ERROR).exists():
             why = (self.folder / ERROR).read_text(encoding="utf-8", errors="replace")
             raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
+        if code == 0 and not (self.folder / STARTED).exists():
+            raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
         if code == 0 and not (self.folder / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
         if code is not None and code < 0:
@@ -187,6 +193,9 @@ class ScriptProcess:
 
     def _end(self) -> None:
         self.kill()
+        for pid in _processes_with(f"{SESSION}={self.folder}"):  # in groups of their own: ranks of torchrun, daemons
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         if self.connection is not None:
             self.connection.close()
         self.server.exit_code(self.pid)
@@ -229,6 +238,17 @@ def injected(environment: Any, folder: Path) -> dict[str, str]:
     """The environment of a command whose Python processes import hasten's ``sitecustomize`` at their start."""
     path = os.pathsep.join(filter(None, [INJECTED, environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path, SESSION: str(folder)}
+
+
+def _processes_with(variable: str) -> list[int]:
+    """The process IDs of this user's processes that have ``NAME=value`` in their environment."""
+    found: list[int] = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/environ", "rb") as file:
+                if variable.encode() in file.read().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 def _reason(output: str) -> str:

@@ -23,7 +23,11 @@ from hasten.hosts.host import SCRIPT, check_supported
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
 MAX_FILES = 2000  # Python files whose code the fingerprint covers
-OURS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # set by hasten's command line, not by the user
+OURS = {
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+}  # set by hasten's command line, not by the user
 
 
 @dataclass(frozen=True)
