@@ -133,6 +133,7 @@ def run_to_end(
         "metric": rows[-1]["metric"],
         "best_metric": sign * max(sign * row["metric"] for row in rows),
         "evaluations": rows,
+        "resolution": found.resolution,
         "steps": answer["steps"],
         "samples": answer["steps"] * per_step,
         "seconds": described["seconds"],

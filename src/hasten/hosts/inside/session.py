@@ -179,12 +179,16 @@ class Session:
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
-        if self.spec["mode"] == "train":
-            return self._check_sites()
+        is_real = self.spec["mode"] == "train"
+        if is_real and self.observer is None:
+            self._check_sites()
+            return self._begin_observe() if self.composition else None
         if self.observer is not None and not self.observer.running and self.observer.checks:
             self.observer.begin()
             self.steps.remaining = 1
             return None
+        if is_real:
+            return self._tell_no_effect()
         self._answer(self._result())
         return self._serve()
 
@@ -350,14 +354,18 @@ class Session:
 
     def _check_sites(self) -> None:
         """In a training for real, after its first step: what the recipe was found for must be there."""
-        if self.composition is not None:
-            for name, why in self.composition.without_effect(*self._seen()):
-                print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
         missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
         if missing:
             self._fail_with(
                 f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
             )
+
+    def _tell_no_effect(self) -> None:
+        """In a training for real, after the step that was observed."""
+        if self.observer.running:
+            self.observer.end()
+        for name, why in self.observer.run.no_effect:
+            print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
 
     def _fail_with(self, text: str) -> NoReturn:
         print(f"hasten: {text}", file=sys.stderr)
