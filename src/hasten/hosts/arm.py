@@ -103,7 +103,8 @@ class ScriptArm:
         if missing := missing_sites(known, described["sites"]):
             raise RunError(f"{missing}: this run of {self.script.name} is not the one that was watched")
         self.samples_per_step = described["samples_per_step"] or 1
-        self.total = known.get("total_steps")
+        has_same_length = known.get("arguments", described["arguments"]) == described["arguments"]
+        self.total = known.get("total_steps") if has_same_length else None
         self._warm_up()
         effects = self._observe() if self.methods else {}
         rounds = [self.train(WARM_UP_STEPS)]

@@ -33,6 +33,9 @@ class ScriptArguments(Method):
         self.values = values
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        if not self.values:
+            run.report_no_effect(self, "no argument is given to it")
+            return context
         before: dict[str, Any] = {}
 
         def replace(arguments: Namespace) -> None:
@@ -44,9 +47,8 @@ class ScriptArguments(Method):
             if missing := sorted(self.values.keys() - before.keys()):
                 raise NoEffectError(f"the training declares no argument {' and no argument '.join(missing)}")
             changes = (f"{name} {value} instead of {before[name]}" for name, value in sorted(self.values.items()))
-            return ", ".join(changes) or "no argument is replaced"
+            return ", ".join(changes)
 
         run.observe_effect(self, observe)
-        if self.values:
-            after_parsing(replace)
+        after_parsing(replace)
         return context
