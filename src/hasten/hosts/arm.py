@@ -28,7 +28,7 @@ SLOW_STEP_S = 1.0  # from which one round is enough
 MIN_BLOCK_STEPS = 5  # of a block that the end of the script cuts short
 NEAR_S = 2.0  # of training, within which an evaluation has to come to be timed
 OBSERVED_S = 1.0  # of training, in which the script's own code is observed
-FIRST_STEP_S = 600.0  # for the first step of a script, without another limit
+HANGING_S = 600.0  # without a step, after which a script hangs, where nothing else limits its time
 
 
 class ScriptArm:
@@ -56,7 +56,7 @@ class ScriptArm:
         deadline: float | None = None,
     ):
         self.script, self.methods, self.device, self.seed = script, methods, device, seed
-        self.timeout, self.deadline = timeout, deadline
+        self.timeout, self.deadline = timeout or (None if deadline else HANGING_S), deadline
         self.process: ScriptProcess | None = None
         self.samples_per_step, self.position, self.steps = 1, 0, 0
         self.total: int | None = None  # steps of the whole script, once one run of it has ended
@@ -174,7 +174,7 @@ class ScriptArm:
             self.process.close()
         sites = known_sites(self.script)
         self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites, self.deadline)
-        limit = None if self.deadline is not None else self.timeout or FIRST_STEP_S
+        limit = None if self.deadline is not None else self.timeout
         self.has_ended = False
         ready = self.process.wait_until_trained(limit, self.deadline)
         self._note_end(ready)

@@ -168,6 +168,8 @@ class ScriptProcess:
             raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
         if code == 0 and not (self.folder / STARTED).exists():
             raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
+        if code == 0 and _processes_with(f"{SESSION}={self.folder}"):
+            raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
         if code == 0 and not (self.folder / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
         if code is not None and code < 0:

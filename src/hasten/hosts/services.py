@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from hasten.core.errors import ConfigurationError, RunError, suggest
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.hosts.arm import FIRST_STEP_S, ScriptArm, ScriptProbe
+from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
@@ -55,6 +56,9 @@ class ScriptDescription(Calls):
     def facts(self, processes: int) -> dict[str, Any]:
         """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
         site_map = watch_script(self.script, self.deadline)
+        if self.script.metric and not site_map["total_steps"]:
+            why = "the first run did not end within its part of the budget, so no whole run can be judged"
+            warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
             "fingerprint": self.script.fingerprint(),
@@ -97,7 +101,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     """
     left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
     with ScriptProcess(script, {}, deadline=deadline) as process:
-        answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
+        answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         early = process.ask("describe", None, deadline)  # while the loaders exist
         watched = WHOLE_SHARE * left if script.vary else min(WATCH_S, WATCH_SHARE * left)
         end, count = time.monotonic() + watched, 1

@@ -29,6 +29,7 @@ READS = {  # attribute of torch.Tensor -> how a script writes the call
     "__repr__": "print(tensor)",
     "__format__": "print(tensor)",
 }
+ORIGINALS = {name: getattr(torch.Tensor, name) for name in READS}
 LOADERS = f"{__package__}.loaders"  # on the stack while the script waits for a batch
 OF_THE_MODEL = (f"{__package__}.models", f"{__package__}.steps")  # in a forward pass, and in a backward pass
 LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], "<frozen ")
@@ -48,18 +49,21 @@ class CodeObserver:
         self.seconds = Counter[tuple[str, str]]()
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.samples, self.is_reading = 0, False
-        self.originals = [(torch.Tensor, name, call, getattr(torch.Tensor, name)) for name, call in READS.items()]
-        self.originals.append((torch.cuda, "synchronize", "torch.cuda.synchronize()", torch.cuda.synchronize))
-        for owner, name, call, original in self.originals:
-            setattr(owner, name, self._timed(original, call))
+        for name, call in READS.items():
+            setattr(torch.Tensor, name, self._timed(ORIGINALS[name], call))
+        self.synchronize = torch.cuda.synchronize
+        torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
         self.thread, self.stopped = threading.get_ident(), threading.Event()
         threading.Thread(target=self._sample, name="hasten-sampler", daemon=True).start()
 
     def stop(self, steps: int) -> dict[str, Any]:
         """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
         self.stopped.set()
-        for owner, name, _, original in self.originals:
-            setattr(owner, name, original)
+        torch.cuda.synchronize = self.synchronize
+        for name, original in ORIGINALS.items():
+            delattr(torch.Tensor, name)
+            if getattr(torch.Tensor, name) is not original:  # it is not inherited
+                setattr(torch.Tensor, name, original)
         synchronizations = [
             {
                 "site": site,
