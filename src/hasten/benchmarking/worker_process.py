@@ -32,7 +32,7 @@ from hasten.engine.resources import available_cpus
 
 # removed in workers: the rank of the parent is not theirs
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STDIN, STDOUT = 0, 1  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
 MAX_REQUEST_BYTES = 1 << 20
@@ -49,6 +49,8 @@ def _serve(control: socket.socket) -> None:
     for module in (*PRELOAD, *start["modules"]):
         with contextlib.suppress(Exception, SystemExit):
             import_module(module)
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a command leaves behind becomes a child
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
@@ -73,6 +75,20 @@ def _serve(control: socket.socket) -> None:
         if code is None:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)  # also ends suspended loader workers, which could not notice
+    while orphans := _children():  # in groups of their own, such as the ranks of torchrun; each leaves its children
+        for pid in orphans:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """The process IDs of the children of this process, of which it has one thread."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
 
 
 def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:

@@ -184,6 +184,16 @@ def add_metric(parser: ArgumentParser) -> None:
     )
 
 
+def add_vary(parser: ArgumentParser) -> None:
+    """Add ``--vary``: arguments of the training script of a command that a search may change."""
+    parser.add_argument(
+        "--vary",
+        type=name_list,
+        metavar="A1,A2",
+        help="arguments of your own command, such as lr,epochs,batch_size, of which other values are tried, too",
+    )
+
+
 def add_recipe_options(parser: ArgumentParser) -> None:
     """Add ``--recipe`` and ``--with``, which name the methods to train with."""
     parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")

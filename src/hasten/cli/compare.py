@@ -15,7 +15,12 @@ HELP = "measure two recipes against each other"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten compare`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    parser.add_argument("--a", required=True, metavar="R", help='a recipe file, "baseline", or methods as for --with')
+    parser.add_argument(
+        "--a",
+        default="baseline",
+        metavar="R",
+        help='a recipe file, "baseline" (default), or methods as for --with',
+    )
     parser.add_argument(
         "--b", required=True, metavar="R", help="the other recipe; the ratio is the time of a divided by the time of b"
     )

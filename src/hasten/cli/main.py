@@ -136,6 +136,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
     options.argv = argv
     if command is not None and not unknown:
         options.task = _script(command, options)
+    elif getattr(options, "vary", None):
+        raise ConfigurationError("--vary names arguments of your own command: hasten tune --vary lr -- python train.py")
     if unknown:
         raise _unknown_argument(unknown, options.verb)
     if options.verb is None:
@@ -159,7 +161,8 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 def _script(command: list[str], options: argparse.Namespace) -> object:
     from hasten.hosts.script_ref import ScriptRef
 
-    return ScriptRef.of_command(command, metric=getattr(options, "metric", None))
+    wishes = {name: getattr(options, name, None) for name in ("metric", "vary")}
+    return ScriptRef.of_command(command, **wishes)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -322,6 +325,7 @@ def _silence_libraries() -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_LOGS", "-all")  # graph breaks and recompilations; methods report what matters
 
 
 def _show_hasten_warnings() -> None:

@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "one standard deviation between seeds)",
     )
     types.add_metric(parser)
+    types.add_vary(parser)
     parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",

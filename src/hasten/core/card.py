@@ -54,6 +54,7 @@ FACTS = {
     "evaluations": "the metric is measured more than once",
     "evaluation_gradients": "the training script evaluates its model with gradients recorded",
     "loss_nan_filter": "the training loop reads the loss of every step to see whether it is a number",
+    "varied_arguments": "the training is a script of which --vary names arguments",
     "keras": "the model is a Keras model, trained by fit",
     "keras_rnn": "the Keras model has recurrent layers",
     "distributed": "several processes train together",

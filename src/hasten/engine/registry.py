@@ -85,6 +85,8 @@ def remedies(problem: str) -> str:
 def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     """Creates a method; ConfigurationError if it is unknown, or an option is unknown or has a wrong type or value."""
     cls = method_class(name)
+    if takes_any_option(cls):
+        return cls(**(options or {}))
     fields = options_of(cls)
     types: dict[str, Any] = _import(name, lambda: typing.get_type_hints(cls)) if fields else {}
     checked: dict[str, Any] = {}
@@ -117,6 +119,11 @@ def drop_distributed(recipe: Recipe) -> Recipe:
 def options_of(cls: type[Method]) -> dict[str, object]:
     """Option name -> default value of a method class."""
     return {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+
+
+def takes_any_option(cls: type[Method]) -> bool:
+    """Whether the options of a method are named elsewhere, such as in the user's script; each is set by itself."""
+    return getattr(cls, "takes_any_option", False)
 
 
 def import_file(path: Path) -> ModuleType:

@@ -78,8 +78,8 @@ def line_of_model(directory: str | Path, file: str, line: int) -> int:
 def edit_of(method: Any) -> ScriptEdit:
     """The edit of a method: its card's, with the values of its options."""
     defaults = options_of(type(method))
-    options = {name: getattr(method, name) for name in defaults}
-    changed = {name for name, value in options.items() if value != defaults[name]}
+    options = {name: getattr(method, name) for name in defaults} or dict(vars(method))
+    changed = {name for name in defaults if options[name] != defaults[name]}
     texts = dict(method.card.script_edit)
     by_hand = _filled(texts.pop("by_hand", ""), options, changed)
     stated = " ".join(method.card.script_edit.values())

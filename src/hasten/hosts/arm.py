@@ -18,6 +18,7 @@ from hasten.engine.effects import NO_EFFECT
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import known_sites, remember
+from hasten.hosts.whole_run import seen_metric
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -26,7 +27,8 @@ WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 SLOW_STEP_S = 1.0  # from which one round is enough
 MIN_BLOCK_STEPS = 5  # of a block that the end of the script cuts short
 NEAR_S = 2.0  # of training, within which an evaluation has to come to be timed
-FIRST_STEP_S = 600.0  # for the first step of a script, without another limit
+OBSERVED_S = 1.0  # of training, in which the script's own code is observed
+HANGING_S = 600.0  # without a step, after which a script hangs, where nothing else limits its time
 
 
 class ScriptArm:
@@ -41,6 +43,8 @@ class ScriptArm:
         deadline: Time of ``time.monotonic`` at which it is killed.
     """
 
+    needs_one_process = True  # several would have to be suspended together
+
     def __init__(
         self,
         script: ScriptRef,
@@ -52,7 +56,7 @@ class ScriptArm:
         deadline: float | None = None,
     ):
         self.script, self.methods, self.device, self.seed = script, methods, device, seed
-        self.timeout, self.deadline = timeout, deadline
+        self.timeout, self.deadline = timeout or (None if deadline else HANGING_S), deadline
         self.process: ScriptProcess | None = None
         self.samples_per_step, self.position, self.steps = 1, 0, 0
         self.total: int | None = None  # steps of the whole script, once one run of it has ended
@@ -85,9 +89,10 @@ class ScriptArm:
         began = time.monotonic()
         ready = self._start()
         assert self.process is not None
-        if self.process.rivals():
+        if self.process.rivals() and self.needs_one_process:
             raise ConfigurationError(
-                f"{self.script.name} trains in several processes by itself, which hasten cannot compare; start one"
+                f"{self.script.name} trains in several processes by itself, which diagnose can measure but no "
+                "comparison can; start one process, or write the training as a hasten.Task and give --processes"
             )
         elapsed, described = time.monotonic() - began, self._ask("describe")
         # imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
@@ -98,7 +103,8 @@ class ScriptArm:
         if missing := missing_sites(known, described["sites"]):
             raise RunError(f"{missing}: this run of {self.script.name} is not the one that was watched")
         self.samples_per_step = described["samples_per_step"] or 1
-        self.total = known.get("total_steps")
+        has_same_length = known.get("arguments", described["arguments"]) == described["arguments"]
+        self.total = known.get("total_steps") if has_same_length else None
         self._warm_up()
         effects = self._observe() if self.methods else {}
         rounds = [self.train(WARM_UP_STEPS)]
@@ -168,7 +174,7 @@ class ScriptArm:
             self.process.close()
         sites = known_sites(self.script)
         self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites, self.deadline)
-        limit = None if self.deadline is not None else self.timeout or FIRST_STEP_S
+        limit = None if self.deadline is not None else self.timeout
         self.has_ended = False
         ready = self.process.wait_until_trained(limit, self.deadline)
         self._note_end(ready)
@@ -220,18 +226,38 @@ class ScriptArm:
 
 
 class ScriptProbe(ScriptArm):
-    """An arm that also answers what a diagnosis asks; what needs hasten's own loop is not measured in a script."""
+    """An arm that also answers what a diagnosis asks; what needs hasten's own loop is not measured in a script.
+
+    Of several processes that train together, it measures the first to train; the others wait for it in their
+    collectives.
+    """
+
+    needs_one_process = False
 
     def __init__(self, script: ScriptRef, *, methods: dict[str, Any], **arguments: Any):
         # the phases are timed at the seams: the methods that time or disable them are the engine's
         own = {name: options for name, options in methods.items() if not name.startswith("hasten.profiling")}
         super().__init__(script, methods=own, **arguments)
+        self.step, self.seen = 1.0, dict[str, Any]()
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """As ``ScriptArm.build``, but an evaluation that was seen counts, however seldom it comes."""
         plan = super().build(with_evaluation)
         known = known_sites(self.script) or {}
+        self.step = plan["step"]
         return plan | {"evaluation": known.get("evaluation_seconds") if plan["evaluate_every"] else None}
+
+    def _note_end(self, answer: dict[str, Any]) -> None:
+        if answer.get("ended") and not self.has_ended:
+            self._see_metric()
+        super()._note_end(answer)
+
+    def _see_metric(self) -> bool:
+        """Whether the metric is known; of several runs, the one with the most values counts."""
+        assert self.process is not None
+        seen = seen_metric(self.script, self.process, self._ask("describe"))
+        self.seen = max(seen, self.seen, key=lambda one: [len(one.get(key, ())) for key in ("values", "candidates")])
+        return bool(self.seen["name"] or self.seen["candidates"])
 
     def evaluate(self) -> float:
         """Seconds of an evaluation, as seen before."""
@@ -252,7 +278,20 @@ class ScriptProbe(ScriptArm):
         return self._ask("describe")["facts"]
 
     def operations(self, count: int) -> dict[str, Any]:
-        self._not_in_a_script()
+        """Values that the host reads in a step, and what the script's own code costs; see ``inside/code.py``."""
+        if self.has_ended:
+            self._restart()
+        answer = self._ask("train", count=max(count, int(OBSERVED_S / self.step)), observes_code=True)
+        self._note_end(answer)
+        code = {name: answer[name] for name in ("synchronizations", "functions")}
+        return code | {"host_reads_per_step": sum(read["per_step"] for read in code["synchronizations"])}
+
+    def metric(self, seconds: float) -> dict[str, Any]:
+        """The metric in what the script has printed and logged, for which it trains on for up to ``seconds``."""
+        until = time.monotonic() + seconds
+        while not self._see_metric() and not self.has_ended and time.monotonic() < until:
+            self._note_end(self._ask("train", count=max(1, int(seconds / 10 / self.step))))
+        return self.seen
 
     def flops(self, dtype: str) -> dict[str, Any]:
         self._not_in_a_script()

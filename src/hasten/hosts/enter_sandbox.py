@@ -1,4 +1,8 @@
-"""Runs a command in a sandbox: ``python -I -S enter_sandbox.py overlay|copy FOLDER CWD DIRECTORY ... -- COMMAND ...``.
+"""Runs a command in a sandbox.
+
+::
+
+    python -I -S enter_sandbox.py overlay|copy FOLDER CWD DIRECTORY ... -- SHARED ... -- COMMAND ...
 
 ``sandbox.py`` starts this file as a script. It then becomes the command (exec), so that process id, process group,
 signals and exit code are those of the command itself. Each start makes a fresh layer in FOLDER. Exit code 125: the
@@ -25,8 +29,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(isolation: str, folder: str, cwd: str, *arguments: str) -> None:
     """Makes the layer and becomes the command; returns never."""
-    separator = arguments.index("--")
-    directories, command = arguments[:separator], list(arguments[separator + 1 :])
+    first = arguments.index("--")
+    second = arguments.index("--", first + 1)
+    directories, shared, command = arguments[:first], arguments[first + 1 : second], list(arguments[second + 1 :])
     try:
         _hold_lock(folder)
         layer = os.path.join(folder, f"layer-{os.getpid()}-{time.monotonic_ns()}")
@@ -34,7 +39,7 @@ def main(isolation: str, folder: str, cwd: str, *arguments: str) -> None:
         if isolation == "copy":
             command = _enter_copy(cwd, layer, command)
         else:
-            _enter_overlays(directories, layer)
+            _enter_overlays(directories, layer, shared)
             os.chdir(cwd)  # the current directory still is the one below the overlay
     except OSError as error:
         _exit(NO_SANDBOX, f"cannot make the sandbox: {error.strerror or error} ({error.filename})")
@@ -54,8 +59,9 @@ def _hold_lock(folder: str) -> None:
     os.set_inheritable(descriptor, True)
 
 
-def _enter_overlays(directories: tuple[str, ...], layer: str) -> None:
+def _enter_overlays(directories: tuple[str, ...], layer: str, shared: tuple[str, ...]) -> None:
     userxattr = _enter_namespace()
+    own = [(path, os.open(path, os.O_PATH)) for path in shared]
     layers = _Layers(layer, userxattr)
     for directory in directories:
         below = [(path, os.open(path, os.O_PATH)) for path in _mount_points_below(directory)]
@@ -68,6 +74,9 @@ def _enter_overlays(directories: tuple[str, ...], layer: str) -> None:
                 _mount(source, path, flags=MS_BIND)
                 _mount(None, path, flags=MS_BIND | MS_REMOUNT | MS_RDONLY)
             os.close(descriptor)
+    for path, descriptor in own:
+        _mount(f"/proc/self/fd/{descriptor}", path, flags=MS_BIND)
+        os.close(descriptor)
 
 
 def _enter_namespace() -> bool:

@@ -19,9 +19,7 @@ runs, and the result says that this is statistics.
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +69,11 @@ ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first steps of a script: hash and values of its weights, and the gradients of its first step."""
+    """The first steps of a script: hash and values of its weights, the gradients of its first step, its arguments."""
 
     steps: int
     hash: str
+    arguments: dict[str, Any]
     weights: Weights
     gradients: Weights
 
@@ -143,27 +142,24 @@ class _Runs:
 
     def _run(self, methods: dict[str, Any], steps: int) -> ScriptRun:
         sites, limits = known_sites(self.script), (None, self.deadline)
-        with (
-            ScriptProcess(self.script, methods, self.device, self.seed, sites, self.deadline) as process,
-            tempfile.TemporaryDirectory(prefix="hasten-") as folder,
-        ):
+        with ScriptProcess(self.script, methods, self.device, self.seed, sites, self.deadline) as process:
             answer = process.wait_until_trained(*limits)
-            nothing = process.ask("describe", *limits)["no_effect"] if CONDITIONS not in methods else []
+            described = process.ask("describe", *limits)
+            nothing = described["no_effect"] if CONDITIONS not in methods else []
             if nothing:
                 raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
+            folder = process.folder  # which both processes see
             process.ask("save", *limits, path=f"{folder}/gradients", gradients=True)
             if answer["steps"] < steps and not answer.get("ended"):
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
             process.ask("save", *limits, path=f"{folder}/weights")
-            weights, gradients = (
-                torch.load(Path(folder, name), weights_only=True) for name in ("weights", "gradients")
-            )
+            weights, gradients = (torch.load(folder / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
-        return ScriptRun(found["steps"], found["hash"], weights, gradients)
+        return ScriptRun(found["steps"], found["hash"], described["arguments"], weights, gradients)
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -215,8 +211,12 @@ def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
 
 
 def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
-    number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
+    a, b = runs.run(base, keep=True), runs.run(candidate)
+    number = _difference(a.weights, b.weights)
     why = f"the weights differ by {number:.1e} after {STEPS} steps"
+    if a.arguments != b.arguments:  # such as the length of the training, which the first steps do not show
+        changed = [f"{name} {value}" for name, value in b.arguments.items() if a.arguments.get(name) != value]
+        return _result(True, number, f"the script trains with {', '.join(changed)}; {why}")
     return _result(number > 0, number, why if number > 0 else f"it has no effect: {why}")
 
 

@@ -2,6 +2,7 @@
 
 SESSION = "HASTEN_HOST"  # environment variable: the folder of the session; also in inject/sitecustomize.py
 SPEC = "spec.json"  # what the session shall do
+STARTED = "started"  # exists once a Python process has imported the injected file; also in inject/sitecustomize.py
 SOCKET = "socket"  # of the parent
 CLAIM = "claim"  # exists once a process trains
 RIVAL = "rival"  # with the id of another process that trains

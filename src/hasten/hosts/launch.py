@@ -3,15 +3,17 @@
 import signal
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
-from hasten.hosts.process import injected, write_spec
+from hasten.hosts.inside_files import STARTED
+from hasten.hosts.process import NOT_LOADED, injected, write_spec
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import read_beside
 
@@ -44,4 +46,6 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
             finally:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
+        if recipe and not Path(folder, STARTED).exists():
+            warnings.warn(f"the recipe had no effect: the command {NOT_LOADED}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC
-from hasten.hosts.sandbox import Sandbox
+from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC, STARTED
+from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 INJECTED = str(Path(__file__).with_name("inject"))
 END_S = 10.0  # for a process to end after its connection broke
 OUTPUT_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
+NOT_LOADED = (
+    "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
+    "leave such a flag out"
+)
 MAX_TRACEBACK = 40  # lines that are repeated
 
 
@@ -60,7 +64,7 @@ class ScriptProcess:
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
         with ExitStack() as stack:
-            box = stack.enter_context(Sandbox.for_directory(script.directory))
+            box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
             self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.folder / SOCKET))
@@ -162,6 +166,10 @@ class ScriptProcess:
         if code == 0 and (self.folder / ERROR).exists():
             why = (self.folder / ERROR).read_text(encoding="utf-8", errors="replace")
             raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
+        if code == 0 and not (self.folder / STARTED).exists():
+            raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
+        if code == 0 and _processes_with(f"{SESSION}={self.folder}"):
+            raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
         if code == 0 and not (self.folder / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
         if code is not None and code < 0:
@@ -187,6 +195,9 @@ class ScriptProcess:
 
     def _end(self) -> None:
         self.kill()
+        for pid in _processes_with(f"{SESSION}={self.folder}"):  # in groups of their own: ranks of torchrun, daemons
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         if self.connection is not None:
             self.connection.close()
         self.server.exit_code(self.pid)
@@ -220,6 +231,7 @@ def write_spec(
         "seed": seed,
         "sites": sites,
         "mode": mode,
+        "vary": script.vary,
     }
     (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
 
@@ -228,6 +240,17 @@ def injected(environment: Any, folder: Path) -> dict[str, str]:
     """The environment of a command whose Python processes import hasten's ``sitecustomize`` at their start."""
     path = os.pathsep.join(filter(None, [INJECTED, environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path, SESSION: str(folder)}
+
+
+def _processes_with(variable: str) -> list[int]:
+    """The process IDs of this user's processes that have ``NAME=value`` in their environment."""
+    found: list[int] = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/environ", "rb") as file:
+                if variable.encode() in file.read().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 def _reason(output: str) -> str:

@@ -5,9 +5,10 @@
     with Sandbox.for_directory(cwd, extra_writable=["/data/runs"]) as box:
         process = subprocess.Popen(box.wrap(command), env=box.environment(os.environ), cwd=cwd)
 
-An overlay file system covers the working directory and each further directory, in a mount namespace of the command
-alone: it reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so
-a script that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
+An overlay file system covers the working directory and every other place where programs write (``writable_places``:
+home directories, /tmp, data disks; not the system's own directories), in a mount namespace of the command alone: it
+reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so a script
+that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
 user a user namespace as well, in which the command keeps its user id.
 
 Where namespaces are not permitted, the command runs in a copy of its working directory. A copy protects what the
@@ -21,6 +22,7 @@ whole, which takes time and disk space for a large one.
 """
 
 import fcntl
+import getpass
 import os
 import shutil
 import stat
@@ -29,7 +31,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hasten.core.errors import ConfigurationError
@@ -39,6 +41,9 @@ PREFIX = "hasten-sandbox-"
 INTERPRETER = sys.executable or "python3"
 ENTER = Path(__file__).with_name("enter_sandbox.py")
 NEVER_OVERLAID = ("/dev", "/proc", "/sys")  # devices and the kernel's files are no data of the user
+OF_THE_SYSTEM = "bin boot dev etc lib lib32 lib64 libx32 lost+found nix proc run sbin snap sys usr var"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+MPS_PIPES = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # to the server that shares a GPU
 
 # Trackers write into the sandbox and upload nothing. {} is a fresh directory. TensorBoard writes plain files.
 OFFLINE = {
@@ -63,6 +68,7 @@ class Sandbox:
         cwd: Working directory of the command.
         directories: Directories whose content the command cannot change; none of them contains another.
         folder: Temporary folder of this sandbox, outside of ``directories`` and removed at the end.
+        shared: Directories below these that are no part of them: caches of compiled code, which all trials share.
         isolation: "overlay", or "copy" with the limits that the module's docstring states.
         obstacle: Why an overlay is not possible; empty if it is.
     """
@@ -70,17 +76,21 @@ class Sandbox:
     cwd: str
     directories: tuple[str, ...]
     folder: Path
+    shared: tuple[str, ...] = ()
     isolation: str = "overlay"
     obstacle: str = ""
 
     @staticmethod
     @contextmanager
-    def for_directory(cwd: str | Path, extra_writable: Iterable[str | Path] = ()) -> "Iterator[Sandbox]":
+    def for_directory(
+        cwd: str | Path, extra_writable: Iterable[str | Path] = (), places: Sequence[str] = ()
+    ) -> "Iterator[Sandbox]":
         """Context manager: a sandbox over the working directory and further directories that the command writes to.
 
         Args:
             cwd: Working directory of the command.
             extra_writable: Further files or directories that it writes to, which need not exist yet.
+            places: Directories that it may write to; covered if overlays over all of them are possible.
 
         Raises:
             ConfigurationError: The directory cannot be isolated; the message has the reason.
@@ -88,16 +98,21 @@ class Sandbox:
         cwd = os.path.realpath(cwd)
         if not os.path.isdir(cwd):
             raise ConfigurationError(f"cannot isolate a trial in {cwd}: it is not a directory")
-        directories = _outermost([cwd, *map(_existing_directory, extra_writable)])
-        if "/" in directories:
+        needed = [cwd, *map(_existing_directory, extra_writable)]
+        if "/" in needed:
             raise ConfigurationError("cannot isolate a trial in /; start the command in the directory of the script")
+        directories = _outermost([*needed, *places])
         base = _base_outside(directories)
         _remove_stale(base)
         with _locked_folder(base) as folder:
-            box = Sandbox(cwd, directories, folder)
-            if obstacle := _overlay_obstacle(box):
+            shared = [path for path in _caches() if _covers(directories, path)] if places else []
+            box = Sandbox(cwd, directories, folder, tuple(shared))
+            if (obstacle := _overlay_obstacle(box)) and places:
+                box = Sandbox(cwd, _outermost(needed), folder)
+                obstacle = _overlay_obstacle(box)
+            if obstacle:
                 _check_copy_is_possible(box, obstacle)
-                box = Sandbox(cwd, directories, folder, "copy", obstacle)
+                box = replace(box, isolation="copy", obstacle=obstacle)
             yield box
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
@@ -105,7 +120,7 @@ class Sandbox:
         signals and exit code are those of ``argv``; exit code 125 means that the sandbox could not be made.
         """
         enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.folder), self.cwd]
-        return [*enter, *self.directories, "--", *argv]
+        return [*enter, *self.directories, "--", *self.shared, "--", *argv]
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """A copy of ``variables`` in which trackers are offline and write to a fresh folder in the sandbox."""
@@ -114,7 +129,35 @@ class Sandbox:
         for value in offline.values():
             if value.startswith(trackers):
                 os.makedirs(value, exist_ok=True)
-        return {**variables, **offline}
+        compiled = {INDUCTOR_CACHE: _inductor_cache()} if self.shared else {}
+        return {**variables, **offline, **compiled}
+
+
+def writable_places() -> list[str]:
+    """The directories at the top of the file system that programs write to: all but those of the system."""
+    with os.scandir("/") as entries:
+        found = [
+            entry.path
+            for entry in entries
+            if entry.name not in OF_THE_SYSTEM.split() and entry.is_dir(follow_symlinks=False)
+        ]
+    return sorted(path for path in found if os.access(path, os.R_OK | os.X_OK))
+
+
+def _inductor_cache() -> str:
+    """The folder in which torch.compile keeps what it has compiled; made if there is none, as torch does."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # an id without a name, as in containers
+        user = str(os.getuid())
+    return os.path.realpath(os.environ.get(INDUCTOR_CACHE) or f"{tempfile.gettempdir()}/torchinductor_{user}")
+
+
+def _caches() -> list[str]:
+    """Folders that the trials share with each other and with the user: what is in them changes only their speed."""
+    with suppress(OSError):
+        os.makedirs(_inductor_cache(), exist_ok=True)
+    return [path for path in (_inductor_cache(), MPS_PIPES) if os.path.isdir(path)]
 
 
 def _existing_directory(path: str | Path) -> str:
@@ -134,6 +177,10 @@ def _outermost(directories: list[str]) -> tuple[str, ...]:
     return tuple(outer)
 
 
+def _covers(directories: tuple[str, ...], path: str) -> bool:
+    return any(_contains(directory, path) for directory in directories)
+
+
 def _contains(parent: str, path: str) -> bool:
     return path == parent or path.startswith(parent.rstrip("/") + "/")
 
@@ -142,8 +189,7 @@ def _base_outside(directories: tuple[str, ...]) -> str:
     """A directory for temporary folders that lies in none of the directories; raises ConfigurationError."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         base = os.path.realpath(base)
-        outside = not any(_contains(directory, base) for directory in directories)
-        if outside and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
+        if not _covers(directories, base) and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
             return base
     remedy = "set TMPDIR to a directory outside of " + ", ".join(directories)
     raise ConfigurationError(f"cannot isolate a trial: there is no place for its temporary files; {remedy}")

@@ -23,7 +23,11 @@ from hasten.hosts.host import SCRIPT, check_supported
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
 MAX_FILES = 2000  # Python files whose code the fingerprint covers
-OURS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # set by hasten's command line, not by the user
+OURS = {
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+}  # set by hasten's command line, not by the user
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,23 @@ class ScriptRef(TaskRef):
         directory: Where it runs; absolute.
         environment: Its environment variables.
         metric: The metric as ``NAME[:min|max]``; None to find it.
+        vary: Arguments of the script, as its ArgumentParser names them, of which a search may try other values.
     """
 
     argv: tuple[str, ...] = ()
     directory: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     metric: str | None = None
+    vary: tuple[str, ...] = ()
     can_be_shortened = False
 
     @staticmethod
-    def of_command(argv: Sequence[str], metric: str | None = None, directory: str | None = None) -> ScriptRef:
+    def of_command(
+        argv: Sequence[str],
+        metric: str | None = None,
+        directory: str | None = None,
+        vary: Sequence[str] | None = None,
+    ) -> ScriptRef:
         """The reference to a command, which is checked as far as that is possible without running it.
 
         Raises:
@@ -62,10 +73,11 @@ class ScriptRef(TaskRef):
         if not os.access(path, os.X_OK) or os.path.isdir(path):
             hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
             raise ConfigurationError(f"{argv[0]} is not executable{hint}")
-        script = _script_of(argv, directory) if _is_python(argv[0]) else None
-        name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or " ".join(argv[:2]).split()[-1]))
+        script = _script_of(argv, directory) if _is_python(argv[0]) else _script_among(argv[1:], directory)
+        name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or argv[0]))
         file = os.path.join(directory, script) if script and script.endswith(".py") else None
-        return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric)
+        names = tuple(name.strip("-").replace("-", "_") for name in vary or ())
+        return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
     def load(self) -> Task:
         """A script is no Task: it runs its own loop."""
@@ -85,12 +97,12 @@ class ScriptRef(TaskRef):
 
     def to_json(self) -> str:
         fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}
-        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric})
+        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric, "vary": self.vary})
 
     @staticmethod
     def from_json(text: str) -> ScriptRef:
         fields = json.loads(text)
-        return ScriptRef(**(fields | {"argv": tuple(fields["argv"])}))
+        return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
 
     def fingerprint(self) -> str:
         """A hash of the command and of the script's code: its file and the Python files below its folder."""
@@ -157,6 +169,12 @@ def _script_of(argv: Sequence[str], directory: str) -> str:
                     return value if letter == "m" else "command"
                 break
     raise ConfigurationError("this starts Python without a script; write hasten VERB -- python train.py")
+
+
+def _script_among(arguments: Sequence[str], directory: str) -> str | None:
+    """The script that a starter such as ``bash``, ``torchrun`` or ``accelerate launch`` is given; None without one."""
+    scripts = (argument for argument in arguments if argument.endswith((".py", ".sh")))
+    return next((script for script in scripts if os.path.isfile(os.path.join(directory, script))), None)
 
 
 def _python_files(folder: Path) -> list[Path]:

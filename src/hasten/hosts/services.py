@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from hasten.core.errors import RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.hosts.arm import FIRST_STEP_S, ScriptArm, ScriptProbe
+from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
+WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 WATCH_CHUNK_S = 0.5
 
@@ -54,6 +56,9 @@ class ScriptDescription(Calls):
     def facts(self, processes: int) -> dict[str, Any]:
         """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
         site_map = watch_script(self.script, self.deadline)
+        if self.script.metric and not site_map["total_steps"]:
+            why = "the first run did not end within its part of the budget, so no whole run can be judged"
+            warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
             "fingerprint": self.script.fingerprint(),
@@ -61,6 +66,7 @@ class ScriptDescription(Calls):
             "higher_is_better": metric is None or metric["direction"] == "max",
             "metric": metric["name"] if metric else "",
             "target": None,
+            "varied": _varied(self.script, site_map),
         }
 
 
@@ -95,9 +101,10 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     """
     left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
     with ScriptProcess(script, {}, deadline=deadline) as process:
-        answer = process.wait_until_trained(FIRST_STEP_S if deadline is None else None, deadline)
+        answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         early = process.ask("describe", None, deadline)  # while the loaders exist
-        end, count = time.monotonic() + min(WATCH_S, WATCH_SHARE * left), 1
+        watched = WHOLE_SHARE * left if script.vary else min(WATCH_S, WATCH_SHARE * left)
+        end, count = time.monotonic() + watched, 1
         while time.monotonic() < end and not answer.get("ended"):
             began = time.monotonic()
             answer = process.ask("train", None, deadline, count=count)
@@ -110,6 +117,32 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         metric = find_metric(script, process, described) if described["total_steps"] else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
+
+
+def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
+    """The arguments that ``--vary`` names, with their values.
+
+    Raises:
+        ConfigurationError: The script declares no such argument, its value is no number above 0, or there is no metric.
+    """
+    declared = site_map["arguments"]
+    for name in script.vary:
+        if name not in declared:
+            hint = suggest(name, declared) if declared else "; it parses none with argparse"
+            raise ConfigurationError(f"--vary: {script.name} declares no argument {name!r}{hint}")
+        value = declared[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")
+    if script.vary and not site_map["total_steps"]:
+        raise ConfigurationError(
+            "--vary needs whole runs of the script, and its first one did not end within its part of the budget; "
+            "give a larger --budget, or a shorter training"
+        )
+    if script.vary and site_map["metric"] is None:
+        raise ConfigurationError(
+            "--vary needs a metric to judge by, and none is measured on held-out data; see --metric"
+        )
+    return {name: declared[name] for name in script.vary}
 
 
 SERVICES: dict[str, Any] = {

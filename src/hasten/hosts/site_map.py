@@ -28,7 +28,15 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
     for kind in KINDS:
         sites = {entry["site"] for entry in site_map[kind]}
         site_map[kind] = site_map[kind] + [entry for entry in before.get(kind, ()) if entry["site"] not in sites]
-    for name in ("evaluation_every", "evaluation_seconds", "total_steps", "facts", "samples_per_step", "metric"):
+    for name in (
+        "evaluation_every",
+        "evaluation_seconds",
+        "total_steps",
+        "facts",
+        "samples_per_step",
+        "metric",
+        "arguments",
+    ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
     _known[script.fingerprint()] = site_map

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hasten.core.errors import HastenWarning, RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.hosts.metric import (
     Ambiguous,
     Found,
@@ -18,11 +18,12 @@ from hasten.hosts.metric import (
     series_of,
     series_of_logged,
 )
+from hasten.hosts.metric_names import meaning_of
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
-    from hasten.hosts.metric_lines import Line, Series
+    from hasten.hosts.metric_lines import Line
     from hasten.hosts.script_ref import ScriptRef
 
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
@@ -35,22 +36,51 @@ def find_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
     Raises:
         ConfigurationError: Several numbers could be the metric: the question to the user. Or none has the given name.
     """
+    found = metric_so_far(script, process, described)
+    if not isinstance(found, Ambiguous):
+        return found
+    if _is_held_out(found):
+        raise question(found)
+    text = str(question(found)).partition("; pass ")[2]
+    warnings.warn(f"no metric is measured on held-out data; to judge by one, pass {text}", HastenWarning, 2)
+    return None
+
+
+def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | Ambiguous | None:
+    """The metric in what a script has printed and logged until now; as ``find_metric``, but nothing is asked.
+
+    Raises:
+        ConfigurationError: No number has the name that ``--metric`` gives, or several have.
+    """
     logged = series_of_logged([(t, name, value, evaluating) for t, name, value, evaluating in described["logged"]])
     printed = series_of(lines_of(process.whole_output(), described["marks"], described["seconds"]))
     if script.metric is not None:
         return select_metric([*logged, *printed], script.metric)
     if described["monitor"] is not None:  # by a callback or an argument of the script
         return select_metric(logged, ":".join(described["monitor"]))
-    for series in (logged, printed):
-        found = choose_metric(series)
-        if isinstance(found, Found):
-            return found
-        if isinstance(found, Ambiguous):
-            if any(_is_held_out(one) for one in found.candidates):
-                raise question(found)
-            text = str(question(found)).partition("; pass ")[2]
-            warnings.warn(f"no metric is measured on held-out data; to judge by one, pass {text}", HastenWarning, 2)
-    return None
+    found = [choose_metric(series) for series in (logged, printed)]
+    return next((one for one in found if _is_held_out(one)), found[1] or found[0])
+
+
+def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> dict[str, Any]:
+    """``metric_so_far`` as plain data: ``name``, ``direction``, ``values``, ``candidates`` if it is not clear, ``why``.
+
+    Each candidate has a name, a direction ("" if unknown) and values, too.
+    """
+    nothing = {"name": "", "direction": "", "values": [], "candidates": [], "why": ""}
+    try:
+        found = metric_so_far(script, process, described)
+    except ConfigurationError as error:
+        return nothing | {"why": str(error)}
+    if found is None:
+        return nothing | {"why": "the script has printed and logged no number that looks like a metric so far"}
+    if isinstance(found, Found):
+        return nothing | {"name": found.name, "direction": found.direction, "values": list(found.values)}
+    candidates = [
+        {"name": one.name, "direction": meaning_of(one.name).direction, "values": list(one.values)}
+        for one in found.candidates
+    ]
+    return nothing | {"candidates": candidates, "why": str(question(found))}
 
 
 def lines_of(output: str, marks: list[list[Any]], seconds: float) -> list[Line]:
@@ -82,6 +112,7 @@ def run_to_end(
     began = time.monotonic()
     with ScriptProcess(script, methods, device, seed, known_sites(script), deadline) as process:
         answer = process.wait_until_trained(None, deadline)
+        per_step = process.ask("describe", None, deadline)["samples_per_step"] or 1  # while the loaders exist
         pruned = False
         while not answer.get("ended") and not pruned:
             answer = process.ask("train", None, deadline, count=MOST_STEPS if time_limit is None else 1000)
@@ -90,7 +121,6 @@ def run_to_end(
         found = find_metric(script, process, described)
     if found is None:
         raise RunError("the metric is missing")
-    per_step = (known_sites(script) or {}).get("samples_per_step") or 1
     marks = described["marks"]
     times = [mark[0] for mark in marks]
     rows = []
@@ -103,6 +133,7 @@ def run_to_end(
         "metric": rows[-1]["metric"],
         "best_metric": sign * max(sign * row["metric"] for row in rows),
         "evaluations": rows,
+        "resolution": found.resolution,
         "steps": answer["steps"],
         "samples": answer["steps"] * per_step,
         "seconds": described["seconds"],
@@ -113,5 +144,8 @@ def run_to_end(
     }
 
 
-def _is_held_out(series: Series) -> bool:
-    return series.phase in HELD_OUT
+def _is_held_out(found: Found | Ambiguous | None) -> bool:
+    """Whether a metric was measured on held-out data; of several candidates, one of them."""
+    if isinstance(found, Ambiguous):
+        return any(one.phase in HELD_OUT for one in found.candidates)
+    return found is not None

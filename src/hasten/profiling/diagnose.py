@@ -17,12 +17,12 @@ from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
-from hasten.profiling.ceilings import CHEAP_S, measure_allocator_ceiling
+from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE, measure_allocator_ceiling
 from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import possible_gains, verdict_of
-from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval
+from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, SeenMetric
 from hasten.utils.durations import parse_budget
 
 PROFILE_SHARE = 0.5  # of the budget, for the step profile; the allocator's ceiling gets what remains
@@ -113,7 +113,8 @@ def diagnose(
         watch=_part(watch, before_drift + DRIFT_SHARE, 1.0),
     )
     ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
-    medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items()}
+    measured = {*profile.ceilings.ratios, *allocator.ratios, "evaluation"}
+    medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
     gains = possible_gains(profile, medians)
     bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
     problems = frozenset({"denormals"} if drift.has_denormals else ())
@@ -148,6 +149,10 @@ def diagnose(
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
         "sites": task.sites() or {},
+        "metric": SeenMetric(
+            **{"name": "", "direction": "", "values": [], "candidates": [], "why": ""} | profile.metric
+        ),
+        **profile.code,
         "seconds": time.monotonic() - began,
     }
 
@@ -181,16 +186,17 @@ def _denormals_ceiling(drift: Drift) -> dict[str, float]:
 
 
 def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, Interval]:
-    """The measured ceilings, and that of the evaluations, which follows from their share by Amdahl's law.
+    """The measured ceilings; those of other phases that take time follow from their shares by Amdahl's law.
 
     A phase that is switched off never costs time, so a median below 1 is measurement noise and becomes 1.
     """
     ceilings = {name: ratio.to_json() for name, ratio in ratios.items()}
     for name in PHASES.keys() & ceilings.keys():
         ceilings[name]["median"] = max(1.0, ratios[name].median)
+    bounds = {name: amdahl(share) for name, share in profile.phases.items() if share >= MIN_SHARE}
     if profile.evaluation:
-        ceilings["evaluation"] = {"median": amdahl(profile.phases["evaluation"]), "low": None, "high": None}
-    return ceilings
+        bounds["evaluation"] = amdahl(profile.phases["evaluation"])
+    return {name: Interval(median=bound, low=None, high=None) for name, bound in bounds.items()} | ceilings
 
 
 def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:

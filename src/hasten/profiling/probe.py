@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from hasten._torch_compat import TorchDispatchMode, host_read_op
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
+from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.plan import build
 from hasten.engine.run_dir import to_json_lines
 from hasten.engine.tasks import TaskRef
@@ -47,6 +48,13 @@ class Probe(Arm):
         timer.start()
         block = self.train(count)
         return {**block, "phases": timer.stop()}
+
+    def metric(self, seconds: float) -> dict[str, Any]:
+        """The metric of the task: ``name`` and ``direction``; empty if it has none. ``seconds`` are for scripts."""
+        task = self.program.run.task
+        if task.validation_data is None:
+            return {}
+        return {"name": name_of(task), "direction": "max" if higher_is_better(task) else "min"}
 
     def facts(self) -> list[str]:
         """The facts (keys of FACTS, such as "cuda") that hold for the run, sorted."""

@@ -50,6 +50,8 @@ class StepProfile:
     flops: Flops | None  # operations per second, the machine's peak and their quotient
     facts: frozenset[str]  # keys of ``FACTS`` that hold
     system_noise: dict  # how disturbed the machine was
+    metric: dict[str, Any]  # what the run is judged by, as ``DiagnoseResult`` has it
+    code: dict[str, Any]  # what a script's own code costs: ``synchronizations`` and ``functions``
 
     @property
     def has_many_faults(self) -> bool:
@@ -116,6 +118,7 @@ def profile_steps(
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
             measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
+        metric = (_call_if_possible(probe, "metric", seconds=input_budget) if input_budget else None) or {}
         operations = _call_if_possible(probe, "operations", count=1 if is_long else COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
         watch("the stages of the input pipeline", 1.0, input_budget)
@@ -138,6 +141,8 @@ def profile_steps(
         flops=_flops_rates(flops, samples / seconds) if flops else None,
         facts=frozenset(facts),
         system_noise=noise.summary(100 * spread([_per_sample(block) for block in plain]), int(_sum(both, "switches"))),
+        metric=metric,
+        code={name: operations.get(name, []) for name in ("synchronizations", "functions")},
     )
 
 

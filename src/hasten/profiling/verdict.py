@@ -1,6 +1,7 @@
 """The diagnosis of one process in a sentence: the largest cause, and what removing it could give."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
@@ -18,6 +19,8 @@ CAUSES = {
     "{gain:.2f}x as fast",
     "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be "
     "{gain:.2f}x as fast",
+    "own_code": "the script's own {function} ({site}) takes {share:.0%} of the time; if it were free, training would "
+    "be {gain:.2f}x as fast",
     "system_time": "the operating system takes {system:.0%} of the CPU time, with {faults:.0f} page faults a step: "
     "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
     "larger_batch": "the batch of {batch} is small: much of the cost of a step does not depend on its size; with "
@@ -27,7 +30,7 @@ ARITHMETIC = (
     "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; "
     "only faster arithmetic or fewer steps can help"
 )
-HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step), and {cost}"
+HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step{where}), and {cost}"
 HOST_READ_COST = {
     "cuda": "each time the CPU waits for the GPU",
     "cpu": "on the CPU that costs little (on a GPU it would make the CPU wait)",
@@ -37,6 +40,7 @@ HOST_READ_COST = {
 def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[str, float]:
     """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
+    bounds["own_code"] = amdahl(_hottest(profile)["share"])
     return bounds | {"system_time": amdahl(profile.system_share) if profile.has_many_faults else 1.0} | dict(ceilings)
 
 
@@ -52,6 +56,7 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
             faults=profile.faults_per_step,
             batch=profile.plan["batch_size"],
             factor=BATCH_FACTOR,
+            **_hottest(profile),
         )
     else:
         share = profile.flops.get("share") if profile.flops else None
@@ -59,8 +64,17 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
         sentence = ARITHMETIC.format(compute=phases["forward"] + phases["backward"], rate=rate)
     reads = profile.host_reads_per_step or 0
     if reads >= 0.5:
-        sentence += HOST_READS.format(reads=reads, cost=HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"])
+        cost = HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"]
+        sites = sorted(profile.code["synchronizations"], key=lambda read: -read["per_step"])
+        where = f", most of them at {sites[0]['site']}" if sites[1:] else f", at {sites[0]['site']}" if sites else ""
+        sentence += HOST_READS.format(reads=reads, where=where, cost=cost)
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def _hottest(profile: StepProfile) -> dict[str, Any]:
+    """The function of a script that takes the most time outside of the phases that hasten times."""
+    functions = [one for one in profile.code["functions"] if one["phase"] == "logging"]
+    return max(functions, key=lambda one: one["share"], default={"function": "", "site": "", "share": 0.0})
 
 
 def _largest_cause(gains: Mapping[str, float]) -> str:

@@ -328,8 +328,44 @@ class CompareResult(Result, total=False):
     seconds: Amount
 
 
+class MetricCandidate(TypedDict, total=False):
+    """A number that a script prints or logs; ``direction`` is "min", "max" or "" (unknown)."""
+
+    name: Text
+    direction: Text
+    values: Sequence[Number]
+
+
+class SeenMetric(MetricCandidate, total=False):
+    """The metric of a run. Where it is not clear, ``name`` is "", ``candidates`` could be it, and ``why`` says more."""
+
+    candidates: Sequence[MetricCandidate]
+    why: Text
+
+
+class Synchronization(TypedDict):
+    """A line of a script that reads a tensor on the host, as by ``.item()``: on a GPU, the CPU waits there."""
+
+    site: Text
+    call: Text
+    per_step: Amount
+    seconds_per_step: Amount
+
+
+class HotFunction(TypedDict):
+    """A function of the script's own, with the line at which it is most often; ``share``: of the training's time."""
+
+    function: Text
+    site: Text
+    phase: Text
+    share: Amount
+
+
 class DiagnoseResult(Result, total=False):
-    """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing."""
+    """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing.
+
+    A ceiling without an interval is a bound from the share of the phase, not measured by taking the phase away.
+    """
 
     recipe: Text
     device: Text
@@ -352,6 +388,9 @@ class DiagnoseResult(Result, total=False):
     operations: Operations | None
     drift: Drift
     sites: Mapping[str, Sequence[Mapping[str, Fact]]]
+    metric: SeenMetric
+    synchronizations: Sequence[Synchronization]
+    functions: Sequence[HotFunction]
 
 
 class TrainResult(Result, total=False):

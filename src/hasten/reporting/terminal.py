@@ -117,6 +117,7 @@ def diagnose_answer(result: Json) -> RenderableType:
         Text("  ceiling: speed-up of the whole training if the phase cost nothing", style=DIM),
         *operations_table(result["operations"]),
         *_input_throughput(result["input"]),
+        *_script_facts(result),
         *advice_table(result["advice"]),
     )
 
@@ -300,6 +301,31 @@ def _input_throughput(measured: Json) -> list[RenderableType]:
         table.add_row(Text(name, BOLD if is_bottleneck else ""), bar(rate / longest, BAR_WIDTH), f"{rate:,.0f}")
     sentence = view_model.input_sentence(measured)
     return [Text(), indented(table), *([Text(sentence)] if sentence else []), *([pairs(notes)] if notes else [])]
+
+
+def _script_facts(result: Json) -> list[RenderableType]:
+    """What was found in a script: its metric, its sites, the tensors that it reads, and its own functions."""
+    if not any(result["sites"].values()):
+        return []
+    rows = [("metric", view_model.metric_text(result["metric"]))]
+    rows += [(kind, text) for kind, text in view_model.site_rows(result["sites"])]
+    parts: list[RenderableType] = [Text(), pairs(rows)]
+    own = [one for one in result["functions"] if (one["share"] or 0) >= view_model.MIN_FUNCTION_SHARE]
+    if own:
+        table = grid("the script's own code", "", ">of the time")
+        for one in own[: view_model.MAX_FUNCTIONS]:
+            phase = "" if one["phase"] == "logging" else one["phase"]
+            table.add_row(Text(f"{one['function']}, {one['site']}"), phase, formatting.percent(one["share"]))
+        parts += [Text(), indented(table)]
+    if reads := view_model.repeated_reads(result["synchronizations"]):
+        table = grid("reads a tensor on the host", "", ">a step", ">takes")
+        for one in reads:
+            table.add_row(
+                one["site"], one["call"], f"{one['per_step']:.3g}", formatting.seconds(one["seconds_per_step"])
+            )
+        waits = "the CPU waits there for the GPU" if "cuda" in result["facts"] else "on a GPU, the CPU would wait there"
+        parts += [Text(), indented(table), Text(f"  {waits}; read it less often, or later", style=DIM)]
+    return parts
 
 
 def _noise(noise: Mapping[str, Any]) -> str:

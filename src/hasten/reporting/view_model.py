@@ -16,6 +16,8 @@ MIN_GAIN = 1.005  # a smaller contribution is reported as none
 WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole training
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
+MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
+MIN_READS = 0.05  # a step; a line that reads a tensor less often costs nothing
 
 Json = dict[str, Any]
 
@@ -144,6 +146,41 @@ def quality_sentence(quality: Json, unit: str) -> str:
     if quality["margin"] is None:
         return "The quality gate was passed."
     return f"The quality gate was passed with a margin of {formatting.plain(quality['margin'], unit, 2)}."
+
+
+def metric_text(metric: Json) -> str:
+    """The metric of a script: ``test accuracy, higher is better; 0.97, 0.98, 0.985``, or why there is none."""
+    if not metric["name"]:
+        return metric["why"] or formatting.UNKNOWN
+    better = {"max": ", higher is better", "min": ", lower is better"}.get(metric["direction"], "")
+    values = ", ".join(map(formatting.metric, metric["values"][-3:]))
+    return f"{metric['name']}{better}" + (f"; {values}" if values else "")
+
+
+def site_rows(sites: Json) -> list[tuple[str, str]]:
+    """("loader", "train.py:81 DataLoader, training, batch 64") of each loader, optimizer, model and evaluation."""
+    rows = []
+    for kind in ("loaders", "optimizers", "models", "evaluations"):
+        for entry in sites.get(kind, ()):
+            facts = [entry.get("type") or "", entry.get("role") or ""]
+            if entry.get("batch_size"):
+                facts.append(f"batch {entry['batch_size']:.0f}")
+            if "num_workers" in entry:
+                workers = formatting.count(entry["num_workers"] or 0, "worker", "workers")
+                facts.append(f"{workers}, pinned" if entry.get("pin_memory") else workers)
+            if entry.get("made_by"):
+                facts.append(f"set by {entry['made_by']}")
+            if entry.get("no_grad") is False:
+                facts.append("records gradients")
+            text = ", ".join(filter(None, facts))
+            rows.append((kind.removesuffix("s"), f"{(entry.get('site') or '').removesuffix('#1')} {text}".strip()))
+    return rows
+
+
+def repeated_reads(synchronizations: Sequence[Json]) -> list[Json]:
+    """The lines that read a tensor on the host in many steps, the most expensive first."""
+    found = [one for one in synchronizations if (one["per_step"] or 0) >= MIN_READS]
+    return sorted(found, key=lambda one: -(one["seconds_per_step"] or 0))[:MAX_FUNCTIONS]
 
 
 def target_point(points: Sequence[Json], target: float | None, higher_is_better: bool) -> Json | None:

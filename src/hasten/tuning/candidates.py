@@ -14,6 +14,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.tuning.systems import EXACT, Candidate, candidate
+from hasten.tuning.varied_arguments import sets_arguments, with_varied
 
 COMMUNICATION_BOUND = 1.5  # from this speed-up on, methods that reduce communication are tried first
 WARMUP_OPTIONS = {"warmup_steps", "start_powerSGD_iter"}  # options of distributed methods
@@ -76,28 +77,30 @@ def candidates_for(
     diagnosis: Mapping[str, Any],
     selection: MethodSelection,
     refusal: Callable[[Recipe], str] = lambda recipe: "",
+    varied: Mapping[str, float] | None = None,
 ) -> Candidates:
     """The candidates in the order in which to try them: cheap proofs and high bounds first.
 
     The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
-    ``refusal`` returns why a recipe cannot run where the task's loop is, or "".
+    ``refusal`` returns why a recipe cannot run where the task's loop is, or "". ``varied`` are the arguments of the
+    user's script that may take other values, with their own.
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
     for advice in diagnosis["advice"]:
         name = advice["method"]
-        if only is not None and name not in only.methods:
+        if only is not None and name not in only.methods and not sets_arguments(name):
             continue
         if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
-            chosen.append(candidate(name, advice["bound"], None if only is None else only.methods[name]))
+            chosen.append(candidate(name, advice["bound"], None if only is None else only.methods.get(name)))
     if only is None:
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
         handled = {item.name for item in chosen} | {name for name, _ in found.not_tried}
         chosen += [candidate(name, None, options) for name, options in only.methods.items() if name not in handled]
-    for item in sorted(chosen, key=_order):
+    for item in sorted(with_varied(chosen, varied or {}), key=_order):
         if why := refusal(Recipe({item.name: {}})):
             found.not_tried.append((item.name, why))
         elif item.card.exactness is not Exactness.CHANGES_TRAINING:

@@ -42,17 +42,20 @@ def not_passed(why: str, margin: float, seeds: Sequence[int] = (), settled: bool
     return NonInferiorityResult(None, None, margin, None, list(seeds), False, settled, why)
 
 
-def resolve_margin(metrics: Sequence[float], margin: float | None) -> tuple[float, str]:
+def resolve_margin(metrics: Sequence[float], margin: float | None, resolution: float = 0.0) -> tuple[float, str]:
     """(margin in the metric's unit, the reason for it in words).
 
-    The user's margin, else the larger of RELATIVE_MARGIN of the baseline's metric and its spread between seeds.
+    The user's margin, else the larger of RELATIVE_MARGIN of the baseline's metric and its spread between seeds; but
+    at least the ``resolution`` of the metric, the smallest step that its values can show.
     """
-    if margin is not None:
-        return margin, "as given by --margin"
     relative, spread = RELATIVE_MARGIN * abs(fmean(metrics)), stdev(metrics) if len(metrics) > 1 else 0.0
-    if spread > relative:
-        return spread, "one standard deviation between seeds: no worse than another seed would be"
-    return relative, f"{RELATIVE_MARGIN:.1%} of the metric"
+    if margin is not None:
+        size, why = margin, "as given by --margin"
+    elif spread > relative:
+        size, why = spread, "one standard deviation between seeds: no worse than another seed would be"
+    else:
+        size, why = relative, f"{RELATIVE_MARGIN:.1%} of the metric"
+    return (size, why) if size >= resolution else (resolution, "the last digit of the metric as it is printed")
 
 
 def final_metrics(arms: Sequence[Mapping[int, Mapping]], margin: float) -> list[dict[int, float]]:

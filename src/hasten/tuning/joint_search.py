@@ -56,6 +56,8 @@ class Space:
     def sample(self, count: int, seed: int) -> list[Point]:
         """Scrambled Sobol points, the middle of the space first."""
         keys = [key for key, _ in self.axes()]
+        if not keys:
+            return [{}]
         drawn = torch.quasirandom.SobolEngine(len(keys), scramble=True, seed=seed).draw(count - 1).tolist()
         return [dict(zip(keys, position, strict=True)) for position in [[0.5] * len(keys), *drawn]]
 
@@ -66,7 +68,7 @@ class Space:
             options, is_out = {}, False
             for name, one in item.card.search_space.items():
                 if isinstance(one, SearchRange):
-                    options[name] = float(f"{length:.2g}") if one.is_length else one.at(point[item.name, name])
+                    options[name] = one.times(length) if one.is_length else one.at(point[item.name, name])
                     is_out = is_out or options[name] == one.no_effect
                 else:
                     options[name] = one

@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.effects import NO_EFFECT
-from hasten.engine.registry import make_methods, method_class
+from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.finding import Finding
 from hasten.tuning.study import Study, exactness_of
@@ -253,7 +253,8 @@ def merge(base: Recipe, other: Recipe) -> Recipe:
 
 def add_or_replace(base: Recipe, name: str, options: dict) -> Recipe | str:
     """``base`` with one more method, in place of one that it conflicts with; or, as text, why that is impossible."""
-    recipe = base.with_method(name, **options)
+    others = base.methods.get(name, {}) if takes_any_option(method_class(name)) else {}
+    recipe = base.with_method(name, **others | options)
     conflict = conflict_reason(recipe)
     if conflict is None:
         return recipe

@@ -124,7 +124,7 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
             f"the task's own training never held its target {target:g} (it ended at {best(metrics):.4g}); "
             "lower the target or train longer"
         )
-    size, why = resolve_margin(metrics, margin)
+    size, why = resolve_margin(metrics, margin, max(run.get("resolution", 0.0) for run in runs))
     search_seeds = [study.seed + SEED_STEP * index for index in range(len(runs))]
     baseline = Baseline(search_seeds, runs, target, size, study.higher_is_better, seeds, why)
     ends = ", ".join(f"{metric:.4g}" for metric in metrics)

@@ -159,12 +159,13 @@ def tune(
         task.write_sites(folder)
         return result
 
+    varied = facts.get("varied", {})
     plan = _estimate(study, state, seconds, timeout)
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     state.findings += earlier_findings(earlier)
     try:
         save()
-        _diagnose(study, state, selection, plan)
+        _diagnose(study, state, selection, plan, varied)
         _correct_estimate(study, state, seconds, timeout)
         if continues:
             finish_earlier(study, state, plan, margin, earlier, has_training_stage)
@@ -263,7 +264,9 @@ def _expect_run(
     warnings.warn(message, ProgressWarning, stacklevel=4)
 
 
-def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any]) -> None:
+def _diagnose(
+    study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any], varied: dict[str, float]
+) -> None:
     """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
     budget = study.budget
     seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
@@ -289,6 +292,6 @@ def _diagnose(study: Study, state: SearchState, selection: MethodSelection, plan
         cards = {name: method_class(name).card for name in method_names()}
         advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
         state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
-    state.candidates = candidates_for(state.diagnosis, selection, study.refusal)
+    state.candidates = candidates_for(state.diagnosis, selection, study.refusal, varied)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

@@ -12,6 +12,8 @@ class SearchRange:
         low: Smallest value.
         high: Largest value.
         powers_of_two: Whether only these are tried, as integers.
+        of: What all values are multiplied by, such as the user's own value.
+        is_integer: Whether the values are integers, at least 1.
         no_effect: Value at which the recipe leaves the method out; None: there is none.
         is_length: Whether the option is the length of the training relative to that of the task.
     """
@@ -19,10 +21,16 @@ class SearchRange:
     low: float
     high: float
     powers_of_two: bool = False
+    of: float = 1
+    is_integer: bool = False
     no_effect: float | None = None
     is_length: bool = False
 
     def at(self, position: float) -> float:
         """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
-        value = self.low * (self.high / self.low) ** position
-        return 2 ** round(math.log2(value)) if self.powers_of_two else float(f"{value:.2g}")
+        return self.times(self.low * (self.high / self.low) ** position)
+
+    def times(self, factor: float) -> float:
+        """``factor``, between ``low`` and ``high``, as a value of the option."""
+        value = 2 ** round(math.log2(factor)) * self.of if self.powers_of_two else float(f"{factor * self.of:.2g}")
+        return max(1, round(value)) if self.is_integer else value

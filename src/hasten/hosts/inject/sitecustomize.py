@@ -81,6 +81,7 @@ def start_session():
 
 if SESSION in os.environ:
     try:
+        open(os.path.join(os.environ[SESSION], "started"), "a").close()
         if "torch" in sys.modules:
             start_session()
         else:

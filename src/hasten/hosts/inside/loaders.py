@@ -64,8 +64,8 @@ class LoaderSeam:
         @functools.wraps(original)
         def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
-            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers, "role": EVALUATION}
-            self.sites.note("loaders", loader, **facts)
+            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers}
+            self.sites.note("loaders", loader, **facts, pin_memory=loader.pin_memory, role=EVALUATION)
 
         return noted_init
 

@@ -22,6 +22,7 @@ import torch
 
 from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
 from hasten.hosts.inside.imports import ImportFinder
@@ -32,6 +33,7 @@ from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
+from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
 ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
@@ -52,12 +54,16 @@ class Session:
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
+        self.code: CodeObserver | None = None
+        self.arguments: dict[str, Any] = {}  # that the script has parsed, as it sees them
         self.composition: Any = None
         try:
             if spec["methods"]:
                 self.composition = self._compose()
         except Exception as error:
             self._fail(error)
+        if spec["mode"] != "train":
+            after_parsing(lambda parsed: self.arguments.update(_plain(vars(parsed))))  # after those that methods change
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
@@ -173,12 +179,16 @@ class Session:
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
-        if self.spec["mode"] == "train":
-            return self._check_sites()
+        is_real = self.spec["mode"] == "train"
+        if is_real and self.observer is None:
+            self._check_sites()
+            return self._begin_observe() if self.composition else None
         if self.observer is not None and not self.observer.running and self.observer.checks:
             self.observer.begin()
             self.steps.remaining = 1
             return None
+        if is_real:
+            return self._tell_no_effect()
         self._answer(self._result())
         return self._serve()
 
@@ -214,7 +224,7 @@ class Session:
         except OSError:  # the parent is gone
             os._exit(0)
 
-    def _begin_train(self, count: int, timed: bool = False) -> None:
+    def _begin_train(self, count: int, timed: bool = False, observes_code: bool = False) -> None:
         self.steps.remaining = count
         self.steps.losses, self.steps.keep_losses = [], True
         if timed:
@@ -224,6 +234,8 @@ class Session:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         evaluated = self.models.evaluated_seconds
         self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
+        if observes_code:
+            self.code = CodeObserver(self.sites.line, lambda: self.models.began is not None)
         self.block["began"] = time.perf_counter()
         self.steps.last_ended = self.block["began"]
 
@@ -274,11 +286,15 @@ class Session:
             "switches": after.ru_nivcsw - before.ru_nivcsw,
             "losses": losses,
         }
+        if self.code is not None:
+            result |= self.code.stop(max(1, result["count"]))
+            self.code = None
         return result | ({"phases": self.phases.stop()} if block["timed"] else {})
 
     def _describe(self) -> dict[str, Any]:
         """What was found so far: sites, steps, evaluations, and facts about the run."""
         models = self.models
+        of_loop = {*self.loop.facts, *(["varied_arguments"] if self.spec["vary"] else [])}
         return {
             "sites": self.sites.records,
             "steps": self.steps.count,
@@ -291,8 +307,9 @@ class Session:
             "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
+            "arguments": self.arguments,
             **self._evaluations(),
-            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, self.loop.facts),
+            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
         }
 
     def _evaluations(self) -> dict[str, Any]:
@@ -337,19 +354,28 @@ class Session:
 
     def _check_sites(self) -> None:
         """In a training for real, after its first step: what the recipe was found for must be there."""
-        if self.composition is not None:
-            for name, why in self.composition.without_effect(*self._seen()):
-                print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
         missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
         if missing:
             self._fail_with(
                 f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
             )
 
+    def _tell_no_effect(self) -> None:
+        """In a training for real, after the step that was observed."""
+        if self.observer.running:
+            self.observer.end()
+        for name, why in self.observer.run.no_effect:
+            print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
+
     def _fail_with(self, text: str) -> NoReturn:
         print(f"hasten: {text}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(2)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Those values that are data: numbers, texts, None."""
+    return {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
 
 
 def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:

@@ -39,7 +39,10 @@ class Sites:
         line, stack = self.line(), None
         if line is None:
             return None
-        if kind == "loaders" and _package(inspect.currentframe()) in FRAMEWORKS:  # which make one anew for every epoch
+        package = _package(inspect.currentframe())
+        if package in FRAMEWORKS:
+            facts["made_by"] = package
+        if kind == "loaders" and package in FRAMEWORKS:  # which make one anew for every epoch
             stack = _stack(inspect.currentframe())
             if (kind, stack) in self.by_stack:
                 record = self.by_object[thing] = self.by_stack[kind, stack]
@@ -61,9 +64,9 @@ class Sites:
         """The record of an object; None if it was not noted."""
         return self.by_object.get(thing)
 
-    def line(self) -> str | None:
-        """``file:line`` of the innermost frame of the user; None if hasten's own code called torch."""
-        frame: FrameType | None = inspect.currentframe()
+    def line(self, frame: FrameType | None = None) -> str | None:
+        """``file:line`` of the innermost frame of the user, from ``frame``; None if hasten's own code called torch."""
+        frame = frame or inspect.currentframe()
         while frame is not None:
             name = _module(frame)
             package = name.partition(".")[0]

@@ -1,0 +1,152 @@
+"""What the script's own code costs: tensors that it reads on the host, and the lines that it spends its time in.
+
+Only while a diagnosis asks for it. A value that the host reads (``loss.item()``, ``print(loss)``) makes the CPU wait
+for the GPU; the time in each such call is measured. The lines come from samples of the stack of the training thread.
+"""
+
+import functools
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hasten.hosts.inside.sites import HIDDEN
+
+INTERVAL_S = 0.005  # between two samples of the stack
+READS = {  # attribute of torch.Tensor -> how a script writes the call
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "cpu": ".cpu()",
+    "__bool__": "bool(tensor)",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__repr__": "print(tensor)",
+    "__format__": "print(tensor)",
+}
+ORIGINALS = {name: getattr(torch.Tensor, name) for name in READS}
+LOADERS = f"{__package__}.loaders"  # on the stack while the script waits for a batch
+OF_THE_MODEL = (f"{__package__}.models", f"{__package__}.steps")  # in a forward pass, and in a backward pass
+LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], "<frozen ")
+
+
+class CodeObserver:
+    """Watches the thread that made it, from ``__init__`` to ``stop``.
+
+    Args:
+        line: Returns ``file:line`` of the innermost frame of the user, and takes a frame.
+        is_evaluating: Whether an evaluation is running, which is no part of a step.
+    """
+
+    def __init__(self, line: Callable[[FrameType | None], str | None], is_evaluating: Callable[[], bool]):
+        self.line, self.is_evaluating = line, is_evaluating
+        self.reads = Counter[tuple[str, str]]()  # by (site, call)
+        self.seconds = Counter[tuple[str, str]]()
+        self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
+        self.samples, self.is_reading = 0, False
+        for name, call in READS.items():
+            setattr(torch.Tensor, name, self._timed(ORIGINALS[name], call))
+        self.synchronize = torch.cuda.synchronize
+        torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
+        self.thread, self.stopped = threading.get_ident(), threading.Event()
+        threading.Thread(target=self._sample, name="hasten-sampler", daemon=True).start()
+
+    def stop(self, steps: int) -> dict[str, Any]:
+        """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
+        self.stopped.set()
+        torch.cuda.synchronize = self.synchronize
+        for name, original in ORIGINALS.items():
+            delattr(torch.Tensor, name)
+            if getattr(torch.Tensor, name) is not original:  # it is not inherited
+                setattr(torch.Tensor, name, original)
+        synchronizations = [
+            {
+                "site": site,
+                "call": call,
+                "per_step": count / steps,
+                "seconds_per_step": self.seconds[site, call] / steps,
+            }
+            for (site, call), count in self.reads.items()
+        ]
+        functions = [
+            {"function": function, "site": site, "phase": phase, "share": count / self.samples}
+            for (phase, function, site), count in _by_function(self.lines)
+        ]
+        return {"synchronizations": synchronizations, "functions": functions}
+
+    def _timed(self, original: Callable[..., Any], call: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if self.is_reading or threading.get_ident() != self.thread or self.is_evaluating():
+                return original(*args, **kwargs)
+            self.is_reading, began = True, time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                seconds, self.is_reading = time.perf_counter() - began, False
+                site = self._site_of_read(sys._getframe(1))
+                if site is not None:
+                    self.reads[site, call] += 1
+                    self.seconds[site, call] += seconds
+
+        return read
+
+    def _site_of_read(self, frame: FrameType | None) -> str | None:
+        """The line that reads a value; None for hasten's own reads, and in an optimizer or a loader: what these read is
+        on the host anyway.
+        """
+        names = [_module(one) for one in _frames(frame)]
+        ours = bool(names) and names[0].startswith("hasten.")
+        on_host = any(name.startswith(("torch.optim", "torch.utils.data", LOADERS)) for name in names)
+        return None if ours or on_host else self.line(frame)
+
+    def _sample(self) -> None:
+        while not self.stopped.wait(INTERVAL_S):
+            frame = sys._current_frames().get(self.thread)
+            if frame is not None and not self.is_evaluating():
+                self._note(frame)
+
+    def _note(self, frame: FrameType) -> None:
+        """Counts a sample of the stack; one of the forward pass, the backward pass or an update only in the total."""
+        self.samples += 1
+        frames = list(_frames(frame))
+        names = [_module(one) for one in frames]
+        if any(name.startswith(("torch.optim", *OF_THE_MODEL)) for name in names):
+            return
+        phase = "input" if LOADERS in names else "logging"
+        for name, one in zip(names, frames, strict=True):
+            is_users = name.partition(".")[0] not in (*HIDDEN, "hasten") and _is_users(one.f_code.co_filename)
+            if is_users and (site := self.line(one)):
+                self.lines[phase, one.f_code.co_qualname, site] += 1
+                return
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file is neither of the standard library nor of an installed package."""
+    return "-packages/" not in file and not file.startswith(LIBRARIES)
+
+
+def _by_function(lines: Counter[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], int]]:
+    """The samples of each function, at its line with the most; the largest first."""
+    found: dict[tuple[str, str], tuple[tuple[str, str, str], int]] = {}
+    for line, count in lines.most_common():
+        place = line[:2]
+        first, before = found.get(place, (line, 0))
+        found[place] = (first, before + count)
+    return sorted(found.values(), key=lambda entry: -entry[1])

@@ -1,0 +1,43 @@
+"""The arguments that a program parses with argparse: seen, or replaced, before the program reads them."""
+
+import functools
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+
+def after_parsing(call: Callable[[Namespace], None]) -> None:
+    """Calls a function with everything that this process parses, also with what it has parsed and holds already.
+
+    A parser of a subcommand counts as a part of the one that calls it. ``call`` may set attributes.
+    """
+    for namespace in _held_by_callers():
+        call(namespace)
+    original = ArgumentParser.parse_known_args
+    depth = 0
+
+    @functools.wraps(original)
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:
+            call(result[0])
+        return result
+
+    ArgumentParser.parse_known_args = parse_known_args
+
+
+def _held_by_callers() -> list[Namespace]:
+    """The parsed arguments among the variables of the functions and modules that are running."""
+    found: dict[int, Namespace] = {}
+    frame = sys._getframe(1)
+    while frame is not None:
+        values = (*frame.f_globals.values(), *frame.f_locals.values())
+        found |= {id(value): value for value in values if isinstance(value, Namespace)}
+        frame = frame.f_back
+    return list(found.values())

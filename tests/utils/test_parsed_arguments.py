@@ -1,0 +1,51 @@
+"""Arguments that argparse has parsed are seen, and can be replaced before the program reads them."""
+
+import argparse
+
+import pytest
+
+from hasten.utils.parsed_arguments import after_parsing
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What was parsed since ``after_parsing`` was called, by this fixture."""
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    found: list[dict] = []
+    after_parsing(lambda arguments: found.append(dict(vars(arguments))))
+    found.clear()  # arguments of the program that runs the tests
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("--lr", type=float, default=0.1)
+    return made
+
+
+def test_parsed_arguments_are_seen_once(seen):
+    parser().parse_args(["--lr", "3"])
+    parser().parse_known_args(["--other"])
+    assert seen == [{"lr": 3.0}, {"lr": 0.1}]
+
+
+def test_arguments_of_a_subcommand_are_seen_with_those_of_its_parser(seen):
+    main = parser()
+    main.add_subparsers(dest="verb").add_parser("fit").add_argument("--epochs", type=int)
+    main.parse_args(["fit", "--epochs", "4"])
+    assert seen == [{"lr": 0.1, "verb": "fit", "epochs": 4}]
+
+
+def test_arguments_can_be_replaced(seen):
+    after_parsing(lambda arguments: setattr(arguments, "lr", 7.0))
+    assert parser().parse_args([]).lr == 7.0
+
+
+def test_arguments_that_were_parsed_before_are_seen_where_they_are_held(seen):
+    arguments = argparse.Namespace(epochs=3)
+
+    def imports_torch():
+        after_parsing(lambda held: setattr(held, "epochs", 1))
+
+    imports_torch()
+    assert arguments.epochs == 1
