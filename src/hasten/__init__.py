@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TrainPlan,
         TrainProgress,
     )
-    from hasten.core.task import Task
+    from hasten.core.task import StepContext, Task
     from hasten.core.types import (
         BackwardFn,
         Batch,
@@ -78,6 +78,7 @@ __all__ = [
     "RunContext",
     "RunError",
     "RunInterrupted",
+    "StepContext",
     "StepFn",
     "Task",
     "TrainPlan",
@@ -103,7 +104,7 @@ _PUBLIC = {  # module: its public names
     "core.method": "Method option",
     "core.recipe": "Recipe",
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",
-    "core.task": "Task",
+    "core.task": "StepContext Task",
     "core.types": "BackwardFn Batch BatchFn ContextFactory EffectCheck ForwardFn LossFn OptimizerFactory StepFn",
     "engine.train": "train",
     "export.eject": "eject",

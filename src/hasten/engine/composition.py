@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 
 from hasten.core.errors import ConfigurationError
-from hasten.core.method import Method, required_traits
+from hasten.core.method import Method, hooks_of, required_traits
 from hasten.core.run_context import RunContext
 
 NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
@@ -43,6 +43,26 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
         ordered.append(by_name[ready.pop(0)])
         sorter.done(ordered[-1].name)
     return ordered
+
+
+def check_fits_task(methods: Sequence[Method], run: RunContext) -> None:
+    """ConfigurationError if the task cannot be trained by several processes, or excludes a method."""
+    task = run.task
+    if task.step is not None and run.parallel is not None:
+        reason = "several processes would each need a part of what it computes"
+        raise ConfigurationError(f"a task with a step of its own trains in one process: {reason}; pass --processes 1")
+    for method in methods:
+        if task.step is not None and "stateless_step" in required_traits(method):
+            reason = "requires stateless_step, which Task(step=) invalidates"
+            raise ConfigurationError(f"{method.name} {reason}; leave it out")
+        if task.step is not None and "loss" in hooks_of(method):
+            reason = "changes the loss function, but Task(step=) has its own"
+            raise ConfigurationError(f"{method.name} {reason}; leave it out")
+        if task.clip_grad_norm is not None and "gradient_norm" in method.card.invalidates:
+            advice = "leave one of them out"
+            raise ConfigurationError(
+                f"Task(clip_grad_norm=) requires gradient_norm, which {method.name} invalidates; {advice}"
+            )
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:

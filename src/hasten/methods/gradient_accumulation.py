@@ -29,6 +29,7 @@ class GradientAccumulation(Method):
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html, gradient accumulation",
         gain_when="the batch does not fit into memory, or its activations not into the cache; otherwise it costs time",
+        requires={"stateless_step"},
         presets=({}, {"accumulation_steps": 4}),
         remedy_for={"out_of_memory": {}},
     )
