@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from hasten.engine.train import train
     from hasten.export.eject import eject
+    from hasten.hosts.inside.attach import attach
     from hasten.profiling.diagnose import diagnose
     from hasten.reporting.report import report
     from hasten.tuning.tune import tune
@@ -86,6 +87,7 @@ __all__ = [
     "WorkerConfig",
     "WrapOrder",
     "__version__",
+    "attach",
     "compare",
     "diagnose",
     "eject",
@@ -108,6 +110,7 @@ _PUBLIC = {  # module: its public names
     "core.types": "BackwardFn Batch BatchFn ContextFactory EffectCheck ForwardFn LossFn OptimizerFactory StepFn",
     "engine.train": "train",
     "export.eject": "eject",
+    "hosts.inside.attach": "attach",
     "profiling.diagnose": "diagnose",
     "reporting.report": "report",
     "tuning.tune": "tune",

@@ -10,7 +10,6 @@ import torch
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.run_context import RunContext
 from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import OptimizerFactory
@@ -40,7 +39,7 @@ class FusedOptimizer(Method):
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_fused(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
-            for one in optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]:
+            for one in getattr(optimizer, "optimizers", [optimizer]):  # several, in an OptimizerList
                 if obstacle := _obstacle(one):
                     run.report_no_effect(self, obstacle)
                     break
@@ -69,7 +68,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _observe(optimizer: torch.optim.Optimizer | OptimizerList) -> Generator[None, None, str]:
+def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:
     """Effect check: the operations of the optimizer alone, because other methods call ``_foreach_`` kernels, too."""
     inside = OpRecorder()
 
