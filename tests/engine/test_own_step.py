@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import hasten
 from hasten import ConfigurationError, RunError, Task
-from hasten.core.optimizer_list import OptimizerList
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.testing.tasks import perceptron
+from hasten.utils.optimizers import OptimizerList
 from helpers import public_loops
 
 LOOPS = public_loops.language_model, public_loops.gan, public_loops.classifier
@@ -191,8 +191,8 @@ def test_step_that_gives_no_loss_for_each_optimizer_raises_run_error(make, step,
     [
         ({"step": "train"}, r"Task\(step=\) must be a function \(model, batch, context\) -> loss or None, not a str"),
         ({"evaluate": 1}, r"Task\(evaluate=\) must be a function \(model, batches\) -> number or None, not a int"),
-        ({"evaluate": len, "validation_data": None}, r"requires Task\(validation_data=\)"),
-        ({"evaluate": len, "metric": len}, r"Task\(metric=\) must be the name of what it returns"),
+        ({"evaluate": len, "validation_data": None}, r"requires Task\(validation_data=\), and the name"),
+        ({"evaluate": len, "metric": len}, r"and the name of what it returns as Task\(metric=\)"),
         ({"schedule_interval": "week"}, 'must be "step" or "epoch", not .week.'),
         ({"schedule_interval": "epoch", "optimizer": lambda model, steps: None}, "choose one of them"),
         ({"clip_grad_norm": 0}, r"Task\(clip_grad_norm=\) must be a positive number, not 0"),

@@ -6,16 +6,19 @@ from typing import Any
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.run_context import RunContext
-from hasten.core.task import Task, optimizer_and_schedule, takes_steps
+from hasten.core.task import Task
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.dtensor_state import clip_norm
 from hasten.engine.metrics import name_of
+from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, takes_steps
 
 
 def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
     """(optimizer, schedule or None) of Task(optimizer=), called through the hooks; else ConfigurationError."""
+    if task.schedule_interval == "epoch" and takes_steps(task.optimizer):
+        reason = "an optimizer function that takes steps makes a schedule that counts steps"
+        raise ConfigurationError(f'Task(schedule_interval="epoch") counts epochs, but {reason}; choose one of them')
     make = fold("optimizer", _noting_plateau(_with_steps(task.optimizer, run.plan.steps), task, run))
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     if isinstance(optimizer, OptimizerList) and task.step is None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hasten.core.errors import RunError
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.run_context import RunContext
 from hasten.core.task import StepContext
 from hasten.core.types import Batch, ForwardFn, StepFn
+from hasten.utils.optimizers import OptimizerList
 from hasten.utils.tree import tree_map
 
 

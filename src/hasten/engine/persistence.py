@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
 from hasten.core.types import Batch
@@ -19,6 +18,7 @@ from hasten.engine import bad_rows, checkpoint, finite_checks
 from hasten.engine.async_checkpoint import AsyncCheckpointer
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import RunDirectory, atomic_write
+from hasten.utils.optimizers import OptimizerList
 
 
 @dataclass

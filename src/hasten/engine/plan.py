@@ -14,7 +14,6 @@ import torch
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.core.task import Task
@@ -30,6 +29,7 @@ from hasten.engine.optimizer import build_optimizer, with_clipping
 from hasten.engine.own_step import OwnStep
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.utils.batch import map_tensors
+from hasten.utils.optimizers import OptimizerList
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook

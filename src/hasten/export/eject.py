@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 import hasten
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method
-from hasten.core.optimizer_list import OptimizerList
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.core.task import Task
@@ -33,6 +32,7 @@ from hasten.engine.registry import make_methods
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import Symbol, defined_names, is_library
 from hasten.export.script_writer import generate_script, literal
+from hasten.utils.optimizers import OptimizerList
 
 DATA = "hasten.data"  # stays an import, because it reads the data
 IMPORTS_DATA = re.compile(r"^\s*(from|import) hasten\.data\b", re.MULTILINE)
@@ -78,7 +78,7 @@ def eject(
     text = generate_script(function, loaded, program, methods, device)
     sources = _shorter_sources(loaded, methods)
     if not isinstance(program.run.optimizer, OptimizerList):
-        sources[Task.__module__, "optimizer_and_schedule"] = _OPTIMIZER_AND_SCHEDULE
+        sources[OptimizerList.__module__, "optimizer_and_schedule"] = _OPTIMIZER_AND_SCHEDULE
     return _join(inline_imports(text, inline, sources), f"{ref} under {recipe}", function)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.core.method import HOOKS, Method, hooks_of
-from hasten.core.optimizer_list import OptimizerList
-from hasten.core.task import Task, takes_steps
+from hasten.core.task import Task
 from hasten.engine import data_adapters, metrics
 from hasten.engine.plan import Program
+from hasten.utils.optimizers import OptimizerList, takes_steps
 
 _IMPORTS = """\
 import argparse
@@ -34,12 +34,12 @@ from hasten.utils.batch import map_tensors, split_inputs_target
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule
 from hasten.engine import data_adapters
 from hasten.engine.data_adapters import apply_data_hook, from_spec, in_sequence, load_data, shuffled, training
 from hasten.engine.forward import accumulate_gradients, call_model, own_loss
 from hasten.engine.loop import _measure, is_finished, train_epoch
 from hasten.engine.optimizer import with_clipping
+from hasten.utils.optimizers import optimizer_and_schedule
 from hasten.engine.own_step import OwnStep"""
 
 _MAIN_NAMES = re.findall(

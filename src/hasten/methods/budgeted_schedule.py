@@ -12,11 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
-from hasten.core.optimizer_list import OptimizerList, ScheduleList
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory
 from hasten.utils.accelerated_schedule import accelerate_schedule
+from hasten.utils.optimizers import OptimizerList, ScheduleList, optimizer_and_schedule, scale_learning_rates
 from hasten.utils.search_range import SearchRange
 
 DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the steps left -> fraction of the peak learning rate

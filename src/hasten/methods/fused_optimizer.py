@@ -11,9 +11,9 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import OptimizerFactory
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
+from hasten.utils.optimizers import optimizer_and_schedule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 

@@ -8,9 +8,9 @@ import torch
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import OptimizerFactory
 from hasten.utils.accelerated_schedule import accelerate_schedule
+from hasten.utils.optimizers import optimizer_and_schedule
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from hasten._torch_compat import chained_schedulers
 from hasten.core.run_context import RunContext
-from hasten.core.task import takes_steps
+from hasten.utils.optimizers import takes_steps
 
 
 def accelerate_schedule(schedule: Any, factor: float, run: RunContext) -> Any:

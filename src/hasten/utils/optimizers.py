@@ -1,10 +1,53 @@
-"""Several optimizers, and several schedules, of one task: methods and checkpoints use them as one."""
+"""What a task's optimizer function returns: an optimizer, perhaps with a schedule, or several of them as one."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from hasten._torch_compat import chained_schedulers
+from hasten.core.errors import ConfigurationError
+
+
+def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
+    """A task's optimizer function's result as (optimizer, schedule or None); ConfigurationError for other tuples.
+
+    Lists of several optimizers and schedules become an ``OptimizerList`` and a ``ScheduleList``.
+    """
+    result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
+    if len(result) != 2:
+        given = f"it returned a tuple of {len(result)} items"
+        advice = "several optimizers are a list"
+        raise ConfigurationError(
+            f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); {given}; {advice}"
+        )
+    optimizer, schedule = result
+    if isinstance(optimizer, list):
+        optimizer = OptimizerList(optimizer)  # pyright: ignore[reportUnknownArgumentType]
+    return optimizer, ScheduleList(schedule) if isinstance(schedule, list) else schedule  # pyright: ignore[reportUnknownArgumentType]
+
+
+def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
+    """Whether a task's optimizer function takes ``(model, steps)`` rather than ``(model)``."""
+    try:
+        parameters = inspect.signature(make_optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.default is p.empty and p.kind in positional]) >= 2
+
+
+def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
+    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``."""
+    for group in optimizer.param_groups:
+        for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+            group[key] = group[key] * factor
+    for scheduler in (schedule, *chained_schedulers(schedule)):
+        for name in ("base_lrs", "max_lrs"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
 
 
 class OptimizerList:
