@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 import hasten
 from hasten import ConfigurationError, RunError, Task
@@ -219,3 +220,52 @@ def test_evaluation_is_in_evaluation_mode_without_gradients_and_leaves_the_rando
 
     scored = perceptron(evaluate=score, metric="score", higher_is_better=True)
     assert_equal(weights_of(scored, tmp_path / "a"), weights_of(perceptron(), tmp_path / "b"))
+
+
+# ---- data that come in ready batches, as the get_batch of nanoGPT
+
+
+def ready_batches(kind: str):
+    """The same four batches of 16 samples as a DataLoader without batch size, a dataset, and a plain iterable."""
+    samples = perceptron().train_data
+    batches = [(samples.inputs[i : i + 16], samples.labels[i : i + 16]) for i in range(0, 64, 16)]
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(batches)
+
+    class Iterable:
+        def __len__(self):
+            return len(batches)
+
+        def __iter__(self):
+            return iter(batches)
+
+    return {
+        "loader": lambda: DataLoader(batches, batch_size=None),
+        "stream_in_loader": lambda: DataLoader(Stream(), batch_size=None),
+        "stream": Stream,
+        "iterable": Iterable,
+        "function": lambda: Iterable,
+    }[kind]()
+
+
+KINDS = "loader", "stream_in_loader", "stream", "iterable", "function"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:the training data have no length")
+def test_ready_batches_are_the_batches_of_the_training(kind, tmp_path):
+    result = hasten.train(perceptron(train_data=ready_batches(kind), batch_size=None, validation_data=None))
+    assert (result["steps"], result["samples"]) == (8, 128)
+
+
+def test_ready_batches_are_validation_data_too():
+    ready = perceptron(train_data=ready_batches("iterable"), validation_data=ready_batches("iterable"), batch_size=None)
+    samples = perceptron(train_data=ready_batches("iterable"), validation_data=ready_batches("loader"), batch_size=None)
+    assert hasten.train(ready, device="cpu")["metric"] == hasten.train(samples, device="cpu")["metric"]
+
+
+def test_samples_without_batch_size_are_refused():
+    with pytest.raises(ConfigurationError, match=r"Task\(batch_size=\) is missing; only .* an iterable of batches"):
+        hasten.train(perceptron(batch_size=None), device="cpu")

@@ -113,7 +113,7 @@ class Arm:
             "warmup_steps": parallel.warmup_steps if parallel else 0,
             "evaluation": evaluation,
             "samples_per_epoch": plan.samples or (program.train.length and program.train.length * samples_per_step),
-            "batch_size": plan.batch_size,
+            "batch_size": max(plan.batch_size, round(samples_per_step)),  # that of ready batches is not known before
             "samples": progress.samples,
             "samples_per_step": samples_per_step,
             "steps": plan.steps,
