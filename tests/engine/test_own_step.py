@@ -145,8 +145,12 @@ def test_method_trains_the_task(make, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("make", "changes", "recipe", "message"),
     [
-        (public_loops.gan, {}, "gradient_accumulation", "gradient_accumulation requires stateless_step, which Task"),
-        (public_loops.language_model, {}, "cuda_graph", "cuda_graph requires stateless_step"),
+        (
+            public_loops.language_model,
+            {},
+            "cuda_graph",
+            r"Task\(step=\) requires python_between_kernels, which cuda_graph",
+        ),
         (public_loops.language_model, {}, "znorm", r"Task\(clip_grad_norm=\) requires gradient_norm, which znorm"),
         (
             public_loops.language_model,
@@ -161,6 +165,13 @@ def test_method_trains_the_task(make, recipe, tmp_path):
 def test_method_that_cannot_work_with_the_task_is_refused(make, changes, recipe, message):
     with pytest.raises(ConfigurationError, match=message):
         hasten.train(dataclasses.replace(make(), **changes), recipe, device="cpu")
+
+
+def test_gradient_accumulation_has_no_effect_on_a_step_that_may_carry_a_state():
+    with pytest.raises(
+        RunError, match="gradient_accumulation has no effect: the task's own step would carry its state"
+    ):
+        hasten.train(public_loops.gan(), "gradient_accumulation", device="cpu", require_effect=True)
 
 
 def yields(count):

@@ -396,7 +396,11 @@ def test_eject_of_conflicting_methods_is_refused(file):
         ("of_unknown_metric", hasten.ConfigurationError, "did you mean accuracy"),
         ("of_a_missing_file", hasten.RunError, "building the run failed: FileNotFoundError.*no such file"),
         ("without_batch_size", hasten.ConfigurationError, r"Task\(batch_size=\) is missing"),
-        ("on_a_plateau", hasten.ConfigurationError, "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode"),
+        (
+            "on_a_plateau",
+            hasten.ConfigurationError,
+            "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode",
+        ),
     ],
 )
 def test_eject_of_an_untrainable_task_is_refused(name, kind, message, file):

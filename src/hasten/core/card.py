@@ -69,7 +69,6 @@ TRAITS = {
     "full_weights": "every rank holds all weights and their gradients",
     "replicated_weights": "all ranks hold the same weights after every step",
     "monolithic_forward": "every rank computes the output and the loss of its samples by itself",
-    "stateless_step": "the loss is a function of the weights and the samples of one batch, whose order does not matter",
     "uniform_precision": "one lower precision is chosen for the whole forward pass",
 }
 

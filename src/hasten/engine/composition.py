@@ -48,21 +48,20 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
 def check_fits_task(methods: Sequence[Method], run: RunContext) -> None:
     """ConfigurationError if the task cannot be trained by several processes, or excludes a method."""
     task = run.task
+    required = {"Task(step=)": {"python_between_kernels"}} if task.step is not None else {}
+    if task.clip_grad_norm is not None:
+        required["Task(clip_grad_norm=)"] = {"gradient_norm"}
     if task.step is not None and run.parallel is not None:
         reason = "several processes would each need a part of what it computes"
         raise ConfigurationError(f"a task with a step of its own trains in one process: {reason}; pass --processes 1")
     for method in methods:
-        if task.step is not None and "stateless_step" in required_traits(method):
-            reason = "requires stateless_step, which Task(step=) invalidates"
-            raise ConfigurationError(f"{method.name} {reason}; leave it out")
+        for name, traits in required.items():
+            if lost := traits & method.card.invalidates:
+                reason = f"requires {', '.join(lost)}, which {method.name} invalidates"
+                raise ConfigurationError(f"{name} {reason}; leave one of them out")
         if task.step is not None and "loss" in hooks_of(method):
             reason = "changes the loss function, but Task(step=) has its own"
             raise ConfigurationError(f"{method.name} {reason}; leave it out")
-        if task.clip_grad_norm is not None and "gradient_norm" in method.card.invalidates:
-            advice = "leave one of them out"
-            raise ConfigurationError(
-                f"Task(clip_grad_norm=) requires gradient_norm, which {method.name} invalidates; {advice}"
-            )
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:

@@ -39,7 +39,6 @@ class CudaGraph(Method):
         gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
         accelerates={"forward", "backward"},
         applies_to={"cuda"},
-        requires={"stateless_step"},
         invalidates={"python_between_kernels"},
         order=WrapOrder.LAST,
         replaces={"zero_grad"},
