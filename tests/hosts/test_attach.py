@@ -10,12 +10,15 @@ import torch
 
 import hasten
 from hasten.core.recipe import Recipe
+from hasten.export.patch import line_of_model
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.inside.attach import SESSION
+from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
 
 SCRIPTS = Path(__file__).with_name("scripts")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHOUT_TORCH = """
 import sys, hasten
 run = hasten.attach(None, None, [1, 2])
@@ -55,7 +58,7 @@ def test_attached_script_is_described_by_what_it_names():
     assert described["total_steps"] == 60  # of 120 updates of the other optimizer
     [loader] = described["loaders"]
     assert (loader["type"], loader["role"], loader["batch_size"]) == ("list", "training", None)
-    assert loader["site"].startswith("attached.py:19#")
+    assert loader["site"].startswith("attached.py:18#")
     assert [model["type"] for model in described["models"]] == ["Sequential", "Linear"]
     assert described["samples_per_step"] == 8
     assert described["metric"] == {"name": "skill", "direction": "max"}
@@ -73,13 +76,30 @@ def test_attached_script_is_trained_in_blocks_with_the_time_of_its_batches():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_attaching_changes_nothing_but_what_hasten_knows(tmp_path):
-    """The output of the script, which depends on all its bits, is that of the script alone."""
-    argv = [sys.executable, "attached.py", "3"]
-    alone = subprocess.run(argv, cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
+def test_attaching_changes_nothing_but_what_hasten_knows():
+    """What the script prints depends on all its bits."""
+    command = [sys.executable, "attached.py", "3"]
+    alone = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
+    with ScriptProcess(script("attached.py", "3"), {}, seed=0) as process:
+        process.wait_until_trained(120.0, None)
+        assert process.ask("train", 120.0, None, count=10_000)["ended"]
+        assert process.output() == alone
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_attached_script_trains_with_a_recipe(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(Recipe.coerce("fused_optimizer").to_toml())
-    command = [sys.executable, "-m", "hasten", "train", "--recipe", str(recipe), "--", *argv]
-    under = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True)
-    assert under.returncode == 0, under.stderr
-    assert [line for line in under.stdout.splitlines() if "interest" in line][-1][:30] == alone.splitlines()[-1][:30]
+    argv = ["train", "--recipe", str(recipe), "--", sys.executable, "attached.py", "3"]
+    done = subprocess.run([sys.executable, "-m", "hasten", *argv], cwd=SCRIPTS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of no interest") == 3
+
+
+def test_model_of_a_patch_is_the_one_that_is_attached():
+    line = (SCRIPTS / "attached.py").read_text().splitlines().index(
+        "run = hasten.attach(model, optimizer, batches)"
+    ) + 1
+    assert line_of_model(SCRIPTS, "attached.py", line) == 0  # two models are assigned in one statement
+    assert line_of_model(EXAMPLES, "attach.py", 41) == 37
