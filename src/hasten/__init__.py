@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TrainPlan,
         TrainProgress,
     )
-    from hasten.core.task import Task
+    from hasten.core.task import StepContext, Task
     from hasten.core.types import (
         BackwardFn,
         Batch,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from hasten.engine.train import train
     from hasten.export.eject import eject
+    from hasten.hosts.inside.attach import attach
     from hasten.profiling.diagnose import diagnose
     from hasten.reporting.report import report
     from hasten.tuning.tune import tune
@@ -78,6 +79,7 @@ __all__ = [
     "RunContext",
     "RunError",
     "RunInterrupted",
+    "StepContext",
     "StepFn",
     "Task",
     "TrainPlan",
@@ -85,6 +87,7 @@ __all__ = [
     "WorkerConfig",
     "WrapOrder",
     "__version__",
+    "attach",
     "compare",
     "diagnose",
     "eject",
@@ -103,10 +106,11 @@ _PUBLIC = {  # module: its public names
     "core.method": "Method option",
     "core.recipe": "Recipe",
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",
-    "core.task": "Task",
+    "core.task": "StepContext Task",
     "core.types": "BackwardFn Batch BatchFn ContextFactory EffectCheck ForwardFn LossFn OptimizerFactory StepFn",
     "engine.train": "train",
     "export.eject": "eject",
+    "hosts.inside.attach": "attach",
     "profiling.diagnose": "diagnose",
     "reporting.report": "report",
     "tuning.tune": "tune",

@@ -163,6 +163,46 @@ def on_a_plateau():
     return usual(optimizer=plateau)
 
 
+def by_epoch():
+    def stepped(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.3)
+
+    return usual(optimizer=stepped, schedule_interval="epoch")
+
+
+def clipped_on_a_plateau():
+    def plateau(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.1, patience=0)
+
+    return usual(optimizer=plateau, clip_grad_norm=0.1)
+
+
+def with_step():
+    def step(model, batch, context):
+        last = context.state.get("mean", 0.0)
+        output = model(batch[0])
+        context.state["mean"] = output.mean()
+        return nn.functional.cross_entropy(output - 0.1 * last, batch[1])
+
+    def largest(model, batches):
+        return max(float(model(x).max()) for x, _ in batches)
+
+    return usual(step=step, evaluate=largest, metric="largest", higher_is_better=True)
+
+
+def with_two_optimizers():
+    def step(model, batch, context):
+        yield nn.functional.cross_entropy(model(batch[0]), batch[1])
+        yield model(batch[0] + torch.randn(6)).square().mean()
+
+    def optimizers(model):
+        return [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+
+    return usual(step=step, optimizer=optimizers, clip_grad_norm=0.1)
+
+
 def without_validation():
     return usual(validation_data=None, metric="loss")
 
@@ -223,6 +263,12 @@ CASES = [
     ("with_stream", []),
     ("own_loss", []),
     ("without_validation", []),
+    ("by_epoch", []),
+    ("by_epoch", ["budgeted_schedule:factor=0.5"]),
+    ("clipped_on_a_plateau", ["ema"]),
+    ("with_step", []),
+    ("with_two_optimizers", []),
+    ("with_two_optimizers", ["budgeted_schedule:factor=0.5", "fused_optimizer"]),
     ("often_evaluated", []),
     ("often_evaluated", ["early_stopping:target_patience=2"]),
     ("plain", ["early_stopping:patience=1,min_delta=0.5"]),
@@ -350,7 +396,11 @@ def test_eject_of_conflicting_methods_is_refused(file):
         ("of_unknown_metric", hasten.ConfigurationError, "did you mean accuracy"),
         ("of_a_missing_file", hasten.RunError, "building the run failed: FileNotFoundError.*no such file"),
         ("without_batch_size", hasten.ConfigurationError, r"Task\(batch_size=\) is missing"),
-        ("on_a_plateau", hasten.ConfigurationError, "choose one that counts steps"),
+        (
+            "on_a_plateau",
+            hasten.ConfigurationError,
+            "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode",
+        ),
     ],
 )
 def test_eject_of_an_untrainable_task_is_refused(name, kind, message, file):

@@ -113,7 +113,7 @@ class Arm:
             "warmup_steps": parallel.warmup_steps if parallel else 0,
             "evaluation": evaluation,
             "samples_per_epoch": plan.samples or (program.train.length and program.train.length * samples_per_step),
-            "batch_size": plan.batch_size,
+            "batch_size": max(plan.batch_size, round(samples_per_step)),  # that of ready batches is not known before
             "samples": progress.samples,
             "samples_per_step": samples_per_step,
             "steps": plan.steps,
@@ -301,7 +301,7 @@ def estimate(
 
 
 class _RestartingSchedule:
-    """A learning rate schedule that restarts after ``length`` steps, the end of the plan."""
+    """A learning rate schedule that restarts after ``length`` of its steps, the end of the plan."""
 
     def __init__(self, schedule: Any, length: int):
         self.schedule, self.length, self.count = schedule, length, 0
@@ -317,9 +317,10 @@ class _RestartingSchedule:
 
 
 def _endless(program: Program, epoch: Callable[[int, int], Iterator[Any]]) -> Program:
-    schedule = program.schedule
-    if schedule is not None and program.plan.steps is not None:
-        schedule = _RestartingSchedule(schedule, program.plan.steps)
+    schedule, plan = program.schedule, program.plan
+    lengths = {"step": plan.steps, "epoch": math.ceil(plan.epochs)}  # an arm steps no schedule that needs a metric
+    if schedule is not None and (length := lengths.get(plan.schedule_interval)) is not None:
+        schedule = _RestartingSchedule(schedule, length)
     plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
     train = dataclasses.replace(program.train, epoch=epoch)
     return dataclasses.replace(program, train=train, plan=plan, schedule=schedule)

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
@@ -22,13 +23,13 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
-from hasten.core.types import BatchFn
+from hasten.core.types import Batch, BatchFn, ForwardFn, StepFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
-from hasten.engine.registry import make_methods
+from hasten.engine.registry import make_methods, method_names
 from hasten.engine.train import with_strategy
 from hasten.utils.batch import batch_tensors, map_tensors
 from hasten.utils.keras_models import is_keras_dropout, modules_of, variables_below_float64
@@ -100,6 +101,47 @@ class RunConditions(Method):
         if not self.double:
             return batch_transform
         return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch_transform(batch))
+
+    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
+        if not self.double or run.task.step is None:
+            return forward
+
+        def forward_in_double(batch: Batch) -> torch.Tensor:
+            with _NewTensorsInDouble():
+                return forward(batch)
+
+        return forward_in_double
+
+
+class _NewTensorsInDouble(TorchFunctionMode):
+    """Float64 tensors, of the numbers that float32 has, where a task's own step makes noise, labels or a state."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.double() if isinstance(result, torch.Tensor) and result.dtype == torch.float32 else result
+
+
+@dataclass
+class CapturedGradients(Method):
+    """A method that keeps the first gradient of each parameter that an optimizer used in a step, by name.
+
+    With several optimizers there are several backward passes in a step; a later one also reaches parameters of others.
+    """
+
+    card = Card(
+        summary="keeps gradients", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST, after=tuple(method_names())
+    )
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        parameters = {name: weight for name, weight in run.model.named_parameters() if not weight.is_meta}
+
+        def transform_and_keep() -> None:
+            grad_transform()
+            found = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+            self.gradients = found | self.gradients
+
+        return transform_and_keep
 
 
 @dataclass(frozen=True)
@@ -221,7 +263,8 @@ def first_gradients(
     Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
     scaling). Ends early after GRADIENT_BATCHES batches with gradients. RunError if there are none.
     """
-    program = case.program(recipe, conditions)
+    captured = CapturedGradients()
+    program = case.program(recipe, conditions, captured)
     model, used_batches = program.run.model, 0
     found: list[dict[str, torch.Tensor] | None] = []
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -232,7 +275,7 @@ def first_gradients(
         for batch in islice(epochs, batches):
             program.forward_backward(program.to_device(batch))
             program.grad_transform()
-            gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+            gradients, captured.gradients = captured.gradients, {}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
             # without the prefixes of DDP and torch.compile
             names = {name: name.removeprefix("module.").replace("_orig_mod.", "") for name in gradients}

@@ -52,6 +52,7 @@ class TrainPlan:
         samples: Samples of an epoch; None where unknown.
         microbatches: Pieces that a batch is cut into, each with its own forward and backward pass.
         evaluate_every: Training samples between two evaluations; None for once an epoch.
+        schedule_interval: The schedule steps after each "step", "epoch" or "evaluation" (with the metric).
         stop: ``(evaluations so far) -> bool``, called after each evaluation; True ends the run.
     """
 
@@ -61,6 +62,7 @@ class TrainPlan:
     samples: int | None = None
     microbatches: int = 1
     evaluate_every: int | None = None
+    schedule_interval: str = "step"
     stop: Callable[[list[Evaluation]], bool] | None = None
 
 

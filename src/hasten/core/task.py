@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hasten.core.run_context import TrainProgress
+
+_REQUIRED = {"model": "() -> nn.Module", "optimizer": "(model) -> optimizer"}
+_OPTIONAL = {"step": "(model, batch, context) -> loss", "evaluate": "(model, batches) -> number"}
+_FUNCTIONS = _REQUIRED | _OPTIONAL | {"loss": "(output, target) -> scalar"}
+
+
+@dataclass
+class StepContext:
+    """What Task(step=) is given besides model and batch: the ``progress``, counted from 0, and a ``state``.
+
+    The state is carried from one batch to the next, such as that of a recurrent network: tensors and plain data. It is
+    empty at the first batch of every epoch, detached after every step, and part of checkpoints.
+    """
+
+    progress: TrainProgress
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +38,17 @@ class Task:
             or a function that returns one. A map-style dataset is shuffled anew every epoch.
         validation_data: The same, for the metric; never shuffled.
         loss: ``(output, target) -> scalar``; None for a model that returns its own loss (dict batches).
-        optimizer: ``(model) -> optimizer``, or ``(model, steps) -> (optimizer, schedule)``. A schedule steps once after
-            every optimizer step, not once an epoch: count in steps.
+        step: ``(model, batch, context) -> loss``, in place of ``loss``; see ``StepContext``. For several optimizers, a
+            generator of a loss for each in turn, which continues once that optimizer has updated.
+        optimizer: ``(model) -> optimizer``, or ``(model, steps) -> (optimizer, schedule)``. Several of each are lists.
+        schedule_interval: "step" or "epoch", after which the schedule steps. ReduceLROnPlateau steps after evaluations.
+        clip_grad_norm: Maximum norm of the gradients that an optimizer uses, as in torch's ``clip_grad_norm_``.
         metric: A name (``accuracy``, ``loss``, ``perplexity``, ...), a torchmetrics metric, or
             ``(output, target) -> number``, averaged over the samples.
+        evaluate: ``(model, validation batches) -> number``, a metric that is no mean; ``metric`` is then its name.
         higher_is_better: The metric's direction; required only if neither its name nor the metric itself determines it.
         target: The metric at which training counts as done; None for what the task's own training reaches.
-        batch_size: Samples of a step (a DataLoader has its own).
+        batch_size: Samples of a step. A DataLoader has its own; None for an iterable whose items are batches.
         epochs: Epochs to train; may be fractional.
         evaluate_every: Training samples between two evaluations; None for once an epoch.
         name: How reports call it.
@@ -35,9 +57,13 @@ class Task:
     model: Callable[[], Any]
     train_data: Any
     validation_data: Any = None
-    loss: Callable[[Any, Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Any, Any, StepContext], Any] | None = None
     optimizer: Callable[..., Any]
+    schedule_interval: str = "step"
+    clip_grad_norm: float | None = None
     metric: Any = "loss"
+    evaluate: Callable[[Any, Iterable[Any]], Any] | None = None
     higher_is_better: bool | None = None
     target: float | None = None
     batch_size: int | None = None
@@ -46,14 +72,18 @@ class Task:
     name: str = "task"
 
     def __post_init__(self) -> None:
-        for field, signature in {"model": "() -> nn.Module", "optimizer": "(model) -> optimizer"}.items():
-            value = getattr(self, field)
-            is_instance = hasattr(value, "state_dict") and not isinstance(value, type)
-            if is_instance or not callable(value):
-                raise ConfigurationError(f"Task({field}=) must be a function {signature}, not a {type(value).__name__}")
-        if self.loss is not None and not callable(self.loss):
-            kind = type(self.loss).__name__
-            raise ConfigurationError(f"Task(loss=) must be a function (output, target) -> scalar or None, not a {kind}")
+        for name, signature in _FUNCTIONS.items():
+            value, required = getattr(self, name), name in _REQUIRED
+            is_instance = required and hasattr(value, "state_dict") and not isinstance(value, type)
+            if is_instance or not (callable(value) or (value is None and not required)):
+                kind = f"a function {signature}{'' if required else ' or None'}"
+                raise ConfigurationError(f"Task({name}=) must be {kind}, not a {type(value).__name__}")
+        if self.evaluate is not None and (self.validation_data is None or not isinstance(self.metric, str)):
+            needed = "Task(validation_data=), and the name of what it returns as Task(metric=)"
+            raise ConfigurationError(f"Task(evaluate=) requires {needed}")
+        if (value := self.schedule_interval) not in ("step", "epoch"):
+            raise ConfigurationError(f'Task(schedule_interval=) must be "step" or "epoch", not {value!r:.80}')
+        _check_positive("clip_grad_norm", self.clip_grad_norm, (int, float), optional=True)
         _check_positive("batch_size", self.batch_size, int, optional=True)
         _check_positive("epochs", self.epochs, (int, float))
         _check_positive("evaluate_every", self.evaluate_every, int, optional=True)
@@ -66,38 +96,6 @@ class Task:
     def named(self, name: str) -> Task:
         """The task itself if it has a name, else a copy called ``name``."""
         return self if self.name != "task" else replace(self, name=name)
-
-
-def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
-    """A task's optimizer function's result as (optimizer, schedule or None); ConfigurationError for other tuples."""
-    result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
-    if len(result) != 2:
-        given = f"it returned a tuple of {len(result)} items"
-        raise ConfigurationError(f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); {given}")
-    return result
-
-
-def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
-    """Whether a task's optimizer function takes ``(model, steps)`` rather than ``(model)``."""
-    try:
-        parameters = inspect.signature(make_optimizer).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len([p for p in parameters if p.default is p.empty and p.kind in positional]) >= 2
-
-
-def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
-    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``."""
-    from hasten._torch_compat import chained_schedulers  # imports torch, which describing a task does not need
-
-    for group in optimizer.param_groups:
-        for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
-            group[key] = group[key] * factor
-    for scheduler in (schedule, *chained_schedulers(schedule)):
-        for name in ("base_lrs", "max_lrs"):
-            if hasattr(scheduler, name):
-                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
 
 
 def _check_positive(field: str, value: Any, kind: Any, optional: bool = False) -> None:

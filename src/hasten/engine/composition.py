@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 
 from hasten.core.errors import ConfigurationError
-from hasten.core.method import Method, required_traits
+from hasten.core.method import Method, hooks_of, required_traits
 from hasten.core.run_context import RunContext
 
 NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
@@ -43,6 +43,25 @@ def sort_methods(methods: Sequence[Method]) -> list[Method]:
         ordered.append(by_name[ready.pop(0)])
         sorter.done(ordered[-1].name)
     return ordered
+
+
+def check_fits_task(methods: Sequence[Method], run: RunContext) -> None:
+    """ConfigurationError if the task cannot be trained by several processes, or excludes a method."""
+    task = run.task
+    required = {"Task(step=)": {"python_between_kernels"}} if task.step is not None else {}
+    if task.clip_grad_norm is not None:
+        required["Task(clip_grad_norm=)"] = {"gradient_norm"}
+    if task.step is not None and run.parallel is not None:
+        reason = "several processes would each need a part of what it computes"
+        raise ConfigurationError(f"a task with a step of its own trains in one process: {reason}; pass --processes 1")
+    for method in methods:
+        for name, traits in required.items():
+            if lost := traits & method.card.invalidates:
+                reason = f"requires {', '.join(lost)}, which {method.name} invalidates"
+                raise ConfigurationError(f"{name} {reason}; leave one of them out")
+        if task.step is not None and "loss" in hooks_of(method):
+            reason = "changes the loss function, but Task(step=) has its own"
+            raise ConfigurationError(f"{method.name} {reason}; leave it out")
 
 
 def check_conflicts(methods: Sequence[Method]) -> None:

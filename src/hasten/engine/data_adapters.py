@@ -41,9 +41,11 @@ def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
     data, batch_size = task.train_data, _batch_size_of(task) or 1
     samples = length_of(data.dataset if is_prebatched(data) else data)
-    if isinstance(data, DataLoader) and cast(Any, data).batch_sampler is None:  # batch_size=None: items are batches
+    items_are_batches = cast(Any, data).batch_sampler is None if isinstance(data, DataLoader) else _has_no_size(task)
+    if items_are_batches:
         samples = samples and task.batch_size and samples * task.batch_size
-    return TrainPlan(batch_size, task.epochs, samples=samples, evaluate_every=task.evaluate_every)
+    when: dict[str, Any] = {"evaluate_every": task.evaluate_every, "schedule_interval": task.schedule_interval}
+    return TrainPlan(batch_size, task.epochs, samples=samples, **when)
 
 
 def training(
@@ -94,6 +96,10 @@ def check_process_count(task: Task, processes: int, methods: Iterable[Method] = 
 def _batch_size_of(task: Task) -> int | None:
     """Samples of a global batch; None where neither the task nor its data state the number."""
     return (task.train_data.batch_size if is_prebatched(task.train_data) else None) or task.batch_size
+
+
+def _has_no_size(task: Task) -> bool:
+    return _batch_size_of(task) is None and getattr(task.train_data, "batch_size", None) is None
 
 
 def _refuse_distributed_sampler(data: Any, field: str) -> None:
@@ -172,12 +178,18 @@ def is_prebatched(data: Any) -> bool:
 def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) -> BatchSource:
     if isinstance(data, DataLoader):
         return from_loader(data, task.batch_size, batch_size, seed, training)
-    if task.batch_size is None and getattr(task.train_data, "batch_size", None) is None:
-        raise ConfigurationError("Task(batch_size=) is missing; only a ready DataLoader or a pipeline brings its own")
+    length = length_of(data)
+    is_stream = length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    if _has_no_size(task):
+        if is_prebatched(data) or not is_stream:
+            advice = "only a ready DataLoader, a pipeline or an iterable of batches brings its own"
+            raise ConfigurationError(f"Task(batch_size=) is missing; {advice}")
+        if training and batch_size != initial_plan(task).batch_size:
+            raise ConfigurationError("the batch size cannot be changed: the training data are ready batches")
+        return from_iterable_dataset(cast(Any, data), None, training, seed)
     if is_prebatched(data):
         return data.batches(batch_size, seed, training)
-    length = length_of(data)
-    if length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+    if is_stream:
         return from_iterable_dataset(cast(Any, data), batch_size, training, seed)
     return from_spec(
         LoaderSpec(

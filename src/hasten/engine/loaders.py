@@ -131,8 +131,11 @@ def _start(loader: Any) -> Iterator[Batch]:
         loader.worker_init_fn = init
 
 
-def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, seed: int) -> BatchSource:
-    """Batches of an iterable dataset in its own order, read by a DataLoader without workers."""
+def from_iterable_dataset(data: Iterable[Any], batch_size: int | None, training: bool, seed: int) -> BatchSource:
+    """Batches of an iterable dataset in its own order, read by a DataLoader without workers.
+
+    Without a ``batch_size`` the items of the dataset are batches.
+    """
 
     def epoch(index: int, start: int = 0) -> Iterator[Batch]:
         with preserve_rng_state(), seeded_rng(derive_seed(seed, index)):
@@ -140,7 +143,8 @@ def from_iterable_dataset(data: Iterable[Any], batch_size: int, training: bool, 
         return islice(_seeded_by_position(_with_clear_errors(iterator), seed, index), start, None)
 
     length = length_of(data)
-    return BatchSource(epoch=epoch, length=length and -(-length // batch_size), training=training, seekable=False)
+    batches = length and -(-length // (batch_size or 1))
+    return BatchSource(epoch=epoch, length=batches, training=training, seekable=False)
 
 
 def length_of(data: Any) -> int | None:

@@ -11,7 +11,7 @@ import torch
 
 from hasten.core.errors import RunError
 from hasten.engine.forward import call_model, own_loss
-from hasten.engine.metrics import EvaluationResult, MetricAccumulator
+from hasten.engine.metrics import EvaluationResult, MetricAccumulator, own_result
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size, map_tensors
 from hasten.utils.rng import preserve_rng_state
@@ -43,7 +43,8 @@ def is_finished(program: Program) -> bool:
 
 def train_epoch(program: Program) -> Generator[torch.Tensor]:
     """Trains to the end of the current epoch (or of the plan); yields the loss of each step, as ``train_steps``."""
-    progress, plan, schedule = program.run.progress, program.plan, program.schedule
+    progress, plan = program.run.progress, program.plan
+    schedule = program.schedule if plan.schedule_interval == "step" else None
     to_device, forward_backward, grad_transform = program.to_device, program.forward_backward, program.grad_transform
     optimizer_step, zero_grad = program.optimizer_step, program.zero_grad
     last_step = plan.steps if plan.steps is not None else float("inf")
@@ -64,6 +65,8 @@ def train_epoch(program: Program) -> Generator[torch.Tensor]:
             return
     progress.epoch += 1
     progress.batch = 0
+    if program.schedule is not None and plan.schedule_interval == "epoch":
+        program.schedule.step()
 
 
 def evaluate(program: Program) -> EvaluationResult:
@@ -87,23 +90,26 @@ def _all_ranks_evaluate(program: Program) -> bool:
 def _measure(program: Program, model: torch.nn.Module) -> EvaluationResult:
     task, validation = program.task, program.validation
     assert validation is not None, "only a task with validation data is evaluated"
-    metric, own = MetricAccumulator(task), task.loss is None
+    own = task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = task.loss or own_loss, program.run.device
     # a sharded model gathers weights with which it trains on: no inference tensors
     without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:  # not program.to_device, which may augment
         return tensor.to(device, non_blocking=True)
 
     model.eval()
     try:
         with preserve_rng_state(), without_gradients():
-            for batch in validation.epoch(0, 0):
-                batch = map_tensors(to_device, batch)  # not program.to_device, which may augment
+            batches = (map_tensors(to_device, batch) for batch in validation.epoch(0, 0))
+            if task.evaluate is not None:
+                return own_result(task.evaluate(model, batches))
+            metric = MetricAccumulator(task)
+            for batch in batches:
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))
-        return metric.result()
+            return metric.result()
     finally:
         for module, training in modes:
             module.training = training

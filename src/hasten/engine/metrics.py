@@ -88,15 +88,25 @@ def name_of(task: Task) -> str:
 
 def higher_is_better(task: Task) -> bool:
     """Whether a larger metric of the task is better; ConfigurationError if neither metric nor task states it."""
-    MetricAccumulator(task)  # reports an unknown name first
+    if task.evaluate is None:
+        MetricAccumulator(task)  # reports an unknown name first
     if task.higher_is_better is not None:
         return task.higher_is_better
-    metric = METRICS[task.metric] if isinstance(task.metric, str) else task.metric
+    metric = METRICS.get(task.metric) if isinstance(task.metric, str) else task.metric
     direction = getattr(metric, "higher_is_better", None)
     if direction is None:
         advice = "set Task(higher_is_better=True) or False"
         raise ConfigurationError(f"it is unknown whether a higher {name_of(task)} is better; {advice}")
     return direction
+
+
+def own_result(value: Any) -> EvaluationResult:
+    """The result of an evaluation by Task(evaluate=), which has no loss (NaN); RunError if it is not one number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise RunError(f"Task(evaluate=) must return one number; it returned {value!r:.80} ({type(value).__name__})")
+    return EvaluationResult(_drop_rounding_error(float(value)), math.nan)
 
 
 class MetricAccumulator:

@@ -12,12 +12,13 @@ from typing import Any
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
-from hasten.core.types import Batch, StepFn
+from hasten.core.types import Batch
 from hasten.distributed.process_group import on_main_process
 from hasten.engine import bad_rows, checkpoint, finite_checks
 from hasten.engine.async_checkpoint import AsyncCheckpointer
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import RunDirectory, atomic_write
+from hasten.utils.optimizers import OptimizerList
 
 
 @dataclass
@@ -65,10 +66,12 @@ class Persistence:
         self.saved_recipe = folder.written if folder else recipe
         self.writer = AsyncCheckpointer()
         self._choose_checkpoint_writers()
+        # several optimizers update inside of the passes
+        update = "forward_backward" if isinstance(self.run.optimizer, OptimizerList) else "optimizer_step"
         self.program = dataclasses.replace(
             program,
             train=dataclasses.replace(program.train, epoch=self._epoch),
-            optimizer_step=self._after_copy(program.optimizer_step),
+            **{update: self._after_copy(getattr(program, update))},
         )
         bad_rows.restore_skipped_rows(program.task, [])  # another run with the same data may have skipped some
         if self.saves_checkpoints:
@@ -153,17 +156,17 @@ class Persistence:
             folder, self.sharded = shared or folder, shared is not None
         self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
 
-    def _after_copy(self, optimizer_step: StepFn) -> StepFn:
-        """``optimizer_step``, preceded by waiting until the checkpoint thread has copied the weights."""
+    def _after_copy(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """``update``, preceded by waiting until the checkpoint thread has copied the weights."""
         if not self.checkpoints:
-            return optimizer_step
+            return update
         before_update = self.writer.before_update
 
-        def step() -> None:
+        def wait_and_update(*args: Any) -> Any:
             before_update()
-            optimizer_step()
+            return update(*args)
 
-        return step
+        return wait_and_update
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
         """The training batches; first stores the random state if the source must be replayed to resume the epoch."""

@@ -16,17 +16,20 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
-from hasten.core.task import Task, optimizer_and_schedule, takes_steps
-from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, OptimizerFactory, StepFn
+from hasten.core.task import Task
+from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, StepFn
 from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, with_loss_weights
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
-from hasten.engine.composition import applicable_methods
+from hasten.engine.composition import applicable_methods, check_fits_task
 from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import higher_is_better
+from hasten.engine.optimizer import build_optimizer, with_clipping
+from hasten.engine.own_step import OwnStep
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.utils.batch import map_tensors
+from hasten.utils.optimizers import OptimizerList
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook
@@ -49,7 +52,7 @@ class Program:
     grad_transform: StepFn  # between backward and optimizer step
     optimizer_step: StepFn
     zero_grad: StepFn
-    schedule: Any  # the learning-rate schedule, stepped once per training step; or None
+    schedule: Any  # the learning-rate schedule, stepped when ``plan.schedule_interval`` says; or None
     export: Callable[[], torch.nn.Module]  # the model that is evaluated and saved
     effects: EffectObserver  # observes the effect of each method in one step
 
@@ -71,6 +74,7 @@ def build(
     services = EngineServices(partial(higher_is_better, task), available_cpus, free_memory)
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
+    check_fits_task(methods, run)
     fold = partial(_fold, methods, run)
     on_gpu = run.device.type == "cuda"
     for method in methods:
@@ -84,13 +88,19 @@ def build(
         source, validation = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
-        run.optimizer, schedule = _build_optimizer(task, fold, run)
+        run.optimizer, schedule = build_optimizer(task, fold, run)
+        own_step = OwnStep(run) if task.step is not None else None
         to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
-        forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
+        forward = fold("forward", _build_forward(task, fold, run, own_step))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
         run.services.peek_batch = None  # pyright: ignore[reportAttributeAccessIssue]  # only while building
         _seed_model_randomness(run, source)
+        grad_transform = with_clipping(fold("grad_transform", _nothing), task.clip_grad_norm, run)
+        update = grad_transform, fold("optimizer_step", run.optimizer.step), fold("zero_grad", run.optimizer.zero_grad)
+        if isinstance(run.optimizer, OptimizerList) and own_step is not None:
+            forward_backward, update = own_step.update_each(forward_backward, *update), (_nothing,) * 3
+        grad_transform, optimizer_step, zero_grad = update
         return Program(
             task=task,
             run=run,
@@ -102,9 +112,9 @@ def build(
             to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
-            grad_transform=fold("grad_transform", lambda: None),
-            optimizer_step=fold("optimizer_step", run.optimizer.step),
-            zero_grad=fold("zero_grad", run.optimizer.zero_grad),
+            grad_transform=grad_transform,
+            optimizer_step=optimizer_step,
+            zero_grad=zero_grad,
             schedule=schedule,
             export=lambda: fold("export", model),
             effects=EffectObserver(run, methods),
@@ -157,30 +167,11 @@ def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
     return fold("model", model)
 
 
-def _build_optimizer(task: Task, fold: Fold, run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
-    """(optimizer, schedule or None) of Task(optimizer=), called through the hooks; else ConfigurationError."""
-    make = fold("optimizer", _with_steps(task.optimizer, run.plan.steps))
-    optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
-    pair = "a torch optimizer, or (optimizer, schedule)"
-    if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
-        raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {type(optimizer).__name__}")
-    if schedule is not None and not hasattr(schedule, "step"):
-        kind = type(schedule).__name__
-        raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        reason = "a schedule steps after every optimizer step; choose one that counts steps"
-        raise ConfigurationError(f"ReduceLROnPlateau waits for a metric, but {reason}")
-    return optimizer, schedule
-
-
-def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
-    """Task(optimizer=) as ``(model) -> optimizer``; ConfigurationError if it takes ``steps`` and these are unknown."""
-    if not takes_steps(make_optimizer):
-        return make_optimizer
-    if steps is None:
-        reason = "the training data has no length; give the dataset a __len__"
-        raise ConfigurationError(f"the optimizer's schedule needs the number of steps, but {reason}")
-    return lambda model: make_optimizer(model, steps)
+def _build_forward(task: Task, fold: Fold, run: RunContext, own_step: OwnStep | None) -> ForwardFn:
+    """``(batch) -> loss``: the step of the task, else model and loss; before the ``forward`` hooks."""
+    if own_step is None:
+        return make_forward(run.model, fold("loss", task.loss or own_loss), own=task.loss is None)
+    return own_step.next_loss if isinstance(run.optimizer, OptimizerList) else own_step.forward
 
 
 def _build_forward_backward(forward: ForwardFn, fold: Fold, run: RunContext) -> ForwardFn:
@@ -233,6 +224,10 @@ def _data_ranks(run: RunContext) -> ProcessGroupInfo:
 
 def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _identity(batch: Batch) -> Batch:

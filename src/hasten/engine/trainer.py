@@ -164,6 +164,8 @@ class Trainer:
         metric, loss = finite_or_none(result.metric), finite_or_none(result.loss)
         self._observe([{"step": progress.step, "samples": progress.samples, "metric": metric, "validation_loss": loss}])
         self.persistence.note_time("evaluation")
+        if plan.schedule_interval == "evaluation":
+            self.program.schedule.step(result.metric)
         if plan.stop is not None and self.ranks.any(bool(plan.stop(record.evaluations))):
             self.stopped = True
 

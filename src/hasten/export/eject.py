@@ -32,6 +32,7 @@ from hasten.engine.registry import make_methods
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import Symbol, defined_names, is_library
 from hasten.export.script_writer import generate_script, literal
+from hasten.utils.optimizers import OptimizerList
 
 DATA = "hasten.data"  # stays an import, because it reads the data
 IMPORTS_DATA = re.compile(r"^\s*(from|import) hasten\.data\b", re.MULTILINE)
@@ -75,7 +76,10 @@ def eject(
         raise explain_error(error, "building the run", loaded.batch_size or 0) from error
     _check_pipeline_workers(program.task, methods)
     text = generate_script(function, loaded, program, methods, device)
-    return _join(inline_imports(text, inline, _shorter_sources(loaded, methods)), f"{ref} under {recipe}", function)
+    sources = _shorter_sources(loaded, methods)
+    if not isinstance(program.run.optimizer, OptimizerList):
+        sources[OptimizerList.__module__, "optimizer_and_schedule"] = _OPTIMIZER_AND_SCHEDULE
+    return _join(inline_imports(text, inline, sources), f"{ref} under {recipe}", function)
 
 
 def _check_pipeline_workers(task: Task, methods: list[Method]) -> None:
@@ -119,7 +123,7 @@ def _shorter_sources(task: Task, methods: list[Method]) -> dict[Symbol, str]:
 
 def _metrics_entry(metric: Any) -> str:
     """``"accuracy": NamedMetric(...)``, the line of the table of metrics that this task needs."""
-    if not isinstance(metric, str):
+    if not isinstance(metric, str) or metric not in metrics.METRICS:  # else Task(evaluate=) computes it
         return ""
     text = inspect.getsource(metrics)
     assignments = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
@@ -164,6 +168,11 @@ class Task:
     """What is trained."""
 
 '''
+
+_OPTIMIZER_AND_SCHEDULE = """
+def optimizer_and_schedule(made):
+    return made if isinstance(made, tuple) else (made, None)
+"""
 
 _METHOD = '''
 class Method:

@@ -24,6 +24,7 @@ from hasten.engine.registry import make_methods, options_of
 CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
 # A function that calls one of these trains; it must not run without gradients.
+ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
 GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
 
 IMPORT = (ast.Import, ast.ImportFrom)
@@ -271,9 +272,13 @@ class _File:
         raise _CannotEditError("the end of the call was not found")
 
     def line_of_assignment(self, line: int) -> int:
-        """The line that last assigns the name which is called at a line, such as ``model``; 0 if that is not clear."""
+        """The line that last assigns the name which is called at a line, such as ``model``, or is attached there; 0 if
+        that is not clear.
+        """
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        called = {self._text(call.func) for call in calls if call.lineno <= line <= _end(call)}
+        here = [call for call in calls if call.lineno <= line <= _end(call)]
+        called = {self._text(call.func) for call in here}
+        called |= {self._text(call.args[0]) for call in here if called & ATTACH and call.args}
         made = [
             node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         ]

@@ -17,9 +17,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.core.method import HOOKS, Method, hooks_of
-from hasten.core.task import Task, takes_steps
+from hasten.core.task import Task
 from hasten.engine import data_adapters, metrics
 from hasten.engine.plan import Program
+from hasten.utils.optimizers import OptimizerList, takes_steps
 
 _IMPORTS = """\
 import argparse
@@ -33,16 +34,18 @@ from hasten.utils.batch import map_tensors, split_inputs_target
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule
 from hasten.engine import data_adapters
 from hasten.engine.data_adapters import apply_data_hook, from_spec, in_sequence, load_data, shuffled, training
 from hasten.engine.forward import accumulate_gradients, call_model, own_loss
-from hasten.engine.loop import _measure, is_finished, train_epoch"""
+from hasten.engine.loop import _measure, is_finished, train_epoch
+from hasten.engine.optimizer import with_clipping
+from hasten.utils.optimizers import optimizer_and_schedule
+from hasten.engine.own_step import OwnStep"""
 
 _MAIN_NAMES = re.findall(
     r"\w+",
     """batch_to_device began data device done evaluate evaluations exported main method num_evaluated optimizer options
-    program progress reason run samples schedule step_loss task train validation""",
+    own_step program progress reason run samples schedule step_loss task train update validation""",
 )
 
 
@@ -105,6 +108,9 @@ class _ScriptWriter:
         plan = data_adapters.initial_plan(task)
         data = "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data"
         samples = f", samples=len({data})" if plan.samples is not None else ""
+        by_metric = self.program.plan.schedule_interval == "evaluation"
+        interval = "evaluation" if by_metric else task.schedule_interval
+        when = f", schedule_interval={interval!r}" if interval != "step" else ""
         factories = task.train_data is not self.task.train_data or task.validation_data is not self.task.validation_data
         return [
             "set_seeds(options.seed)",
@@ -112,7 +118,7 @@ class _ScriptWriter:
             "",
             "# how many samples a step sees, and how many steps there are",
             f"plan = TrainPlan(batch_size={plan.batch_size}, epochs={plan.epochs!r}, "
-            f"evaluate_every={plan.evaluate_every!r}{samples})",
+            f"evaluate_every={plan.evaluate_every!r}{samples}{when})",
             *self._wrapped("plan"),
             "run.plan = plan",
             "",
@@ -158,13 +164,7 @@ class _ScriptWriter:
         ]
 
     def _step(self) -> list[str]:
-        own, accumulates = self.task.loss is None, self.program.plan.microbatches > 1
-        forward = [
-            "    args, kwargs, target = split_inputs_target(batch)",
-            "    return loss(model(*args, **kwargs), target)",
-        ]
-        if own:
-            forward = ["    return loss(*call_model(model, batch, own=True))"]
+        accumulates = self.program.plan.microbatches > 1
         accumulate = "forward_backward = accumulate_gradients(forward_backward, plan.microbatches, run.progress)"
         batch_transform, export = self._wrapped("batch_transform"), self._wrapped("export", "model")
         return [
@@ -174,11 +174,7 @@ class _ScriptWriter:
             "",
             "batch_transform = batch_to_device" if batch_transform else "",
             *batch_transform,
-            f"loss = {'own_loss' if own else 'task.loss'}",
-            *self._wrapped("loss"),
-            "",
-            "def forward(batch):",
-            *forward,
+            *self._forward(),
             "",
             *self._wrapped("forward"),
             "",
@@ -195,18 +191,54 @@ class _ScriptWriter:
             *self._wrapped("forward_backward"),
             accumulate if accumulates else "",
             *self._wrapped("grad_transform", "lambda: None"),
+            *self._clipping(),
             "optimizer_step, zero_grad = run.optimizer.step, run.optimizer.zero_grad",
             *self._wrapped("optimizer_step"),
             *self._wrapped("zero_grad"),
+            *self._several_updates(),
             "",
             *(["def exported():", *_indented(export), "    return export", ""] if export else []),
+        ]
+
+    @property
+    def _transforms_gradients(self) -> bool:
+        return bool(self._users("grad_transform")) or self.task.clip_grad_norm is not None
+
+    def _forward(self) -> list[str]:
+        """The lines that define ``forward``: the task's own step, else model and loss."""
+        if self.task.step is not None:
+            several = isinstance(self.program.run.optimizer, OptimizerList)
+            return ["own_step = OwnStep(run)", f"forward = own_step.{'next_loss' if several else 'forward'}"]
+        own = self.task.loss is None
+        forward = [
+            "    args, kwargs, target = split_inputs_target(batch)",
+            "    return loss(model(*args, **kwargs), target)",
+        ]
+        if own:
+            forward = ["    return loss(*call_model(model, batch, own=True))"]
+        loss = f"loss = {'own_loss' if own else 'task.loss'}"
+        return [loss, *self._wrapped("loss"), "", "def forward(batch):", *forward]
+
+    def _clipping(self) -> list[str]:
+        if self.task.clip_grad_norm is None:
+            return []
+        inner = "grad_transform" if self._users("grad_transform") else "lambda: None"
+        return [f"grad_transform = with_clipping({inner}, task.clip_grad_norm, run)"]
+
+    def _several_updates(self) -> list[str]:
+        if not isinstance(self.program.run.optimizer, OptimizerList):
+            return []
+        transform = "grad_transform" if self._transforms_gradients else "lambda: None"
+        return [
+            f"forward_backward = own_step.update_each(forward_backward, {transform}, optimizer_step, zero_grad)",
+            "grad_transform = optimizer_step = zero_grad = lambda: None",
         ]
 
     def _program(self) -> list[str]:
         """The lines that build the ``program`` object, whose functions the copied training loop calls."""
         validation = "" if self.program.task.validation_data is None else "task=task, validation=validation, "
         to_device = "batch_transform" if self._users("batch_transform") else "batch_to_device"
-        grad_transform = "grad_transform" if self._users("grad_transform") else "lambda: None"
+        grad_transform = "grad_transform" if self._transforms_gradients else "lambda: None"
         return [
             "# the training",
             f"program = SimpleNamespace(run=run, plan=plan, train=train, {validation}schedule=schedule)",
@@ -228,6 +260,7 @@ class _ScriptWriter:
             "def evaluate():",
             f"    result = _measure(program, {self.exported})",
             "    evaluations.append(Evaluation(progress.step, progress.samples, result.metric))",
+            *(["    schedule.step(result.metric)"] if plan.schedule_interval == "evaluation" else []),
             f'    print(f"{{perf_counter() - began:.1f}} s, step {{progress.step}}: {metric} {{result.metric:.4g}}")',
             "",
         ]

@@ -56,8 +56,8 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
     printed = series_of(lines_of(process.whole_output(), described["marks"], described["seconds"]))
     if script.metric is not None:
         return select_metric([*logged, *printed], script.metric)
-    if described["monitor"] is not None:  # by a callback or an argument of the script
-        return select_metric(logged, ":".join(described["monitor"]))
+    if described["monitor"] is not None:  # by a callback, an argument or ``hasten.attach``
+        return select_metric(logged, ":".join(filter(None, described["monitor"])))
     found = [choose_metric(series) for series in (logged, printed)]
     return next((one for one in found if _is_held_out(one)), found[1] or found[0])
 

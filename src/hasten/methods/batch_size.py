@@ -13,9 +13,9 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule, scale_learning_rates
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
+from hasten.utils.optimizers import optimizer_and_schedule, scale_learning_rates
 from hasten.utils.search_range import SearchRange
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt, "none": lambda factor: 1.0}

@@ -13,9 +13,9 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule, scale_learning_rates, takes_steps
 from hasten.core.types import OptimizerFactory
-from hasten.utils.accelerated_schedule import AcceleratedSchedule
+from hasten.utils.accelerated_schedule import accelerate_schedule
+from hasten.utils.optimizers import OptimizerList, ScheduleList, optimizer_and_schedule, scale_learning_rates
 from hasten.utils.search_range import SearchRange
 
 DECAYS: dict[str, Callable[[float], float]] = {  # fraction of the steps left -> fraction of the peak learning rate
@@ -76,16 +76,20 @@ class BudgetedSchedule(Method):
 
         def make_budgeted(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
+            if run.plan.schedule_interval == "evaluation":
+                reason = "the task's schedule follows the metric, and has no length that could be compressed"
+                raise ConfigurationError(f"budgeted_schedule cannot be used: {reason}; leave it out")
             if schedule is None:
+                run.plan.schedule_interval = "step"
                 schedule = self._default_schedule(optimizer, steps)
-            elif not takes_steps(run.task.optimizer):  # the task built it for the long run
-                schedule = AcceleratedSchedule(schedule, self.factor)
+            else:
+                schedule = accelerate_schedule(schedule, self.factor, run)
             scale_learning_rates(optimizer, schedule, self.peak)
             return optimizer, schedule
 
         return make_budgeted
 
-    def _default_schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
+    def _default_schedule(self, optimizer: Any, steps: int) -> Any:
         if self.decay == "none":
             return None
         warmup_steps, decay = min(round(self.warmup * steps), steps - 1), DECAYS[self.decay]
@@ -95,6 +99,8 @@ class BudgetedSchedule(Method):
                 return (step + 1) / (warmup_steps + 1)
             return decay((steps - step) / (steps - warmup_steps))
 
+        if isinstance(optimizer, OptimizerList):
+            return ScheduleList([LambdaLR(one, lr_factor) for one in optimizer.optimizers])
         return LambdaLR(optimizer, lr_factor)
 
 

@@ -11,9 +11,9 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
-from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import OptimizerFactory
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
+from hasten.utils.optimizers import optimizer_and_schedule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -38,14 +38,15 @@ class FusedOptimizer(Method):
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_fused(model: torch.nn.Module) -> Any:
-            made = make(model)
-            optimizer, _ = optimizer_and_schedule(made)
-            if obstacle := _obstacle(optimizer):
-                run.report_no_effect(self, obstacle)
+            optimizer, schedule = optimizer_and_schedule(make(model))
+            for one in getattr(optimizer, "optimizers", [optimizer]):  # several, in an OptimizerList
+                if obstacle := _obstacle(one):
+                    run.report_no_effect(self, obstacle)
+                    break
+                _fuse(one)
             else:
-                _fuse(optimizer)
                 run.observe_effect(self, partial(_observe, optimizer))
-            return made
+            return optimizer, schedule
 
         return make_fused
 

@@ -40,6 +40,8 @@ class GradientAccumulation(Method):
         if any(isinstance(module, BatchNorm) for module in model.modules()):
             reason = "the model has batch normalization, which would normalize each microbatch separately"
             run.report_no_effect(self, reason)
+        elif run.task.step is not None:
+            run.report_no_effect(self, "the task's own step would carry its state from one microbatch to the next")
         elif min(self.accumulation_steps, run.plan.batch_size) < 2:
             run.report_no_effect(self, "each batch is a single microbatch")
         else:

@@ -8,9 +8,9 @@ import torch
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.task import optimizer_and_schedule, takes_steps
 from hasten.core.types import OptimizerFactory
-from hasten.utils.accelerated_schedule import AcceleratedSchedule
+from hasten.utils.accelerated_schedule import accelerate_schedule
+from hasten.utils.optimizers import optimizer_and_schedule
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class Horizon(Method):
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_compressed(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
-            if schedule is not None and not takes_steps(run.task.optimizer):  # the task built it for the whole training
-                schedule = AcceleratedSchedule(schedule, self.fraction)
-            return optimizer, schedule
+            return optimizer, accelerate_schedule(schedule, self.fraction, run)
 
         return make_compressed

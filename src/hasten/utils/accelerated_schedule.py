@@ -3,6 +3,22 @@
 from typing import Any
 
 from hasten._torch_compat import chained_schedulers
+from hasten.core.run_context import RunContext
+from hasten.utils.optimizers import takes_steps
+
+
+def accelerate_schedule(schedule: Any, factor: float, run: RunContext) -> Any:
+    """The schedule of a run's task, compressed into ``factor`` times the epochs.
+
+    A schedule that counts epochs then counts the steps that these have become: a short run may have a single epoch. One
+    that follows the metric, or that the task has built for the steps of this run, is returned unchanged.
+    """
+    plan = run.plan
+    if schedule is None or plan.schedule_interval == "evaluation" or takes_steps(run.task.optimizer):
+        return schedule
+    if plan.schedule_interval == "epoch" and plan.steps is not None:
+        factor, plan.schedule_interval = factor * plan.steps / plan.epochs, "step"
+    return AcceleratedSchedule(schedule, factor)
 
 
 class AcceleratedSchedule:
@@ -19,7 +35,9 @@ class AcceleratedSchedule:
     def step(self) -> None:
         """Advances the task's schedule by as many of its steps as one step of the run stands for."""
         self.step_count += 1
-        while self.advanced < round(self.step_count / self.factor):
+        due = self.step_count / self.factor
+        due = round(due) if self.factor < 1 else int(due + 1e-9)  # an epoch ends with its last step
+        while self.advanced < due:
             self.schedule.step()
             self.advanced += 1
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
@@ -76,7 +77,11 @@ class Composition:
 
     def source_of(self, loader: Any, training: bool) -> BatchSource | None:
         """The batches of a DataLoader of the script under the methods; None if no method changes them."""
-        plain = source = from_loader(loader, None, loader.batch_size or 1, self.run.seed, training)
+        is_torch = isinstance(loader, DataLoader)
+        plain = (
+            from_loader(loader, None, loader.batch_size or 1, self.run.seed, training) if is_torch else loader.source
+        )
+        source = plain
         with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
             for method in self.methods:
                 if "data" in hooks_of(method):

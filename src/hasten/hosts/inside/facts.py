@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from hasten.hosts.inside.loaders import batch_size_of
 from hasten.hosts.inside.models import ModelSeam
@@ -25,7 +26,8 @@ def describe(
         found |= model_facts(root)
     if models.evaluations and not models.trains_in_eval_mode:
         found |= {"evaluations"} | ({"evaluation_gradients"} if models.records_gradients else set())
-    specs = [from_loader(loader, None, loader.batch_size or 1, 0, True).spec for loader in training]
+    of_torch = [loader for loader in training if isinstance(loader, DataLoader)]
+    specs = [from_loader(loader, None, loader.batch_size or 1, 0, True).spec for loader in of_torch]
     if any(spec is not None for spec in specs):
         found |= {"indexed_samples", "workers", "multiple_epochs"}
     sizes = [size for loader in training if (size := batch_size_of(loader))]

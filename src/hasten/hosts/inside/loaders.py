@@ -3,6 +3,8 @@
 A loader keeps its type, length, dataset and sampler; only the iterator that it makes is another one.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from hasten._torch_compat import patch_loader_iterator, patch_next_batch
 from hasten.core.data import BatchSource
 from hasten.hosts.inside.sites import Sites
+from hasten.utils.batch import batch_size
 from hasten.utils.phase_timer import PhaseTimer
 
 TRAINING, EVALUATION = "training", "evaluation"  # roles of a loader
@@ -51,6 +54,16 @@ class LoaderSeam:
         if record is not None:
             record["role"] = TRAINING
 
+    def attach(self, loader: Any) -> Any:
+        """Notes the loader that the script names as that of its training; returns what it reads in its place."""
+        if isinstance(loader, DataLoader):
+            self._record(loader)["role"] = TRAINING
+            return loader
+        batches = AttachedBatches(loader, self)
+        facts = {"type": type(loader).__name__, "batch_size": None, "num_workers": 0, "role": TRAINING}
+        self.sites.note("loaders", batches, **facts)
+        return batches
+
     def training_loaders(self) -> list[Any]:
         """The loaders that still exist and whose batches were trained on."""
         return [loader for loader in self.by_site.values() if self._record(loader)["role"] == TRAINING]
@@ -74,16 +87,28 @@ class LoaderSeam:
             record = self.sites.of(loader)
             if record is None or self.sites.line() is None:  # made, or read, by hasten itself
                 return original(loader)
-            if self.source_of is not None and loader not in self.sources:
-                training = self.roles.get(record["site"], TRAINING) == TRAINING
-                self.sources[loader] = self.source_of(loader, training)
-            source = None if loader in self.reading else self.sources.get(loader)
+            source = self._source(loader, record)
             made = original(loader) if source is None else BatchIterator(source, self, loader)
             made.hasten_record = record
             self.by_site[record["site"]] = loader
             return made
 
         return iterator
+
+    def iterate(self, batches: AttachedBatches) -> Iterator[Any]:
+        """The batches of an epoch of an iterable that is no DataLoader."""
+        record = self._record(batches)
+        made = BatchIterator(self._source(batches, record) or batches.source, self, batches)
+        made.hasten_record = record
+        self.by_site[record["site"]] = batches
+        return made
+
+    def _source(self, loader: Any, record: dict[str, Any]) -> BatchSource | None:
+        """The batches of a loader under the methods; None if they change nothing, or one of them reads it now."""
+        if self.source_of is not None and loader not in self.sources:
+            training = self.roles.get(record["site"], TRAINING) == TRAINING
+            self.sources[loader] = self.source_of(loader, training)
+        return None if loader in self.reading else self.sources.get(loader)
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         phases = self.phases
@@ -104,7 +129,35 @@ class LoaderSeam:
 
 def batch_size_of(loader: Any) -> int | None:
     """Samples of a batch, also where a sampler of batches was given; None if unknown."""
-    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
+class AttachedBatches:
+    """An iterable of ready batches that the script names as the loader of its training.
+
+    Attributes:
+        source: Its epochs.
+        batch_size: Samples of the last batch; None before the first.
+    """
+
+    def __init__(self, iterable: Any, seam: LoaderSeam):
+        self._iterable, self._seam, self.batch_size = iterable, seam, None
+        length = len(iterable) if hasattr(iterable, "__len__") else None
+        self.source = BatchSource(self._epoch, length, seekable=False)
+
+    def _epoch(self, epoch: int, start: int) -> Iterator[Any]:
+        for batch in self._iterable:
+            self.batch_size = batch_size(batch)
+            yield batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._seam.iterate(self)
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+    def __getattr__(self, name: str) -> Any:  # as without hasten, where the script has the iterable itself
+        return getattr(self._iterable, name)
 
 
 class BatchIterator:

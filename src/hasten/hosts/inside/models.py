@@ -103,8 +103,16 @@ class ModelSeam:
         self.known.add(id(module))
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
-        if not any(module is root for root in _outermost_modules()):
-            return
+        if any(module is root for root in _outermost_modules()):
+            self._take(module)
+
+    def attach(self, module: nn.Module) -> None:
+        """Takes a module that the script names, whatever it is a part of."""
+        if id(module) not in self.known:
+            self.known.add(id(module))
+            self._take(module)
+
+    def _take(self, module: nn.Module) -> None:
         self.roots.append(module)
         self.sites.note("models", module, called=True)
         call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)

@@ -5,6 +5,8 @@ waits on its socket for what to do next, while the whole process stands still. B
 The process that makes the first backward pass claims the session; in every other process it does nothing more.
 """
 
+from __future__ import annotations
+
 import atexit
 import hashlib
 import json
@@ -36,12 +38,14 @@ from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
+current: Session | None = None  # of this process; ``hasten.attach`` looks for it
 ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
 
 
 def start(folder: str) -> None:
     """Begins a session as ``spec.json`` in ``folder`` describes it; see ``write_spec`` in ``hosts/process.py``."""
-    Session(Path(folder), json.loads(Path(folder, SPEC).read_text(encoding="utf-8")))
+    global current
+    current = Session(Path(folder), json.loads(Path(folder, SPEC).read_text(encoding="utf-8")))
 
 
 class Session:
@@ -70,6 +74,7 @@ class Session:
             seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
         self._install(spec["sites"] or {})
         in_float64 = bool(self.composition) and self.composition.in_float64
+        self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
         self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
         if self.composition:
             self.composition.run.services.trainer = lambda: self.loop.trainer
@@ -146,6 +151,27 @@ class Session:
     def _note_no_torch_optimizer(self, why: str) -> None:
         if self.composition:
             self.composition.note_no_torch_optimizer(why)
+
+    # ── what the script calls through ``hasten.attach`` ──────────────────────────────────────────
+
+    def attach(self, model: Any, optimizer: Any, loader: Any) -> Any:
+        """Notes the parts of the script's own loop; returns what it must iterate over in place of ``loader``."""
+        for one in model if isinstance(model, (list, tuple)) else [model]:
+            self.models.attach(one)
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.steps.leading |= {id(one) for one in optimizers if one is not None}
+        return self.loaders.attach(loader)
+
+    def report(self, name: str, value: Any, higher_is_better: bool | None) -> None:
+        """Notes the value of a metric that the script has measured on held-out data."""
+        self.declared[name] = "" if higher_is_better is None else "max" if higher_is_better else "min"
+        self.loop.report(name, value)
+
+    def _monitor(self) -> tuple[str, str] | None:
+        """The metric that the script names, by a framework or as the only one by ``hasten.attach``."""
+        with_direction = {name: direction for name, direction in self.declared.items() if direction}
+        declared = list((with_direction or self.declared).items())
+        return declared[0] if len(declared) == 1 else self.loop.monitor
 
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
@@ -303,7 +329,7 @@ class Session:
             "cached_compile_seconds": cached_compile_seconds(),
             "marks": [(at - self.began, *rest) for at, *rest in models.marks],
             "logged": [(at - self.began, *rest) for at, *rest in self.loop.logged] or self.logged,
-            "monitor": self.loop.monitor,
+            "monitor": self._monitor(),
             "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,

@@ -30,6 +30,7 @@ class StepSeam:
 
     Attributes:
         count: Steps so far.
+        leading: Ids of the optimizers whose updates are the steps, where the script names them; else empty.
         remaining: Steps until ``on_stop`` is called.
         backwards: Backward passes of the last step.
         skipped: Updates that a GradScaler skipped.
@@ -40,6 +41,7 @@ class StepSeam:
         self.sites, self.phases = sites, phases
         self.count, self.remaining, self.backwards, self.skipped = 0, 1, 0, 0
         self.active, self.keep_losses, self.losses = True, False, list[torch.Tensor]()
+        self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have updated
         self.has_optimizer = False  # that may be used
@@ -171,7 +173,7 @@ class StepSeam:
             self.began = None
         count = self.counts.get(id(optimizer))
         self.counts[id(optimizer)] = count = (self._know(optimizer) if count is None else count) + 1
-        if count > self.count:
+        if count > self.count and (not self.leading or id(optimizer) in self.leading):
             self.end_step()
 
     def end_step(self) -> None:

@@ -35,12 +35,12 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, option
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import RunContext
-from hasten.core.task import optimizer_and_schedule
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.deferred_init import module_tensors
 from hasten.distributed.dtensor_state import check_optimizer_supports_dtensor, local_shard_like, to_local
 from hasten.utils.observe_step import observe_collectives
+from hasten.utils.optimizers import optimizer_and_schedule
 
 DIVERGED = (
     "the batches of the ranks pass different layers, but stages 2 and 3 of zero gather layers on all ranks together; "

@@ -1,0 +1,81 @@
+"""The optimizer of a run with its learning-rate schedule, and the gradient clipping that belongs to the task."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hasten.core.errors import ConfigurationError
+from hasten.core.run_context import RunContext
+from hasten.core.task import Task
+from hasten.core.types import OptimizerFactory, StepFn
+from hasten.distributed.dtensor_state import clip_norm
+from hasten.engine.metrics import name_of
+from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, takes_steps
+
+
+def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
+    """(optimizer, schedule or None) of Task(optimizer=), called through the hooks; else ConfigurationError."""
+    if task.schedule_interval == "epoch" and takes_steps(task.optimizer):
+        reason = "an optimizer function that takes steps makes a schedule that counts steps"
+        raise ConfigurationError(f'Task(schedule_interval="epoch") counts epochs, but {reason}; choose one of them')
+    make = fold("optimizer", _noting_plateau(_with_steps(task.optimizer, run.plan.steps), task, run))
+    optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
+    if isinstance(optimizer, OptimizerList) and task.step is None:
+        advice = "give Task(step=), a generator that yields a loss for each"
+        raise ConfigurationError(f"the task has {len(optimizer.optimizers)} optimizers; {advice}")
+    pair = "a torch optimizer, or (optimizer, schedule)"
+    if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
+        raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {type(optimizer).__name__}")
+    if schedule is not None and not hasattr(schedule, "step"):
+        kind = type(schedule).__name__
+        raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
+    return optimizer, schedule
+
+
+def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContext) -> OptimizerFactory:
+    """``make_optimizer``, whose schedule steps after every evaluation if it is a ReduceLROnPlateau."""
+
+    def make(model: torch.nn.Module) -> Any:
+        made = make_optimizer(model)
+        _, schedule = optimizer_and_schedule(made)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            run.plan.schedule_interval = "evaluation"
+            mode = "max" if run.services.higher_is_better() else "min"
+            if task.validation_data is None:
+                raise ConfigurationError("ReduceLROnPlateau waits for a metric; give Task(validation_data=)")
+            if schedule.mode != mode:
+                metric = f"the metric of the task, {name_of(task)}"
+                raise ConfigurationError(f'ReduceLROnPlateau waits for {metric}; give it mode="{mode}"')
+        return made
+
+    return make
+
+
+def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> OptimizerFactory:
+    """Task(optimizer=) as ``(model) -> optimizer``; ConfigurationError if it takes ``steps`` and these are unknown."""
+    if not takes_steps(make_optimizer):
+        return make_optimizer
+    if steps is None:
+        reason = "the training data has no length; give the dataset a __len__"
+        raise ConfigurationError(f"the optimizer's schedule needs the number of steps, but {reason}")
+    return lambda model: make_optimizer(model, steps)
+
+
+def with_clipping(grad_transform: StepFn, max_norm: float | None, run: RunContext) -> StepFn:
+    """``grad_transform``, then the gradients that the update uses limited to ``max_norm``; unchanged without a limit.
+
+    It comes after what the methods do to the gradients: they must not contain a loss scale.
+    """
+    if max_norm is None:
+        return grad_transform
+    optimizer: Any = run.optimizer
+    optimizers = optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]
+    parameters = [[weight for group in one.param_groups for weight in group["params"]] for one in optimizers]
+
+    def transform_and_clip() -> None:
+        grad_transform()
+        current = optimizer.current if len(optimizers) > 1 else 0
+        clip_norm(parameters[current], max_norm, run.global_grad_norm, run.duplicate_params)
+
+    return transform_and_clip

@@ -1,0 +1,100 @@
+"""The training step that a task brings: ``(model, batch, context) -> loss``, and its updates by several optimizers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from inspect import isgenerator
+from typing import Any
+
+import torch
+
+from hasten.core.errors import RunError
+from hasten.core.run_context import RunContext
+from hasten.core.task import StepContext
+from hasten.core.types import Batch, ForwardFn, StepFn
+from hasten.utils.optimizers import OptimizerList
+from hasten.utils.tree import tree_map
+
+
+@dataclass
+class OwnStep:
+    """Calls Task(step=); its state between two batches is part of checkpoints.
+
+    Attributes:
+        run: The run, whose model and task are there.
+        context: What the step is given.
+        losses: The losses of the current batch that the step has not yet computed; for several optimizers.
+    """
+
+    run: RunContext
+    context: StepContext = field(init=False)
+    losses: Iterator[Any] = field(init=False, default_factory=lambda: iter(()))
+
+    def __post_init__(self) -> None:
+        self.context = StepContext(self.run.progress)
+        self.run.checkpoint_state["step"] = self
+
+    def forward(self, batch: Batch) -> Any:
+        """The loss of a batch, for one optimizer."""
+        loss = self._begin(batch)
+        if isgenerator(loss):
+            raise RunError("Task(step=) is a generator, which is for several optimizers; return the loss")
+        self._detach()
+        return loss
+
+    def next_loss(self, batch: Batch) -> Any:
+        """The loss for the current one of several optimizers; RunError if there is none."""
+        optimizers = self.run.optimizer
+        assert isinstance(optimizers, OptimizerList)
+        if optimizers.current == 0:
+            self.losses = self._begin(batch)
+        count = len(optimizers.optimizers)
+        if not isgenerator(self.losses):
+            advice = "Task(step=) must be a generator that yields a loss for each"
+            raise RunError(f"the task has {count} optimizers: {advice}")
+        loss = next(self.losses, None)
+        if loss is None:
+            raise RunError(f"Task(step=) yielded {optimizers.current} losses; the task has {count} optimizers")
+        return loss
+
+    def update_each(
+        self, forward_backward: ForwardFn, grad_transform: StepFn, optimizer_step: StepFn, zero_grad: StepFn
+    ) -> ForwardFn:
+        """``(batch) -> sum of the losses``: both passes and the update of one optimizer after the other."""
+        optimizers = self.run.optimizer
+        assert isinstance(optimizers, OptimizerList)
+        count = len(optimizers.optimizers)
+
+        def updates(batch: Batch) -> torch.Tensor:
+            total: Any = 0.0
+            for index in range(count):
+                optimizers.current = index
+                total = total + forward_backward(batch).detach()
+                grad_transform()
+                optimizer_step()
+                zero_grad()
+            if next(self.losses, None) is not None:
+                raise RunError(f"Task(step=) yields more losses than the task has optimizers ({count})")
+            self._detach()
+            return total
+
+        return updates
+
+    def _begin(self, batch: Batch) -> Any:
+        if self.run.progress.batch == 0:
+            self.context.state = {}
+        return self.run.task.step(self.run.model, batch, self.context)
+
+    def _detach(self) -> None:
+        if self.context.state:
+            self.context.state = tree_map(_detached, self.context.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.context.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        device = self.run.device
+        self.context.state = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,133 @@
+"""What a task's optimizer function returns: an optimizer, perhaps with a schedule, or several of them as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from hasten._torch_compat import chained_schedulers
+from hasten.core.errors import ConfigurationError
+
+
+def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
+    """A task's optimizer function's result as (optimizer, schedule or None); ConfigurationError for other tuples.
+
+    Lists of several optimizers and schedules become an ``OptimizerList`` and a ``ScheduleList``.
+    """
+    result: tuple[Any, ...] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
+    if len(result) != 2:
+        given = f"it returned a tuple of {len(result)} items"
+        advice = "several optimizers are a list"
+        raise ConfigurationError(
+            f"Task(optimizer=) must return a torch optimizer, or (optimizer, schedule); {given}; {advice}"
+        )
+    optimizer, schedule = result
+    if isinstance(optimizer, list):
+        optimizer = OptimizerList(optimizer)  # pyright: ignore[reportUnknownArgumentType]
+    return optimizer, ScheduleList(schedule) if isinstance(schedule, list) else schedule  # pyright: ignore[reportUnknownArgumentType]
+
+
+def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
+    """Whether a task's optimizer function takes ``(model, steps)`` rather than ``(model)``."""
+    try:
+        parameters = inspect.signature(make_optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.default is p.empty and p.kind in positional]) >= 2
+
+
+def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
+    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``."""
+    for group in optimizer.param_groups:
+        for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
+            group[key] = group[key] * factor
+    for scheduler in (schedule, *chained_schedulers(schedule)):
+        for name in ("base_lrs", "max_lrs"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+
+
+class OptimizerList:
+    """Several optimizers as one, except that ``step`` updates only the ``current`` one, which the engine sets.
+
+    The state has the form of that of one optimizer, with the parameters numbered through.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]):
+        self.optimizers, self.current = list(optimizers), 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {parameter: values for optimizer in self.optimizers for parameter, values in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Updates the parameters of the current optimizer."""
+        self.optimizers[self.current].step()
+
+    def zero_grad(self) -> None:
+        """Sets the gradients of all optimizers to None: a loss also has gradients for parameters of the others."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Registers the hook with each optimizer; returns a handle with ``remove()`` for all of them."""
+        return _joined([optimizer.register_step_pre_hook(hook) for optimizer in self.optimizers])
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
+        """As ``register_step_pre_hook``, after the update."""
+        return _joined([optimizer.register_step_post_hook(hook) for optimizer in self.optimizers])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all optimizers as one."""
+        states, groups = dict[int, Any](), list[dict[str, Any]]()
+        for optimizer in self.optimizers:
+            first, own = sum(len(group["params"]) for group in groups), optimizer.state_dict()
+            states |= {first + index: values for index, values in own["state"].items()}
+            for group in own["param_groups"]:
+                groups.append(group | {"params": [first + index for index in group["params"]]})
+        return {"state": states, "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups, first = list(state["param_groups"]), 0
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
+            own, groups = groups[:count], groups[count:]
+            indices = [index for group in own for index in group["params"]]
+            states = {index - first: state["state"][index] for index in indices if index in state["state"]}
+            own = [group | {"params": [index - first for index in group["params"]]} for group in own]
+            optimizer.load_state_dict({"state": states, "param_groups": own})
+            first += len(indices)
+
+
+class ScheduleList:
+    """The learning-rate schedules of several optimizers, which step together."""
+
+    def __init__(self, schedules: Sequence[Any]):
+        self.schedules = list(schedules)
+
+    @property
+    def _schedulers(self) -> list[Any]:  # as torch's ChainedScheduler, so that scale_learning_rates finds them
+        return self.schedules
+
+    def step(self) -> None:
+        """Advances every schedule by one step."""
+        for schedule in self.schedules:
+            schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): schedule.state_dict() for index, schedule in enumerate(self.schedules)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, schedule in enumerate(self.schedules):
+            schedule.load_state_dict(state[str(index)])
+
+
+def _joined(handles: list[Any]) -> Any:
+    return SimpleNamespace(remove=lambda: [handle.remove() for handle in handles])

@@ -1,0 +1,105 @@
+"""``hasten.attach``: nothing without hasten; under it model, optimizer, loader and metric are those that it names."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import hasten
+from hasten.core.recipe import Recipe
+from hasten.export.patch import line_of_model
+from hasten.hosts.arm import ScriptArm
+from hasten.hosts.inside.attach import SESSION
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.services import watch_script
+
+SCRIPTS = Path(__file__).with_name("scripts")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+WITHOUT_TORCH = """
+import sys, hasten
+run = hasten.attach(None, None, [1, 2])
+run.metric("val_loss", object())
+assert run.batches == [1, 2] and "torch" not in sys.modules
+"""
+
+
+def script(*argv: str, directory: Path = SCRIPTS) -> ScriptRef:
+    return ScriptRef.of_command([sys.executable, *argv], directory=str(directory))
+
+
+def test_without_hasten_the_loader_is_the_same_object_and_no_metric_is_read():
+    loader = iter(())
+    run = hasten.attach(torch.nn.Linear(1, 1), None, loader)
+    assert run.batches is loader
+    run.metric("val_loss", object(), higher_is_better=False)
+    assert SESSION not in sys.modules
+
+
+def test_without_hasten_attach_imports_no_torch():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)
+
+
+def test_without_hasten_attach_takes_microseconds():
+    hasten.attach(None, None, [])
+    began = time.perf_counter()
+    for _ in range(1000):
+        hasten.attach(None, None, []).metric("val_loss", 1.0)
+    assert time.perf_counter() - began < 0.1  # of 1,000 calls
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_attached_script_is_described_by_what_it_names():
+    described = watch_script(script("attached.py", "3"))
+    assert described["total_steps"] == 60  # of 120 updates of the other optimizer
+    [loader] = described["loaders"]
+    assert (loader["type"], loader["role"], loader["batch_size"]) == ("list", "training", None)
+    assert loader["site"].startswith("attached.py:18#")
+    assert [model["type"] for model in described["models"]] == ["Sequential", "Linear"]
+    assert described["samples_per_step"] == 8
+    assert described["metric"] == {"name": "skill", "direction": "max"}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_attached_script_is_trained_in_blocks_with_the_time_of_its_batches():
+    with ScriptArm(script("attached.py"), methods={}, device="cpu", seed=0, timeout=120.0) as arm:
+        plan = arm.call("build")
+        block = arm.call("train", count=20, timed=True)
+    assert plan["samples_per_step"] == 8 and block["count"] == 20
+    assert block["phases"]["input"] > 0 and block["phases"]["forward"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_attaching_changes_nothing_but_what_hasten_knows():
+    """What the script prints depends on all its bits."""
+    command = [sys.executable, "attached.py", "3"]
+    alone = subprocess.run(command, cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
+    with ScriptProcess(script("attached.py", "3"), {}, seed=0) as process:
+        process.wait_until_trained(120.0, None)
+        assert process.ask("train", 120.0, None, count=10_000)["ended"]
+        assert process.output() == alone
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_attached_script_trains_with_a_recipe(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(Recipe.coerce("fused_optimizer").to_toml())
+    argv = ["train", "--recipe", str(recipe), "--", sys.executable, "attached.py", "3"]
+    done = subprocess.run([sys.executable, "-m", "hasten", *argv], cwd=SCRIPTS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of no interest") == 3
+
+
+def test_model_of_a_patch_is_the_one_that_is_attached():
+    line = (SCRIPTS / "attached.py").read_text().splitlines().index(
+        "run = hasten.attach(model, optimizer, batches)"
+    ) + 1
+    assert line_of_model(SCRIPTS, "attached.py", line) == 0  # two models are assigned in one statement
+    assert line_of_model(EXAMPLES, "attach.py", 41) == 37
