@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -44,8 +44,15 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
-from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, ProgressWarning, RunError
+from hasten._torch_compat import LAZILY_IMPORTED_MODULES
+from hasten.core.errors import (
+    ConfigurationError,
+    HastenWarning,
+    MemoryExhaustedError,
+    PeerFailure,
+    ProgressWarning,
+    RunError,
+)
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.distributed.process_group import PEER_GONE, is_peer_failure
 from hasten.engine.error_messages import explain_error
@@ -53,12 +60,15 @@ from hasten.engine.resources import available_cpus
 
 # removed in workers: the rank of this process is not theirs
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STDOUT, STDERR = 1, 2  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
-ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
+# a subclass before its base
+ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, MemoryExhaustedError, RunError)}
 MAX_REQUEST_BYTES = 1 << 20  # to the fork server
 CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
+CUDA_FILES = ("/nvidia-uvm", "/dxg")  # that a process which has initialized CUDA holds open; the second on WSL 2
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch.cuda.is_available() does not initialize CUDA
 
 
 class DeadlineError(RunError):
@@ -161,7 +171,7 @@ class Worker:
         try:
             yield
         except (EOFError, ConnectionError):
-            raise RunError(_describe_exit(self.server.exit_code(self.pid))) from None
+            raise exit_error(self.server.exit_code(self.pid)) from None
 
     def suspend(self) -> None:
         """Stops the process and its children, such as loader workers, until ``resume`` or the next ``send``."""
@@ -181,10 +191,10 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits until the process has ended, so that its memory and its part of the GPU are free for the next one."""
+        """Waits until the group has ended, so that its memory and its part of the GPU are free for the next one."""
         self.kill()
         self.connection.close()
-        self.server.exit_code(self.pid)
+        self.server.wait_for_group(self.pid)
 
 
 class ForkServer:
@@ -197,7 +207,7 @@ class ForkServer:
         self.owner = os.getpid()
         self.control, control = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hasten.benchmarking.fork_server", str(control.fileno())],
+            _command(control),
             pass_fds=[control.fileno()],
             stdin=subprocess.PIPE,
             stdout=STDERR,  # standard output is for results only; imported modules may print
@@ -252,8 +262,18 @@ class ForkServer:
 
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
+        return self._wait({"wait_for": pid})
+
+    def wait_for_group(self, pid: int) -> None:
+        """Waits for the end of a worker that was killed, and of every process of its group.
+
+        A process that gets SIGKILL holds its memory, also that of a GPU, for as long as the kernel takes to release it.
+        """
+        self._wait({"wait_for": pid, "group": True})
+
+    def _wait(self, request: dict[str, Any]) -> int | None:
         try:
-            return self._request({"wait_for": pid})
+            return self._request(request)
         except (OSError, RunError):
             return None
 
@@ -351,12 +371,13 @@ def timeout_error(seconds: float | None) -> RunError:
     return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
 
 
-def _describe_exit(code: int | None) -> str:
+def exit_error(code: int | None) -> RunError:
+    """The error for a worker that ended with an exit code (-N: by signal N) instead of a result."""
     if code == -signal.SIGKILL:
-        return "the process was killed, probably because memory ran out"
+        return MemoryExhaustedError("the process was killed, probably because memory ran out")
     if code is not None and code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    return "the process ended without a result"
+        return RunError(f"the process was ended by {signal.Signals(-code).name}")
+    return RunError("the process ended without a result")
 
 
 # ── in the fork server and the workers ──────────────────────────────────────────────────────────
@@ -370,9 +391,9 @@ def _serve(control: socket.socket) -> None:
     sys.path[:] = start["path"]
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
-    for module in (*PRELOAD, *start["modules"]):
-        with contextlib.suppress(Exception, SystemExit):
-            import_module(module)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server waits for processes whose parent has ended, see ``_wait_for``
+    if module := _preload([*PRELOAD, *start["modules"]]):
+        _start_again(control, start, module)
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
@@ -381,13 +402,15 @@ def _serve(control: socket.socket) -> None:
         request = json.loads(message)
         if (pid := request.get("wait_for")) is not None:
             reply = _wait_for(pid, exit_codes)
+            if request.get("group"):
+                _wait_for_rest_of_group(pid)
         else:
             reply = os.fork()
             if reply == 0:
                 control.close()
                 if "argv" in request:
                     _execute(request)
-                _run_worker(Connection(descriptors[0]), request)
+                _run_worker(Connection(descriptors[0]), request, start.get("warning"))
             exit_codes[reply] = None
             if descriptors:
                 os.close(descriptors[0])
@@ -397,6 +420,68 @@ def _serve(control: socket.socket) -> None:
         if code is None:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)  # also ends suspended loader workers, which could not notice
+
+
+def _preload(modules: list[str]) -> str | None:
+    """Imports modules. Returns the first one that has initialized CUDA, which forked processes could not use then."""
+    before, os.environ[NVML_CHECK] = os.environ.get(NVML_CHECK), "1"
+    try:
+        for module in modules:
+            with contextlib.suppress(Exception, SystemExit):
+                import_module(module)
+            if has_initialized_cuda(_open_files()):
+                return module
+    finally:
+        os.environ.pop(NVML_CHECK)
+        if before is not None:
+            os.environ[NVML_CHECK] = before
+    return None
+
+
+def has_initialized_cuda(open_files: Iterable[str]) -> bool:
+    """Whether a process that holds these files open has initialized CUDA, through PyTorch or any other library."""
+    return any(path.endswith(CUDA_FILES) for path in open_files)
+
+
+def _open_files() -> Iterator[str]:
+    folder = "/proc/self/fd"
+    for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself is closed
+            yield os.readlink(f"{folder}/{descriptor}")
+
+
+def _start_again(control: socket.socket, start: dict[str, Any], module: str) -> None:
+    """Replaces this process by a server that leaves the modules to its workers; returns if it is that server already.
+
+    The workers say once why they start slowly, or cannot use the GPU.
+    """
+    if "warning" in start:
+        start["warning"] = f"importing {module} initializes CUDA, so that no measured process can use the GPU"
+        return
+    start["warning"] = (
+        f"importing {module} initializes CUDA, which a forked process cannot use: each measured process imports the "
+        "task's packages itself and starts later; initialize CUDA in a function instead"
+    )
+    start["modules"] = []
+    text = os.memfd_create("start")
+    os.write(text, json.dumps(start).encode())
+    os.lseek(text, 0, os.SEEK_SET)
+    os.dup2(text, 0)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, descriptor in (0, STDOUT, STDERR, control.fileno()))
+    os.execv(sys.executable, _command(control))
+
+
+def _command(control: socket.socket) -> list[str]:
+    return [sys.executable, "-m", "hasten.benchmarking.fork_server", str(control.fileno())]
+
+
+def _wait_for_rest_of_group(group: int) -> None:
+    """Waits for the processes of a killed group whose parents have ended, which are children of the server now."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-group, 0)
 
 
 def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
@@ -426,11 +511,13 @@ def _execute(request: dict[str, Any]) -> NoReturn:
     os._exit(127)
 
 
-def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
+def _run_worker(connection: Connection, request: dict[str, Any], warning: str | None) -> NoReturn:
     """Main loop of a worker: creates the object and handles calls until the connection closes."""
     try:
         _set_up_worker(request)
         service, send = None, _sender(connection)
+        if warning:
+            warnings.warn(warning, HastenWarning, stacklevel=1)
         while True:
             method, arguments = connection.recv()
             try:
@@ -450,8 +537,12 @@ def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
 
 
 def _die_with_server() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _set_up_worker(request: dict[str, Any]) -> None:
@@ -471,14 +562,10 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
     """(key of ``ERRORS``, message) under which a worker reports an exception to the parent."""
     if isinstance(error, SystemExit):
         return RunError.__name__, "the task's code ended the process (sys.exit)"
-    if isinstance(error, (ConfigurationError, RunError)):
-        error = PeerFailure(error) if is_peer_failure(error) else error
-        return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
     if is_peer_failure(error):
-        return PeerFailure.__name__, PEER_GONE
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return RunError.__name__, "ran out of memory"
-    return RunError.__name__, str(explain_error(cast(Exception, error), "the training", 0))
+        return PeerFailure.__name__, str(error) if isinstance(error, (ConfigurationError, RunError)) else PEER_GONE
+    error = explain_error(cast(Exception, error), "the training", 0)
+    return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
 
 
 def _sender(connection: Connection) -> Callable[[str, object], None]:
