@@ -33,15 +33,19 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:
-    """The peak of this process, and the bytes ``available``: what it holds now, and what is free on the device."""
+    """The peak of this process.
+
+    ``current`` is what it holds now, ``available`` that and what is free on the device.
+    """
     if device.type != "cuda":
         held = psutil.Process().memory_info().rss
-        return {"device": str(device), "resident": peak_memory(), "available": held + free_memory()}
+        return {"device": "cpu", "resident": peak_memory(), "current": held, "available": held + free_memory()}
     free, _ = torch.cuda.mem_get_info(device)
     return {
         "device": f"cuda:{device.index or 0}",
         "allocated": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
+        "current": torch.cuda.memory_allocated(device),
         "available": torch.cuda.memory_reserved(device) + free,
     }
 
@@ -70,11 +74,17 @@ def fit_together(*runs: Sequence[MemoryPeak]) -> bool:
     return all(size <= USABLE * available[device] for device, size in needed.items())
 
 
-def largest_batch(batch_size: int, peak: int, between_steps: int, available: int) -> int:
-    """Estimates the largest batch that fits into ``available`` bytes, from the memory of steps with another batch.
+def largest_batch(batch_size: int, peaks: Sequence[MemoryPeak]) -> int | None:
+    """Estimates the largest batch that fits, from the peaks of a run with another ``batch_size``, read between steps.
 
-    What a step needs beyond the memory ``between_steps`` (weights, optimizer) is taken as proportional to the batch. A
-    part of it is not, so the true limit is rather higher.
+    What a step needs beyond the memory between steps (weights, optimizer) is taken as proportional to the batch. A part
+    of it is not, so the true limit is rather higher. None on the CPU, where freed memory may stay resident.
     """
-    per_sample = max(1.0, (peak - between_steps) / batch_size)
-    return max(0, int((USABLE * available - between_steps) / per_sample))
+    if any("allocated" not in peak for peak in peaks) or not batch_size:
+        return None
+    share = batch_size / len(peaks)  # of a rank
+    limits = []
+    for peak in peaks:
+        per_sample = max(1.0, (peak["allocated"] - peak["current"]) / share)
+        limits.append((USABLE * peak["available"] - peak["current"]) / per_sample)
+    return max(0, int(min(limits) * len(peaks)))

@@ -153,6 +153,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
         "not_advised": not_advised,
         "facts": sorted(facts_of(probe.program)),
         "batch_size": plan["batch_size"],
+        "peak_memory_bytes": plan["peak_memory"],
         "seconds_per_step": step,
         "samples_per_second": 1 / median(times["plain"]),
         "blocks": len(times["plain"]),

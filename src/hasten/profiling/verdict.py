@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from hasten.engine.registry import remedies
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
@@ -61,6 +62,14 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
     if reads >= 0.5:
         sentence += HOST_READS.format(reads=reads, cost=HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"])
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def memory_sentence(batch_size: int, largest: int | None) -> str:
+    """What the largest batch that fits, by estimate, makes possible; "" where it is unknown."""
+    if largest is None:
+        return ""
+    rounded = largest - largest % batch_size if largest >= 2 * batch_size else largest
+    return f"a batch of about {rounded} fits instead of {batch_size}; a larger one with {remedies('out_of_memory')}"
 
 
 def _largest_cause(gains: Mapping[str, float]) -> str:

@@ -231,6 +231,20 @@ class InputThroughput(TypedDict, total=False):
     not_measured: Mapping[str, Text]
 
 
+class MemoryPeak(TypedDict, total=False):
+    """Peak memory of one rank in bytes: ``allocated`` and ``reserved`` on a GPU, ``resident`` on the CPU.
+
+    ``current`` is what it held when the peak was read, ``available`` that and what was free on the device.
+    """
+
+    device: Text
+    allocated: Amount
+    reserved: Amount
+    resident: Amount
+    current: Amount
+    available: Amount
+
+
 class Result(TypedDict, total=False):
     """Keys of every kind of result. A result without ``kind`` is recognized by its other keys."""
 
@@ -279,6 +293,7 @@ class TuneResult(Result, total=False):
     quality: Quality
     curves: Mapping[str, Sequence[Curve]]
     step_profile: Mapping[str, Mapping[str, Amount]]
+    peak_memory_bytes: Mapping[str, Sequence[MemoryPeak]]
     operations: Operations | None
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
@@ -303,10 +318,16 @@ class PositionRatio(TypedDict, total=False):
 
 
 class CompareResult(Result, total=False):
-    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``."""
+    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``.
+
+    ``interleaved`` is False where memory did not suffice for both arms at once, and each ran alone, in turns.
+    """
 
     a: Text
     b: Text
+    device: Text
+    interleaved: YesNo
+    peak_memory_bytes: Mapping[str, Sequence[MemoryPeak]]
     ratio: Interval
     by_position: Sequence[PositionRatio]
     losses: Mapping[str, Sequence[Number]]
@@ -321,7 +342,10 @@ class CompareResult(Result, total=False):
 
 
 class DiagnoseResult(Result, total=False):
-    """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing."""
+    """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing.
+
+    ``memory``: a sentence about the largest batch that fits, "" where that is unknown.
+    """
 
     recipe: Text
     device: Text
@@ -337,6 +361,8 @@ class DiagnoseResult(Result, total=False):
     start_seconds: Amount
     evaluation_seconds: Amount
     seconds: Amount
+    peak_memory_bytes: Sequence[MemoryPeak]
+    memory: Text
     flops: Flops | None
     input: InputThroughput
     not_advised: Sequence[NotAdvised]
@@ -368,6 +394,7 @@ class TrainResult(Result, total=False):
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
     effects: Mapping[str, Text]
+    peak_memory_bytes: Sequence[MemoryPeak]
     recipe: Text
     evaluations: Sequence[Evaluation]
 

@@ -234,6 +234,7 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
     except OutOfBudgetError:
         raise _too_small(study.budget, "to time a few steps of the task") from None
     seconds = state.run_seconds = found["seconds"]
+    state.peak_memory = found["plan"]["peak_memory"]
     if budget is None:
         study.budget.total = min(MAX_BUDGET_S, max(MIN_BUDGET_S, BUDGET_RUNS * (seconds or 0.0)))
     total = study.budget.total
