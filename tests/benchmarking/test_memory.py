@@ -6,7 +6,7 @@ A file lock stands for the memory of a device: only one process can have it, and
 import dataclasses
 import fcntl
 import os
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents, candidate, search_systems
 from hasten.tuning.trial_store import TrialStore
 
-LOCK = "HASTEN_TEST_MEMORY"  # environment variable: path of the lock
 PLANTED = 500_000_000
 HELD: list[Any] = []  # in a worker: what it holds until it ends
 
@@ -59,10 +58,10 @@ def methods_fixture(tmp_path):
     return lambda name: f"{tmp_path}/methods.py:{name}"
 
 
-def whole_device() -> hasten.Task:
+def whole_device(lock: str) -> hasten.Task:
     """A task whose run needs all of a device's memory: the second process that tries does not get it."""
     if not HELD:
-        HELD.append(Path(os.environ[LOCK]).open("a"))
+        HELD.append(os.open(lock, os.O_CREAT | os.O_RDWR))
         try:
             fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,11 +76,6 @@ def half_of_the_device() -> hasten.Task:
     return tasks.perceptron()
 
 
-@pytest.fixture(name="lock", autouse=True)
-def lock_fixture(tmp_path, monkeypatch):
-    monkeypatch.setenv(LOCK, str(tmp_path / "lock"))
-
-
 def quick(task: Any, a: str, b: str, **more: Any) -> Any:
     recipes = Recipe.coerce(a), Recipe.coerce(b)
     return run_interleaved(TaskRef.of(task), *recipes, budget=1.0, device="cpu", rounds=(1, 1), **more)
@@ -89,7 +83,8 @@ def quick(task: Any, a: str, b: str, **more: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [whole_device, half_of_the_device])
-def test_compare_arms_that_do_not_fit_together_runs_them_in_turns(task):
+def test_compare_arms_that_do_not_fit_together_runs_them_in_turns(task, tmp_path):
+    task = partial(task, str(tmp_path / "lock")) if task is whole_device else task
     result = hasten.compare(task, budget=8, device="cpu")
     assert not result["interleaved"] and "memory does not suffice for both arms at once (" in result["why"]
     assert result["verdict"] in ("no difference", "unsure")
