@@ -47,6 +47,9 @@ class Service:
         """The open files whose name is that of CUDA's."""
         return [file.path for file in psutil.Process().open_files() if file.path.endswith("nvidia-uvm")]
 
+    def cuda_sum(self) -> float:
+        return torch.ones(3, device="cuda").sum().item()
+
     def process(self) -> int:
         return os.getpid()
 
@@ -409,3 +412,15 @@ def test_package_that_initializes_cuda_is_left_to_the_workers(tmp_path):
 )
 def test_cuda_is_recognized_by_the_files_that_it_holds_open(open_files, initialized):
     assert has_initialized_cuda(open_files) is initialized
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_package_that_uses_a_gpu_while_it_is_imported_leaves_the_gpu_to_the_workers(tmp_path):
+    (tmp_path / "unusual_package.py").write_text("import torch\nassert torch.zeros(1, device='cuda') == 0\n")
+    program = PARENT_OF_UNUSUAL_PACKAGE.format(packages=str(tmp_path), tests=os.path.dirname(__file__))
+    program = program.replace('one.call("open_files")', 'one.call("cuda_sum")')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second, shown = done.stdout.splitlines()
+    assert first == second == "3.0" and "initializes CUDA" in shown

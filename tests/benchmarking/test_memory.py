@@ -146,3 +146,34 @@ def test_compare_reports_the_peak_of_both_arms_and_ranks(methods):
     )  # fmt: skip
     a, b = ([rank["resident"] for rank in result["peak_memory_bytes"][name]] for name in "ab")
     assert [y - x for x, y in zip(a, b, strict=True)] == pytest.approx([PLANTED, PLANTED], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_arms_that_need_more_than_half_of_a_gpu_run_one_after_the_other():
+    result = hasten.compare(most_of_the_gpu, budget=30, device="cuda")
+    assert not result["interleaved"] and result["verdict"] in ("no difference", "unsure")
+    reserved = result["peak_memory_bytes"]["a"][0]["reserved"]
+    assert reserved > 0.6 * torch.cuda.mem_get_info()[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_next_worker_on_a_gpu_gets_the_memory_of_the_last_one():
+    arguments = {"task": TaskRef.of(most_of_the_gpu), "methods": {}, "device": "cuda", "seed": 0}
+    for _ in range(10):
+        with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
+            arm.call("build")
+
+
+def most_of_the_gpu() -> hasten.Task:
+    """A task that holds 60 % of a GPU."""
+    task = tasks.perceptron()
+
+    def model() -> torch.nn.Module:
+        built = task.model()
+        size = int(0.6 * torch.cuda.mem_get_info()[1])
+        built.held = [torch.ones(size, dtype=torch.uint8, device="cuda")]  # pyright: ignore
+        return built
+
+    return dataclasses.replace(task, model=model)

@@ -16,7 +16,7 @@ from typing import Any, cast
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS
 from hasten.benchmarking.fork_server import DeadlineError, mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.measurement import MAX_ROUNDS, MIN_ROUNDS, ArmSamples, Measurement, order_of
-from hasten.benchmarking.pair import ArmBuilder, OneArmAtATime, TurnPair, build_pair
+from hasten.benchmarking.pair import ArmBuilder, ArmsDoNotFitError, SequentialPair, build_pair
 from hasten.benchmarking.ratio import LOOKS, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.errors import MemoryExhaustedError
@@ -215,19 +215,19 @@ def run_interleaved(
     figures = noise.summary(100 * spread(arms[0].seconds_per_sample()), int(switches))
     seconds = time.monotonic() - began
     why, positions = done.why(), done.by_position
-    return Comparison(done.verdict, done.ratio, *arms, why, seconds, figures, positions, not done.in_turns)
+    return Comparison(done.verdict, done.ratio, *arms, why, seconds, figures, positions, not done.is_sequential)
 
 
 def _run_round(done: Measurement, builder: ArmBuilder) -> None:
     """Runs a round with both arms at once, or, from when memory does not suffice for that, one after the other."""
-    if done.in_turns:
+    if done.is_sequential:
         plans = [arm.plan for arm in done.arms if arm.plan]
         with ExitStack() as stack:
-            done.run_round(TurnPair(stack, builder, plans, order_of(done.rounds), builder.timeout))
+            done.run_round(SequentialPair(stack, builder, plans, order_of(done.rounds), builder.timeout))
         return
     try:
         # b first in the first round, to notice at once if it has no effect
         with build_pair(builder, order_of(done.rounds + 1), builder.timeout) as pair:
             done.run_round(pair)
-    except OneArmAtATime:
-        done.take_turns()
+    except ArmsDoNotFitError:
+        done.run_sequentially()

@@ -17,7 +17,7 @@ from hasten.benchmarking.blocks import (
     check_blocks_are_fair,
     evaluation_seconds_per_sample,
 )
-from hasten.benchmarking.pair import Pair, TurnPair
+from hasten.benchmarking.pair import Pair, SequentialPair
 from hasten.benchmarking.ratio import (
     ERROR,
     PROCESS_SPREAD,
@@ -92,7 +92,7 @@ class Measurement:
     later_seconds: float
     watch: ProgressCallback
     rounds: int = 0
-    in_turns: bool = False  # whether the arms do not fit into memory together
+    is_sequential: bool = False  # whether the arms do not fit into memory together
     is_over: bool = False
     out_of_budget: bool = False
     verdict: str = UNSURE
@@ -110,8 +110,8 @@ class Measurement:
         if not self.rounds:
             self._plan_blocks(setup)
         self.rounds += 1
-        if isinstance(pair, TurnPair):
-            self._time_turns(pair)
+        if isinstance(pair, SequentialPair):
+            self._time_sequentially(pair)
         else:
             self._time_blocks(pair)
         for arm, peaks in zip(self.arms, pair.peak_memory(), strict=True):
@@ -122,9 +122,9 @@ class Measurement:
         if self.is_over and self.later_seconds:
             self._look_later(pair)
 
-    def take_turns(self) -> None:
+    def run_sequentially(self) -> None:
         """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
-        self.in_turns, self.rounds, self.later_seconds = True, 0, 0.0
+        self.is_sequential, self.rounds, self.later_seconds = True, 0, 0.0
         for arm in self.arms:
             arm.plan, arm.blocks, arm.evaluations = {}, [], []
 
@@ -160,7 +160,7 @@ class Measurement:
             why += (
                 f"; with so few rounds it assumes that processes of one recipe differ by {100 * PROCESS_SPREAD:.0f} %"
             )
-        if self.in_turns:
+        if self.is_sequential:
             a, b = (sum(map(held_bytes, arm.peak_memory)) / 1e9 for arm in self.arms)
             why += f"; memory does not suffice for both arms at once ({a:.1f} and {b:.1f} GB): each ran alone, in turns"
         return why + self._change()
@@ -195,7 +195,7 @@ class Measurement:
             if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
                 return
 
-    def _time_turns(self, pair: TurnPair) -> None:
+    def _time_sequentially(self, pair: SequentialPair) -> None:
         """Times the blocks of a round of arms that are built one after the other; their evaluations while building."""
         began = time.monotonic()
         pairs = min(self.most_pairs, max(MIN_PAIRS, int(self._left() / self.pair_seconds)))

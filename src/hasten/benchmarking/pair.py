@@ -74,7 +74,7 @@ def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "
     """Context manager: builds both arms, in the given order; their processes end with the block.
 
     Raises:
-        OneArmAtATime: memory does not suffice for both arms, or became scarce; for one it may.
+        ArmsDoNotFitError: memory does not suffice for both arms, or became scarce; for one it may.
     """
     with ExitStack() as stack:
         built: dict[int, Any] = {order[0]: stack.enter_context(builder.built(order[0]))}
@@ -82,14 +82,14 @@ def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "
             built[order[1]] = stack.enter_context(builder.built(order[1]))
             arms, plans = zip(built[0], built[1], strict=True)
             if not fit_together(*(plan["peak_memory"] for plan in plans)):
-                raise OneArmAtATime
+                raise ArmsDoNotFitError
             yield Pair(arms, plans, timeout, builder.seconds)
         except MemoryExhaustedError:
-            raise OneArmAtATime from None
+            raise ArmsDoNotFitError from None
 
 
-class OneArmAtATime(Exception):  # noqa: N818  # what to do, no error
-    """Raised where two arms do not fit into memory together; ``TurnPair`` can compare them."""
+class ArmsDoNotFitError(Exception):
+    """Raised where two arms do not fit into memory together; ``SequentialPair`` can compare them."""
 
 
 class Pair:
@@ -98,10 +98,7 @@ class Pair:
     Attributes:
         plans: the results of ``Arm.build``, which took ``build_seconds`` for both.
         positions: samples that each arm has trained on.
-        in_turns: whether only one arm is there at a time, for a whole round.
     """
-
-    in_turns = False
 
     def __init__(
         self,
@@ -180,15 +177,13 @@ class Pair:
         )
 
 
-class TurnPair(Pair):
+class SequentialPair(Pair):
     """Two arms that do not fit into memory together: one runs all its blocks of a round, then the other one.
 
     Each arm is built for its part of a round and has ended, and released its memory, before the other one is built.
     ``plans`` are those of earlier rounds; without them both arms are built once, to know how long their blocks are. The
     blocks of arm ``order[0]`` come first.
     """
-
-    in_turns = True
 
     def __init__(
         self,
