@@ -55,7 +55,7 @@ def gpu(reserved: float, index: int = 0, available: float = 80) -> dict:
         ([gpu(60, 0), gpu(60, 1)], [gpu(10)], True),  # against a single process
         ([cpu(4, 8), cpu(4, 8)], [cpu(3, 8), cpu(3, 8)], True),  # the ranks share the memory of the machine
         ([cpu(4, 8), cpu(4, 8)], [cpu(4, 8), cpu(4, 8)], False),
-        ([cpu(4)], [gpu(79)], True),
+        ([cpu(4)], [gpu(70)], True),
     ],
 )
 def test_fit_together_compares_the_sum_on_each_device_with_what_is_there(a, b, fit):

@@ -69,11 +69,10 @@ def _in_brackets(interval: str) -> str:
 def compare_answer(result: Json) -> RenderableType:
     """The verdict of ``compare`` and both arms."""
     result = validate(result)
-    arms = grid("", "recipe", ">1000 samples", ">evaluation", ">start", ">peak memory")
+    arms = grid("", "recipe", ">1000 samples", ">evaluation", ">start")
     for arm in ("a", "b"):
         times = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
-        memory = formatting.peak_memory(result["peak_memory_bytes"].get(arm, []))
-        arms.add_row(Text(arm, BOLD), Text(result[arm] or formatting.UNKNOWN), *map(formatting.seconds, times), memory)
+        arms.add_row(Text(arm, BOLD), Text(result[arm] or formatting.UNKNOWN), *map(formatting.seconds, times))
     rows = [("time of a / b", f"{formatting.with_interval(result['ratio'])}, 95 % interval")]
     if result["cpu_ratio"]["median"] is not None:
         rows.append(("in CPU seconds", formatting.with_interval(result["cpu_ratio"])))
@@ -85,6 +84,8 @@ def compare_answer(result: Json) -> RenderableType:
     arms_ran = "each arm alone, in turns" if result["interleaved"] is False else "arms interleaved"
     measured = f"{blocks}, {arms_ran}, in {rounds} of fresh processes"
     rows += [("measured", measured + _noise(result["system_noise"])), *_device(result["device"])]
+    for arm in ("a", "b"):
+        rows += _memory(result["peak_memory_bytes"].get(arm, []), label=f"memory of {arm}")
     for arm in ("a", "b"):
         rows += _effects(result["effects"].get(arm, {}), f"effect in {arm}")
     return Group(
@@ -130,7 +131,7 @@ def train_answer(result: Json) -> RenderableType:
     final, best = formatting.metric(result["metric"]), formatting.metric(result["best_metric"])
     steps = formatting.count(result["steps"], "step", "steps")
     rows = [(name, f"{final}, best {best}"), ("trained for", f"{steps} in {seconds(result['seconds'])}")]
-    rows += [*_device(result["device"]), ("peak memory", formatting.peak_memory(result["peak_memory_bytes"]))]
+    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"])]
     if result["seconds_to_target"] is not None:
         rows.append(("target", f"reached after {seconds(result['seconds_to_target'])}"))
     elif result["target"] is not None:
@@ -208,6 +209,11 @@ def _facts(result: Json) -> list[tuple[str, str]]:
 
 def _device(device: str | None) -> list[tuple[str, str]]:
     return [("device", device)] if device else []
+
+
+def _memory(peaks: Sequence[Json], sentence: str = "", label: str = "peak memory") -> list[tuple[str, str]]:
+    text = "; ".join(filter(None, (formatting.peak_memory(peaks), sentence)))
+    return [(label, text)] if peaks else []
 
 
 def _effects(effects: Json, label: str = "effect") -> list[tuple[str, str]]:
@@ -289,8 +295,7 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
 
 def _step_facts(result: Json) -> list[tuple[str, str]]:
     flops, rows = result["flops"], [("step", formatting.seconds(result["seconds_per_step"]))]
-    memory = formatting.peak_memory(result["peak_memory_bytes"])
-    rows += [*_device(result["device"]), ("peak memory", "; ".join(filter(None, (memory, result["memory"]))))]
+    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"], result["memory"])]
     if flops["share"] is not None:
         peak = ""
         if flops["peak_gflops"]:
