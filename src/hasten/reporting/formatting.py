@@ -100,12 +100,12 @@ def file_size(value: float) -> str:
 
 def peak_memory(peaks: Sequence[Mapping[str, Any]]) -> str:
     """The peak memory of the rank that needs most: ``1.2 GB``, ``41 GB (44 GB reserved)``; an en dash if unknown."""
-    kind = "allocated" if any(peak["allocated"] is not None for peak in peaks) else "resident"
-    known = [peak for peak in peaks if peak[kind] is not None]
+    kind = "allocated" if any(peak.get("allocated") is not None for peak in peaks) else "resident"
+    known = [peak for peak in peaks if peak.get(kind) is not None]
     if not known:
         return UNKNOWN
     largest = max(known, key=lambda peak: peak[kind])
-    reserved = f" ({file_size(largest['reserved'])} reserved)" if largest["reserved"] is not None else ""
+    reserved = f" ({file_size(largest['reserved'])} reserved)" if largest.get("reserved") is not None else ""
     ranks = f", the most of {len(known)} ranks" if len(known) > 1 else ""
     return f"{file_size(largest[kind])}{reserved}{ranks}"
 

@@ -299,7 +299,8 @@ class Session:
         """The peak of the memory of this process."""
         from hasten.engine.memory import memory_peak  # with packages that the script may not need
 
-        return memory_peak(self.phases.device)
+        parameters = (parameter for root in self.models.roots for parameter in root.parameters())
+        return memory_peak(next((parameter.device for parameter in parameters), self.phases.device))
 
     def _evaluations(self) -> dict[str, Any]:
         """Seconds of an evaluation and the steps between two; None until one was seen."""
