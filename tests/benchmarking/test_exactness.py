@@ -1,7 +1,10 @@
 """Exactness checks: exact methods pass, and each kind of inexact method fails with its number."""
 
+import dataclasses
 import math
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy
@@ -253,3 +256,112 @@ def test_dropout_is_disabled_for_equivalent_math():
 def test_half_precision_keeps_gradients_20_db_above_their_error(name, task):
     result = check_exactness(task(), Recipe(), Recipe.coerce(name), Exactness.REDUCED_PRECISION, device="cpu")
     assert result.passed and 20 <= result.number < 90, result.why
+
+
+class HalfPrecisionKernel(torch.autograd.Function):
+    """An operation whose kernel knows no float64, as those of flash attention and of many Triton libraries."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype == torch.float64:
+            raise NotImplementedError("the kernel has no float64")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class HungryKernel(HalfPrecisionKernel):
+    """An operation that needs more memory than there is for a float64 batch of more than 8 rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype == torch.float64 and len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x * 2
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x):
+        return self.kernel.apply(x)
+
+
+@pytest.fixture(scope="module", name="check_without_float64")
+def check_without_float64_fixture(tmp_path_factory):
+    """``(class name, exactness, kernel) -> ExactnessCheck`` on a perceptron that cannot run in float64."""
+    path = tmp_path_factory.mktemp("methods") / "methods.py"
+    path.write_text(METHODS)
+
+    def check(name: str, exactness: Exactness, kernel=HalfPrecisionKernel):
+        task = tasks.perceptron()
+        task = dataclasses.replace(task, model=lambda: torch.nn.Sequential(*task.model(), Scaled(kernel)))
+        candidate = Recipe().with_method(f"{path}:{name}" if name[0].isupper() else name)
+        return check_exactness(task, Recipe(), candidate, exactness, device="cpu")
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "exactness"),
+    [
+        ("fused_optimizer", Exactness.EQUIVALENT_MATH),
+        ("Rounds", Exactness.REDUCED_PRECISION),
+        ("DropsLabels", Exactness.CHANGES_TRAINING),
+    ],
+)
+def test_model_without_float64_is_checked_in_float32(name, exactness, check_without_float64):
+    result = check_without_float64(name, exactness)
+    assert result.passed, result.why
+    assert result.why.endswith("the model does not run in float64 (NotImplementedError: the kernel has no float64)")
+
+
+@pytest.mark.parametrize("exactness", [Exactness.EQUIVALENT_MATH, Exactness.REDUCED_PRECISION])
+@pytest.mark.parametrize("name", ["DropsLabels", "DividesTheRate", "DetachesTheFirstLayer", "HalfTheSteps"])
+def test_inexact_method_on_model_without_float64_fails(name, exactness, check_without_float64):
+    result = check_without_float64(name, exactness)
+    assert not result.passed, result.why
+
+
+def test_method_without_effect_on_model_without_float64_has_none(check_without_float64):
+    result = check_without_float64("DoesNothing", Exactness.CHANGES_TRAINING)
+    assert not result.passed and "no effect" in result.why
+
+
+def test_model_that_does_not_fit_in_float64_is_checked_with_small_batches(check_without_float64):
+    result = check_without_float64("fused_optimizer", Exactness.EQUIVALENT_MATH, HungryKernel)
+    assert result.passed and "in float64" in result.why and "with batches of 8, since larger ones fail" in result.why
+    assert not check_without_float64("DropsLabels", Exactness.EQUIVALENT_MATH, HungryKernel).passed
+
+
+TF32_TASK = """
+import torch
+from hasten.benchmarking.exactness import check_exactness
+from hasten.core.card import Exactness
+from hasten.core.recipe import Recipe
+from hasten.testing import tasks
+{setting}
+check = check_exactness(
+    tasks.perceptron(), Recipe(), Recipe().with_method("fused_optimizer"), Exactness.EQUIVALENT_MATH, device="cpu"
+)
+print(check.passed, check.why)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.set_float32_matmul_precision('high'); torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    ],
+)
+def test_task_with_tf32_by_either_interface_is_checked(setting):
+    """In a process of its own: once the newer settings are used, torch refuses to read the older ones."""
+    done = subprocess.run([sys.executable, "-c", TF32_TASK.format(setting=setting)], capture_output=True, text=True)
+    assert done.stdout.startswith("True in float64 the weights differ by "), done.stdout + done.stderr

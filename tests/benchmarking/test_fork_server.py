@@ -12,7 +12,13 @@ import psutil
 import pytest
 import torch
 
-from hasten.benchmarking.fork_server import DeadlineError, Worker, mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.fork_server import (
+    DeadlineError,
+    Worker,
+    has_initialized_cuda,
+    mark_warnings_shown,
+    reset_shown_warnings,
+)
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.io.paths import FileMissingError
 from helpers import SLACK_S
@@ -36,6 +42,13 @@ class Service:
     def add(self, number: int) -> int:
         self.count += number
         return self.count
+
+    def open_files(self) -> list[str]:
+        """The open files whose name is that of CUDA's."""
+        return [file.path for file in psutil.Process().open_files() if file.path.endswith("nvidia-uvm")]
+
+    def cuda_sum(self) -> float:
+        return torch.ones(3, device="cuda").sum().item()
 
     def process(self) -> int:
         return os.getpid()
@@ -331,3 +344,83 @@ def test_worker_children_do_not_answer():
         assert one.call("notice_in_a_child", text="a warning of a loader worker") == 0
         assert one.call("add", number=1) == 1
     assert not caught
+
+
+def start_holder(megabytes: int) -> int:
+    """Starts a process in this process's group that holds memory, whose release takes the kernel a while."""
+    code = f"b = bytearray({megabytes} << 20); b[::4096] = bytes(len(b[::4096])); print('ready', flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    return process.pid
+
+
+class Holder(Service):
+    def hold(self, megabytes: int) -> int:
+        return start_holder(megabytes)
+
+
+def test_worker_exit_waits_for_all_processes_of_its_group():
+    """The next trial may start at once: the memory of this one is free."""
+    with Worker(f"{__name__}:Holder") as one:
+        holder = one.call("hold", megabytes=400)
+        assert psutil.pid_exists(holder)
+    assert not psutil.pid_exists(holder) and not psutil.pid_exists(one.pid)
+
+
+UNUSUAL_PACKAGE = """
+import atexit, os, tempfile
+file = open(os.environ["HASTEN_TEST_CUDA_FILE"])  # stands for a package that initializes CUDA while it is imported
+"""
+
+PARENT_OF_UNUSUAL_PACKAGE = """
+import site, sys, warnings
+site.getsitepackages = lambda: [{packages!r}]  # where the fork server's parent looks for installed packages
+sys.path[:0] = [{packages!r}, {tests!r}]
+import unusual_package
+from hasten.benchmarking.fork_server import Worker
+with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        with Worker("test_fork_server:Service") as one:
+            assert one.call("add", number=2) == 2
+            print(one.call("open_files"))
+print([str(warning.message) for warning in shown])
+"""
+
+
+@pytest.mark.slow
+def test_package_that_initializes_cuda_is_left_to_the_workers(tmp_path):
+    (tmp_path / "unusual_package.py").write_text(UNUSUAL_PACKAGE)
+    (tmp_path / "nvidia-uvm").touch()  # the name of the device file that CUDA holds open
+    program = PARENT_OF_UNUSUAL_PACKAGE.format(packages=str(tmp_path), tests=os.path.dirname(__file__))
+    environment = {**os.environ, "HASTEN_TEST_CUDA_FILE": str(tmp_path / "nvidia-uvm")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second, shown = done.stdout.splitlines()
+    assert first == second == "[]"
+    assert shown.count("importing unusual_package initializes CUDA, which a forked process cannot use") == 1
+
+
+@pytest.mark.parametrize(
+    ("open_files", "initialized"),
+    [
+        (["/dev/null", "socket:[123]", "/dev/nvidiactl"], False),  # NVML only
+        (["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"], True),
+        (["/dev/dxg"], True),
+        ([], False),
+    ],
+)
+def test_cuda_is_recognized_by_the_files_that_it_holds_open(open_files, initialized):
+    assert has_initialized_cuda(open_files) is initialized
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_package_that_uses_a_gpu_while_it_is_imported_leaves_the_gpu_to_the_workers(tmp_path):
+    (tmp_path / "unusual_package.py").write_text("import torch\nassert torch.zeros(1, device='cuda') == 0\n")
+    program = PARENT_OF_UNUSUAL_PACKAGE.format(packages=str(tmp_path), tests=os.path.dirname(__file__))
+    program = program.replace('one.call("open_files")', 'one.call("cuda_sum")')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second, shown = done.stdout.splitlines()
+    assert first == second == "3.0" and "initializes CUDA" in shown

@@ -76,6 +76,7 @@ def faster() -> dict:
     }
     return ENVIRONMENT | {
         "kind": "tune",
+        "peak_memory_bytes": {"baseline": [cpu_peak(420e6)], "tuned": [cpu_peak(1.31e9)]},
         "task": "digits",
         "verdict": "faster",
         "why": "four methods together, confirmed on three fresh seeds",
@@ -309,6 +310,14 @@ def only_estimates() -> dict:
     }
 
 
+def cpu_peak(resident: float) -> dict:
+    return {"device": "cpu", "resident": resident, "current": resident, "available": 8e9}
+
+
+def gpu_peak(allocated: float, reserved: float) -> dict:
+    return {"device": "cuda:0", "allocated": allocated, "reserved": reserved, "current": 4e9, "available": 8e10}
+
+
 def compared() -> dict:
     return ENVIRONMENT | {
         "kind": "compare",
@@ -324,6 +333,9 @@ def compared() -> dict:
         "seconds_per_1000_samples": {"a": 0.73, "b": 0.27},
         "evaluation_seconds": {"a": 0.08, "b": 0.03},
         "start_seconds": {"a": 0.4, "b": 0.4},
+        "device": "cuda",
+        "interleaved": False,
+        "peak_memory_bytes": {"a": [gpu_peak(41e9, 44e9)], "b": [gpu_peak(45e9, 49.5e9), gpu_peak(40e9, 42e9)]},
         "why": "",
     }
 
@@ -380,6 +392,9 @@ def diagnosed() -> dict:
             {"method": "loader_workers", "bound": 2.0, "why": "two cores, one of them unused"},
         ],
         "seconds_per_step": 0.0231,
+        "device": "cuda",
+        "peak_memory_bytes": [gpu_peak(41e9, 44e9)],
+        "memory": "a batch of about 640 fits instead of 64; a larger one with gradient_accumulation",
         "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
         "causes": {"page faults": 12.5, "system time": 0.04},
         "operations": operations(),
@@ -406,6 +421,8 @@ def trained() -> dict:
         "steps": 680,
         "seconds": 3.1,
         "seconds_to_target": 1.6,
+        "device": "cpu",
+        "peak_memory_bytes": [cpu_peak(412e6)],
         "stopped": None,
         "tuned_settings": {"autotune_loader": {"processes": 2, "prefetch": 4}},
         "out": "runs/digits",

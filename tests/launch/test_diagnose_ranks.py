@@ -51,7 +51,7 @@ def test_free_memory_of_ranks_is_enough_for_one_more_process():
 
     def with_little(rank: int) -> dict:
         share = int(1.3 * peak_memory())
-        with patch("hasten.engine.plan.free_memory", lambda *_: share):
+        with patch("hasten.engine.memory.free_memory", lambda: share):
             return diagnose_ranks(rank_tasks.samples, budget=0.5, device="cpu")
 
     assert all(each["speedup"] and "speedup" not in each["not_measured"] for each in run_ranks(2, with_little))

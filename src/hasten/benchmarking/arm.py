@@ -5,7 +5,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from statistics import fmean
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import cached_compile_seconds
+from hasten._torch_compat import cached_compile_seconds, is_out_of_memory
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
-from hasten.core.errors import PeerFailure
+from hasten.core.errors import PeerFailure, RunError
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
@@ -23,9 +23,10 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine import checkpoint
 from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.devices import synchronize
-from hasten.engine.error_messages import format_position
+from hasten.engine.error_messages import explain_error, format_position
 from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.memory import MemoryPeak, memory_peaks
 from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
@@ -77,11 +78,16 @@ class Arm:
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
             and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
-            ``evaluate_every``, ``effects``. ``samples``: trained on in the warm-up; ``samples_per_step``: their mean.
+            ``evaluate_every``, ``effects``, ``peak_memory``. ``samples``: trained on in the warm-up;
+            ``samples_per_step``: their mean.
 
         Raises:
             RunError: a method has no effect, or a loss is not finite.
         """
+        with self._explain_out_of_memory():
+            return self._build(with_evaluation)
+
+    def _build(self, with_evaluation: bool) -> dict[str, Any]:
         task = self.task.load()
         self.context = ExitStack()  # never closed: the process ends with the arm
         if self.joins_group:
@@ -120,7 +126,27 @@ class Arm:
             "epochs": plan.epochs,
             "evaluate_every": plan.evaluate_every,
             "effects": program.effects.evidence,
+            "peak_memory": self.peak_memory(),
         }
+
+    def peak_memory(self) -> list[MemoryPeak]:
+        """The peak of the memory of every rank since it was started, see ``engine/memory.py``."""
+        return memory_peaks(self.ranks, self.program.run.device)
+
+    @contextmanager
+    def _explain_out_of_memory(self) -> Iterator[None]:
+        """Context manager: raises MemoryExhaustedError, with the position and the batch size, if memory runs out."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RunError) or not is_out_of_memory(error):
+                raise
+            program = getattr(self, "program", None)
+            if program is None:
+                raise explain_error(error, "building the run", 0) from error
+            progress = program.run.progress
+            where = format_position(progress.step + 1, progress.epoch, progress.batch)
+            raise explain_error(error, where, program.plan.batch_size) from error
 
     def program_of(self, task: Task) -> Program:
         methods = with_strategy(make_methods(self.recipe), self.ranks)
@@ -184,6 +210,10 @@ class Arm:
         Raises:
             RunError: a loss is not finite.
         """
+        with self._explain_out_of_memory():
+            return self._train(count)
+
+    def _train(self, count: int) -> dict[str, float]:
         progress, self.losses = self.program.run.progress, []
         self._synchronize()
         samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()

@@ -3,20 +3,23 @@
 What is compared is the time of equal training: the same samples through the real step (loader, copy, forward, backward,
 update, reading the losses), including evaluations. While one arm runs, all processes of the other are suspended. The
 order is A B, B A, A B, ..., so that a drift of the machine affects both alike. Several rounds, each with fresh
-processes, show how much two processes of one recipe differ.
+processes, show how much two processes of one recipe differ. Two arms that do not fit into memory together run one after
+the other, as whole processes, and the result says so.
 """
 
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS
 from hasten.benchmarking.fork_server import DeadlineError, mark_warnings_shown, reset_shown_warnings
 from hasten.benchmarking.measurement import MAX_ROUNDS, MIN_ROUNDS, ArmSamples, Measurement, order_of
-from hasten.benchmarking.pair import build_pair
+from hasten.benchmarking.pair import ArmBuilder, ArmsDoNotFitError, SequentialPair, build_pair
 from hasten.benchmarking.ratio import LOOKS, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
+from hasten.core.errors import MemoryExhaustedError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
@@ -44,6 +47,7 @@ class Comparison:
     seconds: float
     noise: dict[str, Any]
     by_position: list[tuple[int, Ratio]] = field(default_factory=list)  # (step of a, ratio of the steps from there on)
+    interleaved: bool = True  # False: memory did not suffice for both arms at once
 
     def to_json(self) -> CompareResult:
         arms = self._arms()
@@ -65,6 +69,8 @@ class Comparison:
             "evaluation_seconds": {name: min(arm.evaluations, default=None) for name, arm in arms.items()},
             "start_seconds": {name: arm.plan["start"] for name, arm in arms.items()},
             "effects": {name: arm.plan.get("effects", {}) for name, arm in arms.items()},
+            "peak_memory_bytes": {name: arm.peak_memory for name, arm in arms.items()},
+            "interleaved": self.interleaved,
             "system_noise": self.noise,
             "seconds": self.seconds,
         }
@@ -110,8 +116,9 @@ def compare(
 
     Returns:
         ``verdict`` ("faster" if b is), ``ratio`` (time of a / time of b) with its interval, ``rounds`` (pairs of
-        processes), ``blocks``, ``by_position`` (the ratio of the steps at the start and later in the training) and
-        more.
+        processes), ``blocks``, ``by_position`` (the ratio of the steps at the start and later in the training),
+        ``peak_memory_bytes`` (of each arm and rank, see ``engine/memory.py``), ``interleaved`` (False if the arms do
+        not fit into memory together) and more.
 
     Raises:
         ConfigurationError: a wrong request.
@@ -126,18 +133,23 @@ def compare(
             for recipe in recipes:
                 check_process_count(loaded, processes, make_methods(recipe))
             warn_oversubscribed(processes)
-    comparison = run_interleaved(
-        ref,
-        *recipes,
-        budget=seconds,
-        processes=(processes, processes),
-        timeout=timeout or TIMEOUT_S,
-        later_share=LATER_SHARE,
-        device=pick_device(device),
-        seed=seed,
-        watch=watch,
-    )
-    return {"task": str(ref), **comparison.to_json()}
+    device = pick_device(device)
+    try:
+        comparison = run_interleaved(
+            ref,
+            *recipes,
+            budget=seconds,
+            processes=(processes, processes),
+            timeout=timeout or TIMEOUT_S,
+            later_share=LATER_SHARE,
+            device=device,
+            seed=seed,
+            watch=watch,
+        )
+    except MemoryExhaustedError as error:
+        arm = error.arm or 0
+        raise MemoryExhaustedError(f"{'ab'[arm]} ({recipes[arm]}) does not fit into memory: {error}") from None
+    return {"task": str(ref), "device": device, **comparison.to_json()}
 
 
 def run_interleaved(
@@ -192,17 +204,30 @@ def run_interleaved(
     arms = ArmSamples(a, processes=processes[0]), ArmSamples(b, processes=processes[1])
     longest = longest or SYNC_PERIOD_BUDGETS * budget
     done = Measurement(arms, budget, *rounds, sorted(looks), longest, start_step, later_share * budget, watch)
-    where = {"device": device, "seed": seed, "processes": processes, "timeout": timeout + budget, "deadline": deadline}
+    where = task, (a, b), device, seed, processes, timeout + budget, deadline
     try:
         while not done.is_over:
-            # b first in the first round, to notice at once if it has no effect
-            what = {"order": order_of(done.rounds + 1), "with_evaluation": done.needs_evaluations()}
-            with build_pair(task, (a, b), watch=watch, **what, **where) as pair:
-                done.run_round(pair)
+            _run_round(done, ArmBuilder(*where, done.needs_evaluations(), watch))
     except DeadlineError:
         if not done.end_now():
             raise
     switches = sum(block["switches"] for block in arms[0].blocks)
     figures = noise.summary(100 * spread(arms[0].seconds_per_sample()), int(switches))
     seconds = time.monotonic() - began
-    return Comparison(done.verdict, done.ratio, *arms, done.why(), seconds, figures, done.by_position)
+    why, positions = done.why(), done.by_position
+    return Comparison(done.verdict, done.ratio, *arms, why, seconds, figures, positions, not done.is_sequential)
+
+
+def _run_round(done: Measurement, builder: ArmBuilder) -> None:
+    """Runs a round with both arms at once, or, from when memory does not suffice for that, one after the other."""
+    if done.is_sequential:
+        plans = [arm.plan for arm in done.arms if arm.plan]
+        with ExitStack() as stack:
+            done.run_round(SequentialPair(stack, builder, plans, order_of(done.rounds), builder.timeout))
+        return
+    try:
+        # b first in the first round, to notice at once if it has no effect
+        with build_pair(builder, order_of(done.rounds + 1), builder.timeout) as pair:
+            done.run_round(pair)
+    except ArmsDoNotFitError:
+        done.run_sequentially()

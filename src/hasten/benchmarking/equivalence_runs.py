@@ -31,7 +31,7 @@ from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.train import with_strategy
-from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.keras_models import is_keras_dropout, modules_of, variables_below_float64
 from hasten.utils.rng import preserve_rng_state
 
@@ -82,10 +82,14 @@ class EquivalenceCase:
 
 @dataclass(frozen=True)
 class RunConditions(Method):
-    """A method that disables dropout and, if ``double``, runs the model in float64."""
+    """A method that disables dropout, runs the model in float64 if ``double``, and reverses each batch if ``reverse``.
+
+    The order of the rows of a batch changes nothing but the rounding.
+    """
 
     card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
+    reverse: bool = False
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         for module in modules_of(model):
@@ -98,9 +102,17 @@ class RunConditions(Method):
         return model.double() if self.double else model
 
     def batch_transform(self, batch_transform: BatchFn, run: RunContext) -> BatchFn:
-        if not self.double:
-            return batch_transform
-        return lambda batch: map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch_transform(batch))
+        def transform(batch: Any) -> Any:
+            batch = batch_transform(batch)
+            rows = batch_size(batch)
+
+            def change(t: torch.Tensor) -> torch.Tensor:
+                t = t.flip(0) if self.reverse and t.ndim and t.shape[0] == rows else t
+                return t.double() if self.double and t.is_floating_point() else t
+
+            return map_tensors(change, batch)
+
+        return transform if self.double or self.reverse else batch_transform
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if not self.double or run.task.step is None:
@@ -159,14 +171,15 @@ class EquivalenceRun:
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
     """Runs base and candidate for as many steps as the slower one can do in time: (base, candidate)."""
-    a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
-    b = _run(case, case.candidate, extra, a.steps)
+    a = run_arm(case, case.base, extra, min(case.steps, steps or case.steps))
+    b = run_arm(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
-        a = _run(case, case.base, extra, b.steps)
+        a = run_arm(case, case.base, extra, b.steps)
     return a, b
 
 
-def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
+def run_arm(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
+    """Runs a recipe for ``steps`` steps, or fewer if the time is over, with methods that set the conditions."""
     dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up

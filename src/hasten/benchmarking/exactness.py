@@ -12,11 +12,17 @@ In all classes the validation data must be the same. The check fails closed: a r
 nothing to act on does not pass. Call it in a process of its own: it restores the global state that it knows of, but a
 method may change anything. Float64 runs compare the formula, so both arms disable dropout: microbatches or a compiler
 rightly draw other random numbers.
+
+A model that cannot run in float64 (no memory for it, or kernels for lower precisions only) is run with smaller batches
+and, if that does not help, in float32. There the limit is what the rounding alone changes: the difference between two
+runs of the base, one of them with the rows of each batch in reverse order. The result says which it was.
 """
 
+import gc
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +35,7 @@ from hasten.benchmarking.equivalence_runs import (
     first_gradients,
     plan_differences,
     plan_mismatch,
+    run_arm,
     validation_mismatch,
 )
 from hasten.benchmarking.process_state import restored
@@ -43,6 +50,11 @@ Gradients: TypeAlias = dict[str, torch.Tensor]  # by parameter name
 
 MAX_DIFFERENCE = 1e-10  # relative, of all weights together
 MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
+SMALL_BATCH = 8  # rows, where a float64 run with whole batches fails
+ROUNDING_STEPS = 5  # of float32 runs: rounding grows with every step
+MAX_ROUNDING = 1e-3  # relative change by rounding, above which float32 runs show nothing
+TIMES_ROUNDING, LEAST_ROUNDING = 4.0, 1e-6  # a difference up to so many times the rounding is rounding
+MIN_ROUNDED_MOVEMENT_DB = 10.0  # of the weights in float32, where the method rounds them
 MAX_BATCHES = 25  # a dynamic loss scale may need 16 overflows to settle
 NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic, e.g. that of a bias before batch norm
 
@@ -96,17 +108,99 @@ def check_exactness(
         with restored():
             if case.device != "cpu":
                 torch.use_deterministic_algorithms(True, warn_only=True)  # or two runs of one recipe could differ
-            measure, judge = _CHECKS[exactness]
-            evidence = measure(case)
-            if ranks.is_main_process:
-                return judge(*evidence)
-            return _not_passed("rank 0, which has all weights, decides")
+            return _check(case)
     except Exception as error:
         known = isinstance(error, (RunError, ConfigurationError))
         why = str(error) if known else f"the check could not be run: {format_error(error)}"
         if not ranks.is_single_process:
             raise RunError(why) from error
         return _not_passed(why)
+
+
+def _check(case: EquivalenceCase) -> ExactnessCheck:
+    try:
+        return _measure_and_judge(case)
+    except (RunError, ConfigurationError):
+        raise
+    except Exception as error:
+        if case.exactness is Exactness.BIT_EXACT or not case.ranks.is_single_process:
+            raise
+        why = format_error(error, 120)
+    return _check_without_float64(case, why)  # outside of the exception, which holds the memory of the run
+
+
+def _measure_and_judge(case: EquivalenceCase) -> ExactnessCheck:
+    measure, judge = _CHECKS[case.exactness]
+    evidence = measure(case)
+    if case.ranks.is_main_process:
+        return judge(*evidence)
+    return _not_passed("rank 0, which has all weights, decides")
+
+
+def _check_without_float64(case: EquivalenceCase, why: str) -> ExactnessCheck:
+    """The check of a model that fails in float64, ``why``: with smaller batches, or else in float32."""
+    size = case.task.batch_size
+    if size and size > SMALL_BATCH:
+        _free_memory()
+        with suppress(Exception):  # then in float32
+            check = _measure_and_judge(replace(case, task=replace(case.task, batch_size=SMALL_BATCH)))
+            return replace(check, why=f"{check.why}; with batches of {SMALL_BATCH}, since larger ones fail ({why})")
+    _free_memory()
+    check = _CHECKS_IN_FLOAT32[case.exactness](case)
+    return replace(check, why=f"{check.why}; in float32, since the model does not run in float64 ({why})")
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _float32_runs(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun, float, float]:
+    """Both arms in float32, their relative difference, and the difference that rounding alone explains."""
+    a, b = both_arms(case, RunConditions(double=False), steps=ROUNDING_STEPS)
+    reordered = run_arm(case, case.base, (RunConditions(double=False, reverse=True),), a.steps)
+    rounding = _relative_difference(a.weights, reordered.weights)
+    if not rounding <= MAX_ROUNDING:
+        raise RunError(f"in float32 the order of the rows of a batch changes the weights by {rounding:.1e}")
+    number = _relative_difference(a.weights, b.weights) if a.weights.keys() == b.weights.keys() else math.inf
+    return a, b, number, max(LEAST_ROUNDING, TIMES_ROUNDING * rounding)
+
+
+def _equivalent_math_in_float32(case: EquivalenceCase) -> ExactnessCheck:
+    a, b, number, limit = _float32_runs(case)
+    if why := plan_mismatch(a, b):
+        return _not_passed(why)
+    relation = "within" if number <= limit else "beyond"
+    why = f"the weights differ by {number:.1e} after {a.steps} steps, {relation} the {limit:.1e} that rounding explains"
+    return ExactnessCheck(number <= limit, number, why)
+
+
+def _reduced_precision_in_float32(case: EquivalenceCase) -> ExactnessCheck:
+    noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), MAX_BATCHES)
+    clean, _ = first_gradients(case, case.base, RunConditions(double=False), len(noisy))
+    name, worst = _worst_gradient(clean, noisy)
+    if not worst >= MIN_GRADIENT_DB:
+        why = f"the gradient of {name} is {worst:.1f} dB above its error against float32, below {MIN_GRADIENT_DB:.0f}"
+        return _not_passed(why, worst)
+    a, b = both_arms(case, RunConditions(double=False), steps=ROUNDING_STEPS)
+    if why := plan_mismatch(a, b):
+        return _not_passed(why)
+    movement = _decibels(_movement(a), _movement(a).sub(_movement(b)))
+    if not movement >= MIN_ROUNDED_MOVEMENT_DB:
+        why = f"it does more than round: the weights move differently ({movement:.1f} dB, {a.steps} steps)"
+        return _not_passed(why, movement)
+    why = f"every gradient is at least {worst:.1f} dB above its error against float32, over {batches} batches"
+    return ExactnessCheck(True, worst, why)
+
+
+def _changes_training_in_float32(case: EquivalenceCase) -> ExactnessCheck:
+    a, b, number, limit = _float32_runs(case)
+    if why := validation_mismatch(a, b):
+        return _not_passed(why)
+    change = "" if a.plan == b.plan else f", and the plan differs: {plan_differences(b.plan, a.plan)}"
+    why = f"the weights differ by {number:.1e} after {b.steps} steps, of which rounding explains {limit:.1e}{change}"
+    return ExactnessCheck(number > limit or bool(change), number, why)
 
 
 def _not_passed(why: str, number: float = math.nan) -> ExactnessCheck:
@@ -183,6 +277,13 @@ _CHECKS: dict[Exactness, tuple[Callable[[EquivalenceCase], tuple[Any, ...]], Cal
     Exactness.EQUIVALENT_MATH: (_both_in_double, _judge_equivalent_math),
     Exactness.REDUCED_PRECISION: (_gradients_and_movement, _judge_reduced_precision),
     Exactness.CHANGES_TRAINING: (_both_in_double, _judge_changes_training),
+}
+
+
+_CHECKS_IN_FLOAT32: dict[Exactness, Callable[[EquivalenceCase], ExactnessCheck]] = {
+    Exactness.EQUIVALENT_MATH: _equivalent_math_in_float32,
+    Exactness.REDUCED_PRECISION: _reduced_precision_in_float32,
+    Exactness.CHANGES_TRAINING: _changes_training_in_float32,
 }
 
 

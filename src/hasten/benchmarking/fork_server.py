@@ -39,11 +39,19 @@ from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
 
-from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, ProgressWarning, RunError
+from hasten.core.errors import (
+    ConfigurationError,
+    HastenWarning,
+    MemoryExhaustedError,
+    PeerFailure,
+    ProgressWarning,
+    RunError,
+)
 from hasten.core.progress import ProgressCallback, no_progress
 
 STDERR = 2  # file descriptor
-ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, RunError)}  # a subclass before its base
+# a subclass before its base
+ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, MemoryExhaustedError, RunError)}
 CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
 
 
@@ -147,7 +155,7 @@ class Worker:
         try:
             yield
         except (EOFError, ConnectionError):
-            raise RunError(_describe_exit(self.server.exit_code(self.pid))) from None
+            raise exit_error(self.server.exit_code(self.pid)) from None
 
     def suspend(self) -> None:
         """Stops the process and its children, such as loader workers, until ``resume`` or the next ``send``."""
@@ -167,10 +175,10 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits until the process has ended, so that its memory and its part of the GPU are free for the next one."""
+        """Waits until the group has ended, so that its memory and its part of the GPU are free for the next one."""
         self.kill()
         self.connection.close()
-        self.server.exit_code(self.pid)
+        self.server.wait_for_group(self.pid)
 
 
 class ForkServer:
@@ -183,7 +191,7 @@ class ForkServer:
         self.owner = os.getpid()
         self.control, control = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hasten.benchmarking.worker_process", str(control.fileno())],
+            server_command(control),
             pass_fds=[control.fileno()],
             stdin=subprocess.PIPE,
             stdout=STDERR,  # standard output is for results only; imported modules may print
@@ -238,8 +246,18 @@ class ForkServer:
 
     def exit_code(self, pid: int) -> int | None:
         """Waits for the end of a worker. Returns its exit code, -N if signal N ended it, None if the server is gone."""
+        return self._wait({"wait_for": pid})
+
+    def wait_for_group(self, pid: int) -> None:
+        """Waits for the end of a worker that was killed, and of every process of its group.
+
+        A process that gets SIGKILL holds its memory, also that of a GPU, for as long as the kernel takes to release it.
+        """
+        self._wait({"wait_for": pid, "group": True})
+
+    def _wait(self, request: dict[str, Any]) -> int | None:
         try:
-            return self._request({"wait_for": pid})
+            return self._request(request)
         except (OSError, RunError):
             return None
 
@@ -337,9 +355,15 @@ def timeout_error(seconds: float | None) -> RunError:
     return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
 
 
-def _describe_exit(code: int | None) -> str:
+def exit_error(code: int | None) -> RunError:
+    """The error for a worker that ended with an exit code (-N: by signal N) instead of a result."""
     if code == -signal.SIGKILL:
-        return "the process was killed, probably because memory ran out"
+        return MemoryExhaustedError("the process was killed, probably because memory ran out")
     if code is not None and code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    return "the process ended without a result"
+        return RunError(f"the process was ended by {signal.Signals(-code).name}")
+    return RunError("the process ended without a result")
+
+
+def server_command(control: socket.socket) -> list[str]:
+    """The command line of a fork server that reads its requests from ``control``."""
+    return [sys.executable, "-m", "hasten.benchmarking.worker_process", str(control.fileno())]

@@ -17,7 +17,7 @@ from hasten.benchmarking.blocks import (
     check_blocks_are_fair,
     evaluation_seconds_per_sample,
 )
-from hasten.benchmarking.pair import Pair
+from hasten.benchmarking.pair import Pair, SequentialPair
 from hasten.benchmarking.ratio import (
     ERROR,
     PROCESS_SPREAD,
@@ -33,6 +33,7 @@ from hasten.benchmarking.ratio import (
 )
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
+from hasten.engine.memory import MemoryPeak, held_bytes
 
 MIN_ROUNDS, MAX_ROUNDS = 3, ROUND_LOOKS[-1]  # of a comparison, unless the caller wants others
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
@@ -49,8 +50,14 @@ class ArmSamples:
     recipe: Recipe
     plan: dict[str, Any] = field(default_factory=dict)
     processes: int = 1
+    peak_memory: list[MemoryPeak] = field(default_factory=list)  # of each rank, the highest of all rounds
     blocks: list[dict[str, float]] = field(default_factory=list)  # as ``Arm.train`` returns them, and their "round"
     evaluations: list[float] = field(default_factory=list)
+
+    def note_peak_memory(self, peaks: list[MemoryPeak]) -> None:
+        """Keeps the higher peak of each rank."""
+        before = self.peak_memory or peaks
+        self.peak_memory = [max(pair, key=held_bytes) for pair in zip(before, peaks, strict=True)]
 
     def seconds_per_sample(self, number: int | None = None) -> list[float]:
         """Seconds per training sample of each block, or of each block of one round, without evaluations."""
@@ -85,6 +92,7 @@ class Measurement:
     later_seconds: float
     watch: ProgressCallback
     rounds: int = 0
+    is_sequential: bool = False  # whether the arms do not fit into memory together
     is_over: bool = False
     out_of_budget: bool = False
     verdict: str = UNSURE
@@ -102,12 +110,23 @@ class Measurement:
         if not self.rounds:
             self._plan_blocks(setup)
         self.rounds += 1
-        self._time_blocks(pair)
+        if isinstance(pair, SequentialPair):
+            self._time_sequentially(pair)
+        else:
+            self._time_blocks(pair)
+        for arm, peaks in zip(self.arms, pair.peak_memory(), strict=True):
+            arm.note_peak_memory(peaks)
         if self.rounds == 1 and not self.is_single:
             self._plan_rounds(setup)
         self._decide(setup)
         if self.is_over and self.later_seconds:
             self._look_later(pair)
+
+    def run_sequentially(self) -> None:
+        """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
+        self.is_sequential, self.rounds, self.later_seconds = True, 0, 0.0
+        for arm in self.arms:
+            arm.plan, arm.blocks, arm.evaluations = {}, [], []
 
     def needs_evaluations(self) -> bool:
         """Whether the next round times evaluations: not if the first has, and they take as long as many blocks."""
@@ -141,6 +160,9 @@ class Measurement:
             why += (
                 f"; with so few rounds it assumes that processes of one recipe differ by {100 * PROCESS_SPREAD:.0f} %"
             )
+        if self.is_sequential:
+            a, b = (sum(map(held_bytes, arm.peak_memory)) / 1e9 for arm in self.arms)
+            why += f"; memory does not suffice for both arms at once ({a:.1f} and {b:.1f} GB): each ran alone, in turns"
         return why + self._change()
 
     def _inspect(self, pair: Pair) -> None:
@@ -172,6 +194,17 @@ class Measurement:
             self.out_of_budget = pairs >= MIN_PAIRS and self._left() < self.pair_seconds
             if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
                 return
+
+    def _time_sequentially(self, pair: SequentialPair) -> None:
+        """Times the blocks of a round of arms that are built one after the other; their evaluations while building."""
+        began = time.monotonic()
+        pairs = min(self.most_pairs, max(MIN_PAIRS, int(self._left() / self.pair_seconds)))
+        for arm, plan, blocks in zip(self.arms, pair.plans, pair.time_round(self.block_samples, pairs), strict=True):
+            arm.blocks += [{**block, "round": self.rounds} for block in blocks]
+            if plan["evaluation"] is not None:
+                arm.evaluations.append(plan["evaluation"])
+        self.pair_seconds = (time.monotonic() - began) / pairs
+        self._report()
 
     def _plan_blocks(self, setup: float) -> None:
         """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""

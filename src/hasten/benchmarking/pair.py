@@ -7,13 +7,15 @@ training goes on, so that a recipe which is further in the training differs from
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
-from hasten.core.errors import RunError
+from hasten.core.errors import MemoryExhaustedError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
+from hasten.engine.memory import MemoryPeak, fit_together
 from hasten.engine.tasks import TaskRef
 
 CHUNK_SECONDS = 1.0  # of untimed steps in one call
@@ -21,37 +23,73 @@ MIN_CLOCK_RATIO = 0.8  # of the time that an arm reports for a block to that mea
 MAX_TRIES = 3  # for the two clocks to agree
 
 
-@contextmanager
-def build_pair(
-    task: TaskRef,
-    recipes: tuple[Recipe, Recipe],
-    *,
-    order: tuple[int, int],
-    device: str,
-    seed: int,
-    processes: tuple[int, int],
-    timeout: float,
-    deadline: float | None,
-    with_evaluation: bool,
-    watch: ProgressCallback,
-) -> "Iterator[Pair]":
-    """Context manager: builds both arms, in the given order, each in processes of its own that end with the block.
+@dataclass
+class ArmBuilder:
+    """Builds the arms of a comparison, each in processes of its own; see ``Arm.build`` for ``with_evaluation``.
 
-    See ``Arm.build`` for ``with_evaluation``.
+    Attributes:
+        seconds: that building has taken so far.
+    """
+
+    task: TaskRef
+    recipes: tuple[Recipe, Recipe]
+    device: str
+    seed: int
+    processes: tuple[int, int]
+    timeout: float
+    deadline: float | None
+    with_evaluation: bool
+    watch: ProgressCallback
+    seconds: float = 0.0
+
+    @contextmanager
+    def built(self, index: int) -> Iterator[tuple[Worker | WorkerGroup, dict[str, Any]]]:
+        """Context manager: arm 0 or 1, suspended, and its plan. Its processes have ended at the end of the block."""
+        recipe = self.recipes[index]
+        self.watch(f"building {recipe}", 0.0, None)
+        arguments = {"task": self.task, "methods": recipe.methods, "device": self.device, "seed": self.seed}
+        where = self.processes[index], "hasten.benchmarking.arm:Arm", self.timeout, self.deadline
+        with ExitStack() as stack:
+            with blame(index):
+                arm = stack.enter_context(start_workers(*where, **arguments))
+                began = time.monotonic()  # not sooner: the first worker waits for torch to be imported
+                plan = arm.call("build", with_evaluation=self.with_evaluation)
+                arm.suspend()
+                self.seconds += time.monotonic() - began
+            yield arm, plan
+
+
+@contextmanager
+def blame(index: int) -> Iterator[None]:
+    """Context manager: a RunError raised inside is the failure of arm ``index``."""
+    try:
+        yield
+    except RunError as error:
+        error.arm = index
+        raise
+
+
+@contextmanager
+def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "Iterator[Pair]":
+    """Context manager: builds both arms, in the given order; their processes end with the block.
+
+    Raises:
+        ArmsDoNotFitError: memory does not suffice for both arms, or became scarce; for one it may.
     """
     with ExitStack() as stack:
-        built, seconds = {}, 0.0
-        for index in order:
-            watch(f"building {recipes[index]}", 0.0, None)
-            arguments = {"task": task, "methods": recipes[index].methods, "device": device, "seed": seed}
-            started = start_workers(processes[index], "hasten.benchmarking.arm:Arm", timeout, deadline, **arguments)
-            arm = stack.enter_context(started)
-            began = time.monotonic()  # not sooner: the first worker waits for torch to be imported
-            built[index] = arm, arm.call("build", with_evaluation=with_evaluation)
-            arm.suspend()
-            seconds += time.monotonic() - began
-        arms, plans = zip(built[0], built[1], strict=True)
-        yield Pair(arms, plans, timeout, seconds)
+        built: dict[int, Any] = {order[0]: stack.enter_context(builder.built(order[0]))}
+        try:
+            built[order[1]] = stack.enter_context(builder.built(order[1]))
+            arms, plans = zip(built[0], built[1], strict=True)
+            if not fit_together(*(plan["peak_memory"] for plan in plans)):
+                raise ArmsDoNotFitError
+            yield Pair(arms, plans, timeout, builder.seconds)
+        except MemoryExhaustedError:
+            raise ArmsDoNotFitError from None
+
+
+class ArmsDoNotFitError(Exception):
+    """Raised where two arms do not fit into memory together; ``SequentialPair`` can compare them."""
 
 
 class Pair:
@@ -69,7 +107,8 @@ class Pair:
         timeout: float,
         build_seconds: float = 0.0,
     ):
-        self.arms, self.plans, self.timeout, self.build_seconds = arms, plans, timeout, build_seconds
+        self.arms, self.plans = dict(enumerate(arms)), list(plans)
+        self.timeout, self.build_seconds = timeout, build_seconds
         self.positions = [plan["samples"] for plan in plans]
 
     def run_to(self, position: float) -> None:
@@ -90,6 +129,15 @@ class Pair:
             blocks[index] = self._time_block(index, max(1, self._steps_to(index, end)))
         return blocks
 
+    def peak_memory(self) -> list[list[MemoryPeak]]:
+        """The peak memory of arm 0 and of arm 1, of each rank."""
+        return [self._peak_memory(index) for index in self.arms]
+
+    def _peak_memory(self, index: int) -> list[MemoryPeak]:
+        peaks = self.arms[index].call("peak_memory", timeout=self.timeout)
+        self.arms[index].suspend()
+        return peaks
+
     def time_evaluations(self, order: tuple[int, int]) -> list[float]:
         """Seconds of an evaluation of arm 0 and of arm 1."""
         seconds = [0.0, 0.0]
@@ -107,7 +155,8 @@ class Pair:
     def _train(self, index: int, steps: int) -> dict[str, float]:
         """Trains an arm for ``steps`` steps. The timeout limits its silence; the time of the steps is added to it."""
         expected = 2 * steps * self.plans[index]["step"]
-        block = self.arms[index].call("train", count=steps, timeout=self.timeout + expected)
+        with blame(index):
+            block = self.arms[index].call("train", count=steps, timeout=self.timeout + expected)
         self.arms[index].suspend()
         self.positions[index] = block["position"]
         return block
@@ -126,3 +175,58 @@ class Pair:
             f"the arm reports {block['seconds']:.2f} s for {block['samples']} samples, but the clock of the comparison "
             f"{seen:.2f} s; a method must not change the clock or the count of samples"
         )
+
+
+class SequentialPair(Pair):
+    """Two arms that do not fit into memory together: one runs all its blocks of a round, then the other one.
+
+    Each arm is built for its part of a round and has ended, and released its memory, before the other one is built.
+    ``plans`` are those of earlier rounds; without them both arms are built once, to know how long their blocks are. The
+    blocks of arm ``order[0]`` come first.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        builder: ArmBuilder,
+        plans: Sequence[dict[str, Any]],
+        order: tuple[int, int],
+        timeout: float,
+    ):
+        self.stack, self.builder, self.order, self.start = stack, builder, order, 0.0
+        self.built: int | None = None  # which arm is there
+        self.peaks: list[list[MemoryPeak]] = [[], []]
+        super().__init__([], list(plans) or [{"samples": 0}, {"samples": 0}], timeout)
+        if not plans:
+            for index in reversed(order):
+                self._build(index)
+            self.build_seconds = builder.seconds
+
+    def run_to(self, position: float) -> None:
+        """The position at which both arms begin their blocks; each trains on to it once it is built."""
+        self.start = max(position, *self.positions)
+
+    def time_round(self, samples: float, pairs: int) -> list[list[dict[str, float]]]:
+        """Times ``pairs`` blocks in one arm, then as many in the other: the blocks of arm 0 and of arm 1."""
+        blocks: list[list[dict[str, float]]] = [[], []]
+        for index in self.order:
+            self._build(index)
+            if (steps := self._steps_to(index, self.start)) > 0:
+                self._train(index, steps)
+            for number in range(pairs):
+                end = self.start + (number + 1) * samples
+                blocks[index].append(self._time_block(index, max(1, self._steps_to(index, end))))
+            self.peaks[index] = self._peak_memory(index)
+        return blocks
+
+    def peak_memory(self) -> list[list[MemoryPeak]]:
+        return self.peaks
+
+    def _build(self, index: int) -> None:
+        """Builds an arm, unless it is there, after the other one has ended."""
+        if self.built == index:
+            return
+        self.stack.close()
+        arm, plan = self.stack.enter_context(self.builder.built(index))
+        self.arms, self.built = {index: arm}, index
+        self.plans[index], self.positions[index] = plan, plan["samples"]

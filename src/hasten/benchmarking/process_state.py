@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hasten.utils.denormals import flushes_denormals
+from hasten.utils.float32_precision import get_float32_precision, set_float32_precision
 from hasten.utils.rng import get_rng_state, set_rng_state
 from hasten.utils.tree import bitwise_equal
 
@@ -51,7 +52,7 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
 _SETTINGS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "denormal numbers": (flushes_denormals, torch.set_flush_denormal),
-    "matrix product precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "float32 precision": (get_float32_precision, set_float32_precision),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -59,7 +60,6 @@ _SETTINGS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
     ),
-    "cudnn TF32": _attribute(torch.backends.cudnn, "allow_tf32"),
     "cudnn benchmark": _attribute(torch.backends.cudnn, "benchmark"),
     "cudnn deterministic": _attribute(torch.backends.cudnn, "deterministic"),
     "oneDNN": _attribute(torch.backends.mkldnn, "enabled"),

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from hasten.benchmarking.fork_server import ERRORS, Worker, forward_message, seconds_to_wait, timeout_error
-from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, PeerFailure, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.tasks import TaskRef
 from hasten.launch.rendezvous import LOOPBACK, interface_of
@@ -139,7 +139,7 @@ class WorkerGroup:
             try:
                 kind, content = self.ranks[rank].recv()
             except RunError as death:
-                kind, content = RunError.__name__, str(death)
+                kind, content = type(death).__name__, str(death)
             if kind == "result":
                 results[rank] = content
             elif kind in ERRORS:
@@ -158,7 +158,10 @@ class WorkerGroup:
         rank = causes[0] if causes else min(errors)
         error = errors[rank]
         all_the_same = len(errors) == len(self.ranks) and len({str(other) for other in errors.values()}) == 1
-        return error if all_the_same or isinstance(error, ConfigurationError) else RunError(f"rank {rank}: {error}")
+        if all_the_same or isinstance(error, ConfigurationError):
+            return error
+        kind = MemoryExhaustedError if isinstance(error, MemoryExhaustedError) else RunError
+        return kind(f"rank {rank}: {error}")
 
     def suspend(self) -> None:
         for rank in self.ranks:

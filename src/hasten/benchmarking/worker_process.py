@@ -16,15 +16,15 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
 
 import torch
 
-from hasten._torch_compat import LAZILY_IMPORTED_MODULES, is_out_of_memory
-from hasten.benchmarking.fork_server import ERRORS, STDERR
+from hasten._torch_compat import LAZILY_IMPORTED_MODULES
+from hasten.benchmarking.fork_server import ERRORS, STDERR, server_command
 from hasten.core.errors import ConfigurationError, HastenWarning, PeerFailure, ProgressWarning, RunError
 from hasten.distributed.process_group import PEER_GONE, is_peer_failure
 from hasten.engine.error_messages import explain_error
@@ -36,6 +36,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STDIN, STDOUT = 0, 1  # file descriptors
 PRELOAD = ("torch", *LAZILY_IMPORTED_MODULES, "hasten.benchmarking.arm")
 MAX_REQUEST_BYTES = 1 << 20
+CUDA_FILES = ("/nvidia-uvm", "/dxg")  # that a process which has initialized CUDA holds open; the second on WSL 2
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch.cuda.is_available() does not initialize CUDA
 
 
 def _serve(control: socket.socket) -> None:
@@ -46,11 +48,9 @@ def _serve(control: socket.socket) -> None:
     sys.path[:] = start["path"]
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
-    for module in (*PRELOAD, *start["modules"]):
-        with contextlib.suppress(Exception, SystemExit):
-            import_module(module)
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a command leaves behind becomes a child
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server waits for processes whose parent has ended, see ``_wait_for``
+    if module := _preload([*PRELOAD, *start["modules"]]):
+        _start_again(control, start, module)
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
@@ -59,13 +59,15 @@ def _serve(control: socket.socket) -> None:
         request = json.loads(message)
         if (pid := request.get("wait_for")) is not None:
             reply = _wait_for(pid, exit_codes)
+            if request.get("group"):
+                _wait_for_rest_of_group(pid)
         else:
             reply = os.fork()
             if reply == 0:
                 control.close()
                 if "argv" in request:
                     _execute(request)
-                _run_worker(Connection(descriptors[0]), request)
+                _run_worker(Connection(descriptors[0]), request, start.get("warning"))
             exit_codes[reply] = None
             if descriptors:
                 os.close(descriptors[0])
@@ -89,6 +91,64 @@ def _children() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except OSError:
         return []
+
+
+def _preload(modules: list[str]) -> str | None:
+    """Imports modules. Returns the first one that has initialized CUDA, which forked processes could not use then."""
+    before, os.environ[NVML_CHECK] = os.environ.get(NVML_CHECK), "1"
+    try:
+        for module in modules:
+            with contextlib.suppress(Exception, SystemExit):
+                import_module(module)
+            if has_initialized_cuda(_open_files()):
+                return module
+    finally:
+        os.environ.pop(NVML_CHECK)
+        if before is not None:
+            os.environ[NVML_CHECK] = before
+    return None
+
+
+def has_initialized_cuda(open_files: Iterable[str]) -> bool:
+    """Whether a process that holds these files open has initialized CUDA, through PyTorch or any other library."""
+    return any(path.endswith(CUDA_FILES) for path in open_files)
+
+
+def _open_files() -> Iterator[str]:
+    folder = "/proc/self/fd"
+    for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(OSError):  # the descriptor of the folder itself is closed
+            yield os.readlink(f"{folder}/{descriptor}")
+
+
+def _start_again(control: socket.socket, start: dict[str, Any], module: str) -> None:
+    """Replaces this process by a server that leaves the modules to its workers; returns if it is that server already.
+
+    The workers say once why they start slowly, or cannot use the GPU.
+    """
+    if "warning" in start:
+        start["warning"] = f"importing {module} initializes CUDA, so that no measured process can use the GPU"
+        return
+    start["warning"] = (
+        f"importing {module} initializes CUDA, which a forked process cannot use: each measured process imports the "
+        "task's packages itself and starts later; initialize CUDA in a function instead"
+    )
+    start["modules"] = []
+    text = os.memfd_create("start")
+    os.write(text, json.dumps(start).encode())
+    os.lseek(text, 0, os.SEEK_SET)
+    os.dup2(text, 0)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, descriptor in (0, STDOUT, STDERR, control.fileno()))
+    os.execv(sys.executable, server_command(control))
+
+
+def _wait_for_rest_of_group(group: int) -> None:
+    """Waits for the processes of a killed group whose parents have ended, which are children of the server now."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-group, 0)
 
 
 def _wait_for(pid: int, exit_codes: dict[int, int | None]) -> int:
@@ -118,11 +178,13 @@ def _execute(request: dict[str, Any]) -> NoReturn:
     os._exit(127)
 
 
-def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
+def _run_worker(connection: Connection, request: dict[str, Any], warning: str | None) -> NoReturn:
     """Main loop of a worker: creates the object and handles calls until the connection closes."""
     try:
         _set_up_worker(request)
         service, send = None, _sender(connection)
+        if warning:
+            warnings.warn(warning, HastenWarning, stacklevel=1)
         while True:
             method, arguments = connection.recv()
             try:
@@ -142,8 +204,12 @@ def _run_worker(connection: Connection, request: dict[str, Any]) -> NoReturn:
 
 
 def _die_with_server() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _set_up_worker(request: dict[str, Any]) -> None:
@@ -163,14 +229,10 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
     """(key of ``ERRORS``, message) under which a worker reports an exception to the parent."""
     if isinstance(error, SystemExit):
         return RunError.__name__, "the task's code ended the process (sys.exit)"
-    if isinstance(error, (ConfigurationError, RunError)):
-        error = PeerFailure(error) if is_peer_failure(error) else error
-        return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
     if is_peer_failure(error):
-        return PeerFailure.__name__, PEER_GONE
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
-        return RunError.__name__, "ran out of memory"
-    return RunError.__name__, str(explain_error(cast(Exception, error), "the training", 0))
+        return PeerFailure.__name__, str(error) if isinstance(error, (ConfigurationError, RunError)) else PEER_GONE
+    error = explain_error(cast(Exception, error), "the training", 0)
+    return next(name for name, kind in ERRORS.items() if isinstance(error, kind)), str(error)
 
 
 def _sender(connection: Connection) -> Callable[[str, object], None]:

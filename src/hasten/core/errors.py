@@ -13,7 +13,17 @@ class ConfigurationError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1."""
+    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1.
+
+    Attributes:
+        arm: The arm of a comparison that failed: 0 for a, 1 for b; None outside of comparisons.
+    """
+
+    arm: int | None = None
+
+
+class MemoryExhaustedError(RunError):
+    """The memory of the machine or of a GPU did not suffice, for this process beside all others."""
 
 
 class NoEffectError(RunError):

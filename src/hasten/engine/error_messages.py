@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hasten._torch_compat import autograd_error_kind, is_out_of_memory
-from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error
 from hasten.engine.registry import remedies
 
 LIBRARY_PATHS = (
@@ -25,13 +25,15 @@ HINTS = {
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
     """The error to raise instead of ``error``, which is returned as it is if it is one of hasten's errors.
 
-    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch.
+    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch, 0: unknown.
     """
     if isinstance(error, (RunError, ConfigurationError)):
         return error
     if is_out_of_memory(error):
         advice = f"use smaller batches, or add {remedies('out_of_memory')}"
-        return RunError(f"out of memory at {where} with batches of {batch_size}; {advice}")
+        place = f"{'at' if where.startswith('step') else 'in'} {where}"
+        batches = f" with batches of {batch_size}" if batch_size else ""
+        return MemoryExhaustedError(f"out of memory {place}{batches}; {advice}")
     kind, text = autograd_error_kind(error), str(error)
     reason, hint = format_error(error), HINTS.get(kind or "", "")
     if kind == "unused_parameters":

@@ -25,9 +25,10 @@ from hasten.distributed.process_group import check_ranks_agree, init_process_gro
 from hasten.engine.bad_rows import with_bad_row_limit
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.data_adapters import ONE_PROCESS_ONLY
-from hasten.engine.devices import pick_device
+from hasten.engine.devices import assign_gpus, pick_device, visible_gpus
 from hasten.engine.environment import environment, source_hash
 from hasten.engine.error_messages import explain_error
+from hasten.engine.memory import reset_peak_memory
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
 from hasten.engine.plan import Program, build
@@ -85,7 +86,8 @@ def train(
         metric, metric_name, best_metric, steps, samples, seconds, split (seconds by part), seconds_to_target and
         samples_to_target (None if the target was not reached and held), reached, stopped (early), skipped_rows (their
         number), tuned_settings (method -> options that it found while it ran), evaluations, no_effect ((method, reason)
-        pairs), effects (method -> what shows that it acted), out, ...
+        pairs), effects (method -> what shows that it acted), peak_memory_bytes (of each rank, see
+        ``engine/memory.py``), out, ...
 
     Raises:
         ConfigurationError: A wrong request; nothing was started.
@@ -97,6 +99,7 @@ def train(
     device = pick_device(device)
     with init_process_group(device, timeout) as ranks:
         device, ref = device_of(ranks, device), TaskRef.of(task)
+        reset_peak_memory(torch.device(device))
         loaded = ref.load()
         code = ref.fingerprint() if ref.obj is None else None  # of the modules that loading has imported
         if max_bad_rows is not None:
@@ -227,7 +230,7 @@ def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None)
 
 
 def device_of(ranks: ProcessGroupInfo, device: str) -> str:
-    """The device of this rank: each rank of a node gets its own GPU.
+    """The device of this rank: each rank of a node gets its own GPU. A collective.
 
     Raises:
         ConfigurationError: The node has fewer GPUs than ranks, or the request names a single GPU for several ranks.
@@ -237,10 +240,9 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
     if device != "cuda":
         advice = "use --device cuda, and each gets a GPU of its own"
         raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
-    if ranks.local_rank >= (gpus := torch.cuda.device_count()):
-        remedy = "use fewer processes, or --device cpu"
-        raise ConfigurationError(f"there are {gpus} GPUs for {ranks.local_rank + 1} processes or more; {remedy}")
-    return f"cuda:{ranks.local_rank}"
+    infos = [json.loads(each) for each in ranks.all_gather(json.dumps([visible_gpus(), ranks.local_rank]).encode())]
+    visible, local_ranks = zip(*infos, strict=True)
+    return f"cuda:{assign_gpus(visible, local_ranks)[ranks.rank]}"
 
 
 def with_strategy(methods: list[Method], ranks: ProcessGroupInfo) -> list[Method]:

@@ -17,6 +17,7 @@ from hasten.engine import finite_checks
 from hasten.engine.cadence import PauseSchedule
 from hasten.engine.error_messages import explain_error, format_position
 from hasten.engine.loop import empty_data_error, evaluate, is_finished, train_epoch
+from hasten.engine.memory import memory_peaks
 from hasten.engine.observers import Observer, finite_or_none, losses_to_host, progress_reporter
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
@@ -181,6 +182,7 @@ class Trainer:
             "recipe": str(self.recipe),
             "tuned_settings": self.context.tuned_settings,
             "effects": self.program.effects.evidence,
+            "peak_memory_bytes": memory_peaks(self.ranks, self.context.device),
             "out": str(self.persistence.folder.path) if self.persistence.folder else None,
         }
         self.persistence.write_result(result)

@@ -15,6 +15,7 @@ from hasten.benchmarking.fork_server import seconds_to_wait
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.effects import NO_EFFECT
+from hasten.engine.memory import MemoryPeak
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import known_sites, remember
@@ -130,7 +131,12 @@ class ScriptArm:
             "evaluate_every": every and every * self.samples_per_step,
             "effects": effects,
             "facts": described["facts"],
+            "peak_memory": self.peak_memory(),
         }
+
+    def peak_memory(self) -> list[MemoryPeak]:
+        """The peak of the memory of the script's process; see ``Arm.peak_memory``."""
+        return [self._ask("memory")]
 
     def train(self, count: int, timed: bool = False) -> dict[str, float]:
         """Trains a block of ``count`` steps, or fewer at the end of the script; see ``Arm.train``.

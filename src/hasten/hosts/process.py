@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import known_sites
@@ -176,6 +177,8 @@ class ScriptProcess:
             text = f"{name} was ended by {signal.Signals(-code).name}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
+        if code == -signal.SIGKILL or is_out_of_memory(RuntimeError(_reason(output))):
+            raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))
         if "Traceback (most recent call last)" in output:
@@ -200,7 +203,7 @@ class ScriptProcess:
                 os.kill(pid, signal.SIGKILL)
         if self.connection is not None:
             self.connection.close()
-        self.server.exit_code(self.pid)
+        self.server.wait_for_group(self.pid)
 
     def close(self) -> None:
         """Ends the process and removes its folder."""

@@ -11,6 +11,7 @@ from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
+from hasten.utils.float32_precision import allow_tf32, allows_tf32, get_float32_precision, set_float32_precision
 
 
 @dataclass(frozen=True)
@@ -35,36 +36,25 @@ class TF32(Method):
         if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
             run.report_no_effect(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
             return context
-        if reason := _already_set():
-            run.report_no_effect(self, reason)
+        if allows_tf32():
+            run.report_no_effect(self, "TF32 is enabled already")
             return context
 
         @contextmanager
         def with_tf32() -> Generator[None]:
-            precision, allow_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+            before = get_float32_precision()
             try:
-                torch.set_float32_matmul_precision("high")
-                torch.backends.cudnn.allow_tf32 = True
+                allow_tf32()
                 with context():
                     yield
             finally:
-                torch.set_float32_matmul_precision(precision)
-                torch.backends.cudnn.allow_tf32 = allow_tf32
+                set_float32_precision(before)
 
         run.observe_effect(self, _describe)
         return with_tf32
 
 
-def _already_set() -> str | None:
-    """Why TF32 need not be switched on: the process has set the precision already. None if it has not."""
-    try:
-        enabled = torch.get_float32_matmul_precision() != "highest" and torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # torch refuses to read the old switches once the new ones were set
-        return "the precision of float32 products was set already, through torch.backends.fp32_precision"
-    return "TF32 is enabled already" if enabled else None
-
-
 def _describe() -> str:
-    if _already_set() is None:  # "medium", or the new switches, which the task may have set since, are as good
+    if not allows_tf32():
         raise NoEffectError("something has switched TF32 off during the run")
     return "float32 matrix products and convolutions may use TF32"

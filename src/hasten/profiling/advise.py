@@ -41,7 +41,8 @@ def advise(
             not_advised.append({"method": name, "why": why})
             continue
         if not card.accelerates:
-            not_advised.append({"method": name, "why": "it shortens no phase of the step"})
+            saves = "; it saves memory, for a larger batch or model" if "out_of_memory" in card.remedy_for else ""
+            not_advised.append({"method": name, "why": f"it shortens no phase of the step{saves}"})
             continue
         bound, why = bound_of(name, card, phases, ceilings)
         if found := sorted(problems & card.remedy_for.keys()):

@@ -14,6 +14,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
+from hasten.engine.memory import largest_batch
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
@@ -21,7 +22,7 @@ from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE, measure_allocator_ceil
 from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
-from hasten.profiling.verdict import possible_gains, verdict_of
+from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, SeenMetric
 from hasten.utils.durations import parse_budget
 
@@ -65,7 +66,7 @@ def diagnose(
         / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
         of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
         speed of the run in seconds and samples. ``operations``: see ``measure_operations``; None without ``ops``.
-        ``drift``: see ``measure_drift``.
+        ``drift``: see ``measure_drift``. ``peak_memory_bytes``: of each rank, see ``engine/memory.py``.
 
     Raises:
         ConfigurationError: a wrong request.
@@ -112,6 +113,7 @@ def diagnose(
         plan=profile.plan,
         watch=_part(watch, before_drift + DRIFT_SHARE, 1.0),
     )
+    peaks = profile.plan["peak_memory"]
     ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
     measured = {*profile.ceilings.ratios, *allocator.ratios, "evaluation"}
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
@@ -146,6 +148,8 @@ def diagnose(
         "seconds_per_run": profile.seconds_per_run(),
         "samples_per_second": 1.0 / profile.sample,
         "start_seconds": profile.plan["start"],
+        "peak_memory_bytes": peaks,
+        "memory": memory_sentence(profile.plan["batch_size"], largest_batch(profile.plan["batch_size"], peaks)),
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
         "sites": task.sites() or {},

@@ -32,8 +32,9 @@ from hasten.distributed.process_group import check_ranks_agree, init_process_gro
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.error_messages import explain_error
+from hasten.engine.memory import held_bytes, memory_peak
 from hasten.engine.registry import DISTRIBUTED, drop_distributed, make_methods, method_class, method_names
-from hasten.engine.resources import peak_memory, single_process_threads
+from hasten.engine.resources import single_process_threads
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, run_identity
 from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
@@ -153,6 +154,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
         "not_advised": not_advised,
         "facts": sorted(facts_of(probe.program)),
         "batch_size": plan["batch_size"],
+        "peak_memory_bytes": plan["peak_memory"],
         "seconds_per_step": step,
         "samples_per_second": 1 / median(times["plain"]),
         "blocks": len(times["plain"]),
@@ -189,10 +191,10 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
     single, why = None, ""
     if ranks.is_main_process:
         nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        rank_bytes = peak_memory()
+        peak = memory_peak(probe.program.run.device)
         try:
-            # free_memory is this rank's part of its node, so a full batch needs a rank's memory times the nodes
-            if probe.program.run.services.free_memory() < rank_bytes * nodes:
+            # what is available is this rank's part of its node, so a full batch needs a rank's memory times the nodes
+            if peak["available"] - peak["current"] < held_bytes(peak) * nodes:
                 raise RunError("the speed-up over one process is not measured: memory may not suffice for it")
             methods = drop_distributed(probe.plain_recipe).methods
             single = Arm(probe.task, methods, probe.device, probe.seed, SINGLE_PROCESS)

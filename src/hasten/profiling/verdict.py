@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hasten.engine.registry import remedies
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
@@ -75,6 +76,14 @@ def _hottest(profile: StepProfile) -> dict[str, Any]:
     """The function of a script that takes the most time outside of the phases that hasten times."""
     functions = [one for one in profile.code["functions"] if one["phase"] == "logging"]
     return max(functions, key=lambda one: one["share"], default={"function": "", "site": "", "share": 0.0})
+
+
+def memory_sentence(batch_size: int, largest: int | None) -> str:
+    """What the largest batch that fits, by estimate, makes possible; "" where it is unknown."""
+    if largest is None:
+        return ""
+    rounded = largest - largest % batch_size if largest >= 2 * batch_size else largest
+    return f"a batch of about {rounded} fits instead of {batch_size}; a larger one with {remedies('out_of_memory')}"
 
 
 def _largest_cause(gains: Mapping[str, float]) -> str:

@@ -1,7 +1,8 @@
 """Numbers and commands as people read and type them. Unknown values are an en dash."""
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 UNKNOWN, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"  # en dash, minus and multiplication sign
 
@@ -95,6 +96,18 @@ def file_size(value: float) -> str:
         if value >= unit:
             return f"{plain(value / unit, digits=3)} {name}"
     return count(value, "byte", "bytes")
+
+
+def peak_memory(peaks: Sequence[Mapping[str, Any]]) -> str:
+    """The peak memory of the rank that needs most: ``1.2 GB``, ``41 GB (44 GB reserved)``; an en dash if unknown."""
+    kind = "allocated" if any(peak.get("allocated") is not None for peak in peaks) else "resident"
+    known = [peak for peak in peaks if peak.get(kind) is not None]
+    if not known:
+        return UNKNOWN
+    largest = max(known, key=lambda peak: peak[kind])
+    reserved = f" ({file_size(largest['reserved'])} reserved)" if largest.get("reserved") is not None else ""
+    ranks = f", the most of {len(known)} ranks" if len(known) > 1 else ""
+    return f"{file_size(largest[kind])}{reserved}{ranks}"
 
 
 def train_command(

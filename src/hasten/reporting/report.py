@@ -229,6 +229,7 @@ def _templates() -> Environment:
     environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
+    environment.globals["peak_memory"] = formatting.peak_memory
     functions = (charts.phase_class, charts.ratio_mark, frontier_chart.small_mark, view_model.is_success)
     for function in (*functions, formatting.between):
         environment.globals[function.__name__] = function

@@ -239,6 +239,20 @@ class InputThroughput(TypedDict, total=False):
     not_measured: Mapping[str, Text]
 
 
+class MemoryPeak(TypedDict, total=False):
+    """Peak memory of one rank in bytes: ``allocated`` and ``reserved`` on a GPU, ``resident`` on the CPU.
+
+    ``current`` is what it held when the peak was read, ``available`` that and what was free on the device.
+    """
+
+    device: Text
+    allocated: Amount
+    reserved: Amount
+    resident: Amount
+    current: Amount
+    available: Amount
+
+
 class Result(TypedDict, total=False):
     """Keys of every kind of result. A result without ``kind`` is recognized by its other keys."""
 
@@ -287,6 +301,7 @@ class TuneResult(Result, total=False):
     quality: Quality
     curves: Mapping[str, Sequence[Curve]]
     step_profile: Mapping[str, Mapping[str, Amount]]
+    peak_memory_bytes: Mapping[str, Sequence[MemoryPeak]]
     operations: Operations | None
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
@@ -311,10 +326,16 @@ class PositionRatio(TypedDict, total=False):
 
 
 class CompareResult(Result, total=False):
-    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``."""
+    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``.
+
+    ``interleaved`` is False where memory did not suffice for both arms at once, and each ran alone, in turns.
+    """
 
     a: Text
     b: Text
+    device: Text
+    interleaved: YesNo
+    peak_memory_bytes: Mapping[str, Sequence[MemoryPeak]]
     ratio: Interval
     by_position: Sequence[PositionRatio]
     losses: Mapping[str, Sequence[Number]]
@@ -365,6 +386,7 @@ class DiagnoseResult(Result, total=False):
     """Result of ``diagnose``. ``phases``: fractions of the step; ``ceilings``: speed-up if the phase cost nothing.
 
     A ceiling without an interval is a bound from the share of the phase, not measured by taking the phase away.
+    ``memory``: a sentence about the largest batch that fits, "" where that is unknown.
     """
 
     recipe: Text
@@ -381,6 +403,8 @@ class DiagnoseResult(Result, total=False):
     start_seconds: Amount
     evaluation_seconds: Amount
     seconds: Amount
+    peak_memory_bytes: Sequence[MemoryPeak]
+    memory: Text
     flops: Flops | None
     input: InputThroughput
     not_advised: Sequence[NotAdvised]
@@ -415,6 +439,7 @@ class TrainResult(Result, total=False):
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
     effects: Mapping[str, Text]
+    peak_memory_bytes: Sequence[MemoryPeak]
     recipe: Text
     evaluations: Sequence[Evaluation]
 

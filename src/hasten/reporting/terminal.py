@@ -81,8 +81,11 @@ def compare_answer(result: Json) -> RenderableType:
     rows += view_model.ratios_by_position(result)
     blocks = formatting.count(result["blocks"], "block", "blocks")
     rounds = formatting.count(result["rounds"], "round", "rounds")
-    measured = f"{blocks}, arms interleaved, in {rounds} of fresh processes"
-    rows.append(("measured", measured + _noise(result["system_noise"])))
+    arms_ran = "each arm alone, in turns" if result["interleaved"] is False else "arms interleaved"
+    measured = f"{blocks}, {arms_ran}, in {rounds} of fresh processes"
+    rows += [("measured", measured + _noise(result["system_noise"])), *_device(result["device"])]
+    for arm in ("a", "b"):
+        rows += _memory(result["peak_memory_bytes"].get(arm, []), label=f"memory of {arm}")
     for arm in ("a", "b"):
         rows += _effects(result["effects"].get(arm, {}), f"effect in {arm}")
     return Group(
@@ -129,6 +132,7 @@ def train_answer(result: Json) -> RenderableType:
     final, best = formatting.metric(result["metric"]), formatting.metric(result["best_metric"])
     steps = formatting.count(result["steps"], "step", "steps")
     rows = [(name, f"{final}, best {best}"), ("trained for", f"{steps} in {seconds(result['seconds'])}")]
+    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"])]
     if result["seconds_to_target"] is not None:
         rows.append(("target", f"reached after {seconds(result['seconds_to_target'])}"))
     elif result["target"] is not None:
@@ -196,7 +200,21 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         before, tuned, hour = prices
         amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
         rows.append(("price", f"{amount} for a training, at {hour} an hour"))
+    rows += _device(result["machine"].get("gpu") or result["machine"].get("device"))
+    memory = {arm: formatting.peak_memory(peaks) for arm, peaks in result["peak_memory_bytes"].items() if peaks}
+    if memory:
+        instead = f", {memory['baseline']} without the recipe" if len(memory) > 1 else ""
+        rows.append(("peak memory", f"{memory.get('tuned') or memory['baseline']}{instead}"))
     return [*rows, *_single_process(result), *_search_cost(result)]
+
+
+def _device(device: str | None) -> list[tuple[str, str]]:
+    return [("device", device)] if device else []
+
+
+def _memory(peaks: Sequence[Json], sentence: str = "", label: str = "peak memory") -> list[tuple[str, str]]:
+    text = "; ".join(filter(None, (formatting.peak_memory(peaks), sentence)))
+    return [(label, text)] if peaks else []
 
 
 def _effects(effects: Json, label: str = "effect") -> list[tuple[str, str]]:
@@ -278,6 +296,7 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
 
 def _step_facts(result: Json) -> list[tuple[str, str]]:
     flops, rows = result["flops"], [("step", formatting.seconds(result["seconds_per_step"]))]
+    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"], result["memory"])]
     if flops["share"] is not None:
         peak = ""
         if flops["peak_gflops"]:

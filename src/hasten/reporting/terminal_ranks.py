@@ -43,6 +43,7 @@ def _ranks(result: Json) -> RenderableType:
 def _facts(result: Json) -> list[tuple[str, str]]:
     cost, seconds = result["communication"], formatting.seconds
     rows = [("step", f"{seconds(result['seconds_per_step'])}, {result['batch_size']} samples")]
+    rows += [("device", result["device"]), ("peak memory", formatting.peak_memory(result["peak_memory_bytes"]))]
     if cost["exposed"] is not None:
         share = formatting.percent(cost["share"])
         rows.append(("exposed", f"averaging gradients makes the step {seconds(cost['exposed'])} longer ({share})"))

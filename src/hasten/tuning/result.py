@@ -11,6 +11,7 @@ from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import environment
+from hasten.engine.memory import MemoryPeak
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
@@ -27,6 +28,7 @@ from hasten.tuning.trial_store import FREE_THE_DISK
 class SearchState:
     """What a search has found so far, for result.json."""
 
+    peak_memory: list[MemoryPeak] = field(default_factory=list)  # of the task as it is, of each rank
     run_seconds: float | None = None  # of the whole training as it is; None if its length is unknown
     level: str = DEFAULT_LEVEL  # weakest evidence of a recipe to recommend
     findings: list[Finding] = field(default_factory=list)
@@ -140,6 +142,7 @@ def result_of(
         "effects": _effects(winner) or (comparison.get("effects") or {}).get("b", {}),
         "step_profile": state.step_profiles,
         "operations": state.operations,
+        "peak_memory_bytes": _peak_memory(state, chosen),
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
@@ -165,6 +168,14 @@ def _training_seconds(state: SearchState, chosen: Finding | None, winner: Confir
         seconds |= {"tuned": state.run_seconds / ratio.median, "low": state.run_seconds / ratio.high}
         seconds["high"] = state.run_seconds / ratio.low
     return seconds
+
+
+def _peak_memory(state: SearchState, chosen: Finding | None) -> dict[str, list[MemoryPeak]]:
+    """The peak memory of each rank, of the task as it is and with the chosen recipe."""
+    measured = chosen.comparison.get("peak_memory_bytes") if chosen else None
+    if measured:
+        return {"baseline": measured["a"], "tuned": measured["b"]}
+    return {"baseline": state.peak_memory}
 
 
 def _money(seconds: Any, price_per_hour: float | None) -> Any:

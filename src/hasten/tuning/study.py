@@ -31,6 +31,7 @@ CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where the
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
 PROFILE_SECONDS = 3.0
+BASE_FAILED = "not measured, because the recipe to compare with failed"
 
 
 @dataclass
@@ -229,6 +230,8 @@ class Study:
                 raise OutOfBudgetError from None
             except (RunError, ConfigurationError) as error:  # out of memory, a NaN, no effect: a result, not a crash
                 outcome = {"failed": str(error), "refused": isinstance(error, ConfigurationError)}
+                if getattr(error, "arm", None) == 0:  # the best recipe so far: the candidate is not to blame
+                    outcome["failed"] = f"{BASE_FAILED}: {error}"
             return {**outcome, "trial_seconds": time.monotonic() - began}
 
         key, outcome = self.store.trial(kind, what, timed, failure_lasts)

@@ -22,7 +22,7 @@ from hasten.engine.effects import NO_EFFECT
 from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.finding import Finding
-from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.study import BASE_FAILED, Study, exactness_of
 from hasten.utils.op_recorder import NOT_CHECKED
 
 EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
@@ -221,6 +221,8 @@ def check_verdict(check: dict) -> tuple[str, str]:
 
 def failure_verdict(message: str) -> str:
     """The verdict for the report on a trial that failed with ``message``."""
+    if BASE_FAILED in message:
+        return "not measured"
     return "no effect" if NO_EFFECT in message else "failed"
 
 

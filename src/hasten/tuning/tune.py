@@ -237,6 +237,7 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
         found = study.measure_once("run_seconds", f"timing a few steps of {study.task}", measure)
     except OutOfBudgetError:
         raise _too_small(study.budget, "to time a few steps of the task") from None
+    state.peak_memory = found["plan"]["peak_memory"]
     study.step_seconds = found["plan"]["step"]
     _expect_run(study, state, found["seconds"], budget, timeout)
     return found["plan"]

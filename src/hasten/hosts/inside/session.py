@@ -338,6 +338,13 @@ class Session:
             **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
         }
 
+    def _memory(self) -> dict[str, Any]:
+        """The peak of the memory of this process."""
+        from hasten.engine.memory import memory_peak  # with packages that the script may not need
+
+        parameters = (parameter for root in self.models.roots for parameter in root.parameters())
+        return memory_peak(next((parameter.device for parameter in parameters), self.phases.device))
+
     def _evaluations(self) -> dict[str, Any]:
         """Seconds of an evaluation and the steps between two; None until one was seen."""
         found = [] if self.models.trains_in_eval_mode else self.models.evaluations

@@ -1,0 +1,70 @@
+"""The precision of float32 products, which PyTorch has two interfaces for: an older and, since 2.9, a newer one.
+
+Once a program has set one of them, reading the same setting through the older one may raise a RuntimeError. Source:
+https://docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_NEWER = {  # always readable
+    "all": torch.backends,
+    "matmul": torch.backends.cuda.matmul,
+    "cudnn": torch.backends.cudnn,
+    "conv": torch.backends.cudnn.conv,
+    "rnn": torch.backends.cudnn.rnn,
+    "onednn": torch.backends.mkldnn,
+    "onednn matmul": torch.backends.mkldnn.matmul,
+    "onednn conv": torch.backends.mkldnn.conv,
+    "onednn rnn": torch.backends.mkldnn.rnn,
+}
+
+
+def get_float32_precision() -> dict[str, Any]:
+    """All settings by name, of both interfaces; None for one that only the newer interface can read now."""
+    older = {"older matmul": _older_matmul(), "older cudnn": _older_cudnn()}
+    return older | {name: owner.fp32_precision for name, owner in _NEWER.items()}
+
+
+def set_float32_precision(settings: Mapping[str, Any]) -> None:
+    """Restores what ``get_float32_precision`` returned."""
+    if _older_matmul() != settings["older matmul"]:
+        torch.set_float32_matmul_precision(settings["older matmul"] or "highest")  # the default, if it is not readable
+    if _older_cudnn() != settings["older cudnn"]:
+        torch.backends.cudnn.allow_tf32 = settings["older cudnn"] is not False
+    for name, owner in _NEWER.items():
+        if owner.fp32_precision != settings[name]:  # setting one sets those below it
+            owner.fp32_precision = settings[name]
+
+
+def allows_tf32() -> bool:
+    """Whether matrix products and convolutions on a GPU may use TF32, whichever interface allowed it."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32" == torch.backends.cudnn.conv.fp32_precision
+
+
+def allow_tf32() -> None:
+    """Allows TF32 on a GPU through the interface that the program uses, so that it can still read its settings."""
+    if _older_matmul() is not None:
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if _older_cudnn() is not None:
+        torch.backends.cudnn.allow_tf32 = True
+    else:
+        torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.rnn.fp32_precision = "tf32"
+
+
+def _older_matmul() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _older_cudnn() -> bool | None:
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None

@@ -1,0 +1,52 @@
+"""Which device a run gets: why a GPU cannot be used, and which GPU is that of each rank."""
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.engine.devices import assign_gpus, why_unusable
+
+
+@pytest.mark.parametrize(
+    ("driver", "built_for", "why"),
+    [
+        (None, None, None),
+        (None, "13.0", None),
+        ("580.65.06", None, "the installed PyTorch is a CPU build"),
+        ("535.104.05", "13.0", "driver 535.104.05 is too old for the installed PyTorch (CUDA 13.0 needs 580 or newer)"),
+        ("535.104.05", "12.6", "(driver 535.104.05), but PyTorch cannot use it"),
+        ("", "13.0", "(driver unknown), but PyTorch cannot use it"),
+    ],
+)
+def test_gpu_that_pytorch_cannot_use_is_explained(driver, built_for, why):
+    found = why_unusable(driver, built_for)
+    assert found is None if why is None else why in found
+
+
+ALL = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_ranks", "indices"),
+    [
+        ([("a", ALL)] * 4, [0, 1, 2, 3], [0, 1, 2, 3]),  # torchrun
+        ([("a", ["GPU-0"]), ("a", ["GPU-1"])], [0, 1], [0, 0]),  # srun --gpus-per-task=1
+        ([("a", ["MIG-0"]), ("a", ["MIG-1"])], [0, 1], [0, 0]),
+        ([("a", ["GPU-0"]), ("b", ["GPU-0"])], [0, 0], [0, 0]),  # a pod for each rank
+        ([("a", ALL[:2])] * 2 + [("b", ALL[:2])] * 2, [0, 1, 0, 1], [0, 1, 0, 1]),
+    ],
+)
+def test_each_rank_gets_a_gpu_of_its_own(visible, local_ranks, indices):
+    assert assign_gpus(visible, local_ranks) == indices
+
+
+@pytest.mark.parametrize(
+    ("visible", "why"),
+    [
+        ([("a", ["GPU-0"])] * 2, "rank 0 and rank 1 see the same single GPU of a"),
+        ([("a", ALL[:2])] * 3, "there are 2 GPUs for 3 processes or more"),
+        ([("a", [])] * 2, "there are 0 GPUs for 1 processes or more"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(visible, why):
+    with pytest.raises(ConfigurationError, match=why):
+        assign_gpus(visible, range(len(visible)))
