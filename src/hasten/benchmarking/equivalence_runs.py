@@ -117,14 +117,15 @@ class EquivalenceRun:
 
 def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
     """Runs base and candidate for as many steps as the slower one can do in time: (base, candidate)."""
-    a = _run(case, case.base, extra, min(case.steps, steps or case.steps))
-    b = _run(case, case.candidate, extra, a.steps)
+    a = run_arm(case, case.base, extra, min(case.steps, steps or case.steps))
+    b = run_arm(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
-        a = _run(case, case.base, extra, b.steps)
+        a = run_arm(case, case.base, extra, b.steps)
     return a, b
 
 
-def _run(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
+def run_arm(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
+    """Runs ``recipe`` with the methods ``extra`` for ``steps`` steps, or fewer if the time is over. A collective."""
     dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up
