@@ -25,7 +25,7 @@ from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import format_position
 from hasten.engine.finite_checks import non_finite_loss_error
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.loop import evaluate, evaluated_batches, train_steps
 from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
@@ -151,7 +151,7 @@ class Arm:
         Sets ``evaluated_batches``, the number that ``evaluate`` times: all (None) unless an evaluation is long.
         """
         assert self.program.validation is not None
-        self.validation_batches = batches = self.program.validation.length
+        self.validation_batches = batches = evaluated_batches(self.program)
         self.evaluated_batches = None
         if not batches:  # unknown
             first = self._evaluate(None)
