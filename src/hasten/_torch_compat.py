@@ -280,6 +280,11 @@ def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | 
 # ── torch.compile ────────────────────────────────────────────────────────────────────────────────
 
 
+def set_expandable_segments(enabled: bool) -> None:
+    """Whether PyTorch's allocator of GPU memory extends the segments that it gets from now on."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enabled}")
+
+
 def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
     """The function with which ``torch.compile(backend=name, mode=mode)`` compiles one graph."""
     from torch import _inductor

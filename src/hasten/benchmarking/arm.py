@@ -177,7 +177,7 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, ``position`` (samples since the start of the run), ``loss`` (mean over the steps and the
+            seconds, ``issue_seconds`` (until the host had queued all work of the device), samples, ``position`` (samples since the start of the run), ``loss`` (mean over the steps and the
             ranks; NaN if the losses are not read) and, summed over all ranks: cpu and system (CPU seconds), faults
             (minor page faults) and switches (involuntary context switches).
 
@@ -192,6 +192,7 @@ class Arm:
             self.unread.append((loss, progress.epoch, progress.batch - 1))
             if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
                 self._read_losses()
+        issued = time.perf_counter()
         self._synchronize()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         self._read_losses()
@@ -203,7 +204,7 @@ class Arm:
             "loss": fmean(self.losses) / self.ranks.world_size if self.losses else math.nan,
         }
         sums = self.ranks.all_reduce_sum(list(usage.values()))
-        block = {"seconds": seconds, "samples": progress.samples - samples, "position": progress.samples}
+        block = {"seconds": seconds, "issue_seconds": issued - began, "samples": progress.samples - samples, "position": progress.samples}
         return block | dict(zip(usage, sums, strict=True))
 
     def evaluate(self) -> float:

@@ -16,7 +16,7 @@ from hasten.distributed.collectives import buffers_of_main_process
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator
 from hasten.engine.plan import Program
-from hasten.utils.batch import batch_size, map_tensors
+from hasten.utils.batch import batch_size, copy_to_device
 from hasten.utils.rng import preserve_rng_state
 
 
@@ -115,14 +115,11 @@ def _measure(
     # a sharded model gathers weights with which it trains on: no inference tensors
     without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
     model.eval()
     try:
         with preserve_rng_state(), without_gradients():
             for batch in validation.epoch(0, 0):
-                batch = map_tensors(to_device, batch)  # not program.to_device, which may augment
+                batch = copy_to_device(batch, device)  # not program.to_device, which may augment
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))
         return metric.result()

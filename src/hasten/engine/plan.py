@@ -33,7 +33,7 @@ from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import MetricAccumulator, higher_is_better
 from hasten.engine.resources import available_cpus, free_memory
-from hasten.utils.batch import map_tensors
+from hasten.utils.batch import copy_to_device
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook
@@ -93,7 +93,7 @@ def build(
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = _build_optimizer(task, fold, run)
-        to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
+        to_device = fold("batch_transform", partial(copy_to_device, device=run.device) if on_gpu else _identity)
         forward = fold("forward", make_forward(model, fold("loss", task.loss or own_loss), own=task.loss is None))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -148,7 +148,7 @@ def _build_data(
                     validation = data_adapters.apply_data_hook(method, validation, run)
     if plan.steps is None and train.length is not None:
         plan.steps = max(1, round(plan.epochs * train.length))
-    run.services.peek_batch = lambda: _copy_to_device(run.device, data_adapters.first_batch(train, validation))
+    run.services.peek_batch = lambda: copy_to_device(data_adapters.first_batch(train, validation), run.device)
     return train, validation, shards
 
 
@@ -247,10 +247,6 @@ def _replicas_differ(methods: Sequence[Method]) -> bool:
 def _data_ranks(run: RunContext) -> ProcessGroupInfo:
     """The process group counted in model replicas: the ranks of one replica read the same samples."""
     return run.ranks.data_parallel_view(run.parallel.model_parallel_size) if run.parallel else run.ranks
-
-
-def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def _identity(batch: Batch) -> Batch:
