@@ -8,14 +8,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten.core.data import BatchSource, LoaderSpec
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.core.recipe import Recipe
 from hasten.distributed.batch_sharding import can_share_evaluation
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.loop import evaluate, train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
-from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
-from hasten.core.recipe import Recipe
 from helpers import rank_tasks
 from helpers.ranks import run_ranks
 
@@ -111,12 +111,16 @@ def test_ranks_evaluate_each_sample_once_and_the_metric_is_that_of_one_process(m
 
 def test_statistics_of_batch_norms_are_those_of_the_main_process_on_all_ranks():
     shared = run_ranks(2, evaluated, with_batch_norm)
-    alone = run_ranks(2, evaluated, lambda: replace(with_batch_norm(), validation_data=rank_tasks.task().validation_data))
+    alone = run_ranks(
+        2, evaluated, lambda: replace(with_batch_norm(), validation_data=rank_tasks.task().validation_data)
+    )
     assert shared[0][0] == shared[1][0] and shared[0][1] and shared[1][1]
     assert alone[0][0] == alone[1][0]
 
 
-@pytest.mark.parametrize(("make", "recipe"), [(shuffled, ""), (by_name("loss"), "local_sgd"), (by_name("loss"), "zero")])
+@pytest.mark.parametrize(
+    ("make", "recipe"), [(shuffled, ""), (by_name("loss"), "local_sgd"), (by_name("loss"), "zero")]
+)
 def test_evaluation_that_cannot_be_shared_is_done_as_a_whole(make, recipe):
     answers = run_ranks(2, evaluated, make, recipe)
     assert answers[0][0] == answers[1][0]

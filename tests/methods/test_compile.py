@@ -117,8 +117,9 @@ def test_short_last_batch_leaves_every_graph_static(scope, accumulation, transfo
     def backend(graph, inputs):
         symbolic.extend(value for value in inputs if isinstance(value, torch.SymInt))
         graphs.append(0)
+        index = len(graphs) - 1
 
-        def run(*args, index=len(graphs) - 1):
+        def run(*args):
             graphs[index] += 1
             return graph.forward(*args)
 

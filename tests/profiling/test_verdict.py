@@ -82,7 +82,5 @@ def test_system_time_beside_a_gpu_is_no_gain_of_an_allocator(device, gain):
 def test_allocator_ceiling_is_not_measured_on_a_gpu():
     """It would build a whole run to hear that tensors lie on the GPU."""
     where = {"device": "cuda", "seed": 0, "budget": 60.0, "plan": {"build_seconds": 0.1, "step": 0.01}}
-    found = measure_allocator_ceiling(
-        TaskRef.of(tasks.perceptron), Recipe(), 0.2, facts=frozenset({"cuda"}), **where
-    )
+    found = measure_allocator_ceiling(TaskRef.of(tasks.perceptron), Recipe(), 0.2, facts=frozenset({"cuda"}), **where)
     assert found == Ceilings()

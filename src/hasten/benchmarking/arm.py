@@ -177,9 +177,10 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, ``issue_seconds`` (until the host had queued all work of the device), samples, ``position`` (samples since the start of the run), ``loss`` (mean over the steps and the
-            ranks; NaN if the losses are not read) and, summed over all ranks: cpu and system (CPU seconds), faults
-            (minor page faults) and switches (involuntary context switches).
+            seconds, ``issue_seconds`` (until the host had queued all work of the device), samples, ``position``
+            (samples since the start of the run), ``loss`` (mean over the steps and the ranks; NaN if the losses are
+            not read) and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and switches
+            (involuntary context switches).
 
         Raises:
             RunError: a loss is not finite.
@@ -204,7 +205,12 @@ class Arm:
             "loss": fmean(self.losses) / self.ranks.world_size if self.losses else math.nan,
         }
         sums = self.ranks.all_reduce_sum(list(usage.values()))
-        block = {"seconds": seconds, "issue_seconds": issued - began, "samples": progress.samples - samples, "position": progress.samples}
+        block = {
+            "seconds": seconds,
+            "issue_seconds": issued - began,
+            "samples": progress.samples - samples,
+            "position": progress.samples,
+        }
         return block | dict(zip(usage, sums, strict=True))
 
     def evaluate(self) -> float:

@@ -8,8 +8,8 @@ REDUCED_PRECISION  The gradient of every parameter is at least 20 dB above its e
 CHANGES_TRAINING   In float64 the weights or the plan must differ, or the method has no effect.
 =================  ====================================================================================================
 
-If the weights of a BIT_EXACT recipe differ, the base is run once more. A model that does not repeat itself is no fault of
-the recipe, which is then judged by what repeats: every batch is the same to the bit, and unless all that was added
+If the weights of a BIT_EXACT recipe differ, the base is run once more. A model that does not repeat itself is no fault
+of the recipe, which is then judged by what repeats: every batch is the same to the bit, and unless all that was added
 handles data only, the weights differ by no more than those of two runs of the base (``statistics``).
 
 In all classes the validation data must be the same. The check fails closed: a run that raises, gives a NaN or has
@@ -158,8 +158,8 @@ def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Contro
     noise, number = (_relative_difference(a.weights, other.weights) for other in (control.base, b))
     blame = control.nondeterministic_op or f"none of PyTorch's operations in the first {WATCHED_STEPS} steps"
     own = (
-        f"this model does not repeat itself: {len(_different(a, control.base))} of {len(a.weights)} weights of two runs "
-        f"without the recipe differ after {a.steps} steps (the operation: {blame})"
+        f"this model does not repeat itself: {len(_different(a, control.base))} of {len(a.weights)} weights of two "
+        f"runs without the recipe differ after {a.steps} steps (the operation: {blame})"
     )
     if not control.same_batches:
         return ExactnessCheck(False, number, f"{own}; and with the recipe the batches differ", reproducible=False)

@@ -111,9 +111,9 @@ def _address(tensor: torch.Tensor) -> Key:
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """``previous`` if it has the shape and dtype of ``tensor``, else a new buffer in host memory."""
-    if previous is not None and previous.layout == torch.strided:
-        if (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype):
-            return previous
+    wanted = torch.strided, tensor.shape, tensor.dtype
+    if previous is not None and (previous.layout, previous.shape, previous.dtype) == wanted:
+        return previous
     with suppress(RuntimeError):  # the system may allow less page-locked memory than the state takes
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and tensor.layout == torch.strided)
     return torch.empty_like(tensor, device="cpu")

@@ -103,9 +103,7 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measure(
-    program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo = SINGLE_PROCESS
-) -> EvaluationResult:
+def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> EvaluationResult:
     """The metric over the batches that this rank reads, and those that the other ``ranks`` read."""
     task, validation = program.task, program.validation
     assert validation is not None, "only a task with validation data is evaluated"

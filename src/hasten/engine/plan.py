@@ -131,7 +131,7 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
 def _build_data(
     task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog
 ) -> tuple[BatchSource, BatchSource | None, EvaluationShards | None]:
-    """(training, validation) batches and their shards. Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
+    """(training, validation, shards of validation). Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes

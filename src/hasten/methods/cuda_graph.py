@@ -6,13 +6,13 @@ How the rules of https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA grap
   the gradients are zeroed in place instead of freed: this method replaces ``zero_grad``.
 * Capture follows a few warm-up passes on a side stream. They change buffers of the model, random state and gradients,
   so all three are restored: the first replay is the first pass of the run.
-* Shapes are part of a graph, and so is everything in a batch that is no tensor, such as a number or a text. There is one
-  graph per ``microbatch_fraction`` (microbatches of unequal size have unequal loss weights), for the first batch seen.
+* Shapes are part of a graph, and so is everything in a batch that is no tensor, such as a number or a text. There is
+  one graph per ``microbatch_fraction`` (microbatches of unequal size have unequal weights), for the first batch seen.
   Batches of other shapes or values, such as the last one of an epoch, run without a graph.
 * Only calls of this thread may disturb a capture: the thread that pins the batches of a loader allocates meanwhile.
 
-What Python decides in a step, such as a random number of the module ``random`` that skips a layer, is decided once: at the
-capture.
+What Python decides in a step, such as a random number of the module ``random`` that skips a layer, is decided once: at
+the capture.
 """
 
 from collections.abc import Callable

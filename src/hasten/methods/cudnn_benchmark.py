@@ -60,4 +60,6 @@ def _observe() -> Generator[None, None, str]:
     if not torch.backends.cudnn.benchmark:
         raise NoEffectError("something has switched it off during the run")
     count = sum(recorder.count(name) for name in CONVOLUTIONS)
-    return f"cuDNN chose the algorithms of {count} convolutions by measurement" if count else "no convolution is visible"
+    return (
+        f"cuDNN chose the algorithms of {count} convolutions by measurement" if count else "no convolution is visible"
+    )

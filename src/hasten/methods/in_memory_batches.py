@@ -6,8 +6,8 @@ memory causes page faults. Small batches are fetched several at a time, because 
 than copying their bytes.
 
 With ``place=device`` the samples lie in the memory of the GPU: then no batch is copied, only its indices. Batches on a
-GPU get new memory, which torch reuses in the order of the GPU's work: the host runs ahead of the GPU by more batches than
-a ring of buffers has.
+GPU get new memory, which torch reuses in the order of the GPU's work: the host runs ahead of the GPU by more batches
+than a ring of buffers has.
 """
 
 import math
@@ -190,7 +190,7 @@ def all_tensors(batch: Batch) -> bool:
 
 
 class BatchBuffer:
-    """Memory for one group of batches, a tensor per field: on the host it is reused, and pinned if the run uses a GPU."""
+    """Memory for one group of batches, a tensor per field; on the host it is reused, pinned if the run uses a GPU."""
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned

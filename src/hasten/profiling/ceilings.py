@@ -95,10 +95,13 @@ def measure_allocator_ceiling(
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
 
     ``share`` is that of the CPU time that is spent in the operating system, ``plan`` that of ``Arm.build`` with
-    ``build_seconds``, ``facts`` those that hold for the run: on a GPU no such method applies. A budget too small for one measurement gives a reason in ``not_measured``.
+    ``build_seconds``, ``facts`` those that hold for the run: on a GPU no such method applies. A budget too small for
+    one measurement gives a reason in ``not_measured``.
     """
     found = Ceilings()
-    cards = {name: card for name, card in cards_that_state("ceiling").items() if not card.applies_to & FACTS.keys() - facts}
+    cards = {
+        name: card for name, card in cards_that_state("ceiling").items() if not card.applies_to & FACTS.keys() - facts
+    }
     name = next((name for name, card in cards.items() if card.ceiling == SYSTEM_TIME), None)
     if name is None or name in recipe.methods or not found.worth_measuring({SYSTEM_TIME: share}):
         return found

@@ -33,8 +33,8 @@ ARITHMETIC = (
     "only faster arithmetic or fewer steps can help"
 )
 LAUNCHES = (
-    "the GPU waits for Python: the host needs {issue:.0%} of the time to queue the operations of the steps; a recorded or "
-    "compiled step has fewer of them, and in a larger batch each has more to do"
+    "the GPU waits for Python: the host needs {issue:.0%} of the time to queue the operations of the steps; a recorded "
+    "or compiled step has fewer of them, and in a larger batch each has more to do"
 )
 HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step), and {cost}"
 HOST_READ_COST = {
@@ -54,8 +54,8 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
 def is_launch_bound(facts: frozenset[str], issue_share: float, input_share: float, host_reads: float | None) -> bool:
     """Whether a GPU waits for Python: the host queues operations all the time, and waits neither for data nor for it.
 
-    ``issue_share`` is the fraction of a block of steps until the host has queued its last operation. Where the GPU is the
-    slower one, the queue is full of operations then.
+    ``issue_share`` is the fraction of a block of steps until the host has queued its last operation. Where the GPU is
+    the slower one, the queue is full of operations then.
     """
     waits = input_share >= MAX_INPUT_SHARE or (host_reads or 0.0) >= 0.5
     return "cuda" in facts and issue_share >= LAUNCH_BOUND and not waits

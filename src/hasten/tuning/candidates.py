@@ -97,7 +97,11 @@ def candidates_for(
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
         handled = {item.name for item in chosen} | {name for name, _ in found.not_tried}
-        chosen += [candidate(name, None, options, on_gpu=on_gpu) for name, options in only.methods.items() if name not in handled]
+        chosen += [
+            candidate(name, None, options, on_gpu=on_gpu)
+            for name, options in only.methods.items()
+            if name not in handled
+        ]
     for item in sorted(chosen, key=_order):
         if why := refusal(Recipe({item.name: {}})):
             found.not_tried.append((item.name, why))
