@@ -9,14 +9,15 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by processes that tests start; set before torch reads it
-GPU_TESTS = os.environ.get("HASTEN_GPU_TESTS") == "1"
-os.environ |= {} if GPU_TESTS else {"CUDA_VISIBLE_DEVICES": ""}  # inherited as well
+if os.environ.get("HASTEN_GPU_TESTS") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited as well
 
 import pytest
 import torch
 
 from hasten.core.errors import HastenWarning
 
+GPU_TESTS = os.environ.get("HASTEN_GPU_TESTS") == "1"
 TESTS = Path(__file__).resolve().parent
 BESIDE = TESTS.parents[1] / "shared" / "data"
 HELPERS_THAT_START = {

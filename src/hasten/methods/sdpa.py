@@ -38,7 +38,7 @@ class Sdpa(Method):
         applies_to={"cuda", "matrix_weights"},
         presets=({"kernel": "cudnn"}, {"kernel": "efficient"}, {"kernel": "flash"}),
         script_edit={
-            "by_hand": "call the model under torch.nn.attention.sdpa_kernel(kernels, set_priority=True), the best first",
+            "by_hand": "call the model under torch.nn.attention.sdpa_kernel(kernels, set_priority=True), best first",
         },
     )
 

@@ -161,8 +161,8 @@ class NotAdvised(TypedDict):
 class Flops(TypedDict, total=False):
     """Floating-point operations per second; ``share``: fraction of the measured peak of ``format``.
 
-    ``best_format`` is the number format with the highest peak here. ``copy_gb_per_second``, 10**9 bytes read and written,
-    bounds what is no matrix product.
+    ``best_format`` is the number format with the highest peak here. ``copy_gb_per_second``, 10**9 bytes read and
+    written, bounds what is no matrix product.
     """
 
     achieved_gflops: Amount
