@@ -45,6 +45,12 @@ def test_own_parameters_and_buffers_can_be_replaced():
     assert module.weight is weight and set(compat.own_buffers(module)) == {n for n, _ in module.named_buffers()}
 
 
+def test_expandable_segments_can_be_switched():
+    """Without a GPU the setting is read and used by nothing."""
+    compat.set_expandable_segments(True)
+    compat.set_expandable_segments(False)
+
+
 def test_has_forward_hooks():
     module = nn.Linear(1, 1)
     assert not compat.has_forward_hooks(module)
