@@ -280,6 +280,14 @@ def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | 
 # ── torch.compile ────────────────────────────────────────────────────────────────────────────────
 
 
+def skips_overflows(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer reads a tensor ``found_inf`` and skips the update by itself: those that are fused.
+
+    Except for SGD, whose momentum is memory that was never written if its first step is skipped.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+
+
 def set_expandable_segments(enabled: bool) -> None:
     """Whether PyTorch's allocator of GPU memory extends the segments that it gets from now on."""
     torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enabled}")
