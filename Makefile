@@ -3,6 +3,8 @@
 # make test-all     the quick and the slow tests; everything but soak tests
 # make test-matrix  the quick tests on supported pairs of PyTorch and Python that can be installed
 # make types        pyright
+# make test-gpu     the tests that take an NVIDIA GPU; without one it says so and does nothing
+# make bench-gpu    the measurements on an NVIDIA GPU, with records; without one it says so and does nothing
 # make docs         the documentation site, in build/site
 # make slowest      the 50 slowest quick tests
 #
@@ -21,7 +23,12 @@ BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_ch
 # Tests start hundreds of interpreters, and each would compile hasten anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-slow test-matrix slowest chaos soak lint types docs bench wheel clean
+# Each step is a command of its own and takes at most 10 minutes; docs/gpu.md says what they show.
+GPU_STEPS := environment self_comparison memory hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text
+HAS_GPU   := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+  { echo "there is no NVIDIA GPU here that this PyTorch can use: nothing was run"; exit 0; }
+
+.PHONY: demo test test-all test-slow test-gpu test-matrix slowest chaos soak lint types docs bench bench-gpu wheel clean
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "no improvement"; there is a report about that too
@@ -36,6 +43,15 @@ test-all: test test-slow
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10
 	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10
+
+test-gpu: .venv/ready-dev
+	@$(HAS_GPU); for part in "gpu and not slow" "gpu and slow"; do \
+	    HASTEN_GPU_TESTS=1 timeout 600 $(BIN)/python -m pytest -m "$$part" --durations=10 || exit 1; done
+
+bench-gpu: .venv/ready-dev
+	@$(HAS_GPU); for step in $(GPU_STEPS); do echo "== $$step"; \
+	    timeout 600 $(BIN)/python benchmarks/gpu_steps.py $$step --json records || missed="$$missed $$step"; done; \
+	  [ -z "$$missed" ] || { echo "figures not reached:$$missed"; exit 1; }
 
 slowest: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not slow" -q -r "" --durations=50 --durations-min=1

@@ -35,7 +35,7 @@ README = """# {title}: {reached}
 {printed}
 ```
 
-Made on {date} by `{command}` with {versions} on {cpu}, {cores} cores.
+Made on {date} by `{command}` with {versions} on {hardware}.
 
 `result.json` holds the raw numbers, from which `benchmarks/{script}` makes what stands above: medians, and in brackets
 where they lie with 95 % certainty by the sign test (below six rounds: the whole range). Where arms took turns,
@@ -166,8 +166,7 @@ def record(records: Path, result: dict, summary: str) -> Path:
         date=result["date"],
         command=result["command"],
         script=script.name,
-        cpu=here["cpu"],
-        cores=here["cores"],
+        hardware=f"{here['gpu']}, {here['cpu']}" if "gpu" in here else f"{here['cpu']}, {here['cores']} cores",
         versions=", ".join(f"{name} {here[name]}" for name in ("hasten", "python", "torch", "numpy")),
     )
     (place / "README.md").write_text(text, encoding="utf-8")
@@ -190,21 +189,28 @@ def written(path: Path, result: dict) -> Path:
 
 def circumstances() -> dict:
     """Returns date, command, machine and versions."""
-    from hasten.engine.environment import environment
-
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
-        "environment": environment(),
+        "environment": machine(),
         "peers": {name: found for name in PEERS if (found := _version(name))},
     }
 
 
-def machine_name() -> str:
-    """Returns the machine as a part of a folder name, such as ``intel-xeon-processor-2-cores``."""
+def machine() -> dict:
+    """Returns versions and machine, with its GPU if PyTorch can use one."""
+    import torch
+
     from hasten.engine.environment import environment
 
-    here = environment()
+    return environment("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def machine_name() -> str:
+    """Returns the machine as a part of a folder name, such as ``intel-xeon-processor-2-cores`` or ``nvidia-h200``."""
+    here = machine()
+    if "gpu" in here:
+        return slug(here["gpu"].lower())
     cpu = here["cpu"].lower().partition("@")[0].replace("(r)", "").replace("(tm)", "")
     return "-".join([*slug(cpu).split("-")[:4], str(here["cores"]), "cores"])
 

@@ -1,16 +1,23 @@
-"""Set-up of all tests: the folder of real data, one thread per process, and markers for the cost of a test."""
+"""Set-up of all tests: the folder of real data, one thread per process, no GPU, and markers for the cost of a test.
+
+No test sees a GPU, nor does a process that it starts, so that tests mean the same on every machine. The tests with the
+marker ``gpu`` are the exception: ``make test-gpu`` sets HASTEN_GPU_TESTS=1, and then these are the only ones that run.
+"""
 
 import gc
 import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by processes that tests start; set before torch reads it
+if os.environ.get("HASTEN_GPU_TESTS") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited as well
 
 import pytest
 import torch
 
 from hasten.core.errors import HastenWarning
 
+GPU_TESTS = os.environ.get("HASTEN_GPU_TESTS") == "1"
 TESTS = Path(__file__).resolve().parent
 BESIDE = TESTS.parents[1] / "shared" / "data"
 HELPERS_THAT_START = {
@@ -36,13 +43,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"default::{HastenWarning.__module__}.{HastenWarning.__qualname__}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test exactly one of the markers unit, multiprocess and launcher, unless it has one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives each test one of the markers unit, multiprocess and launcher, unless it has one. Selects GPU tests."""
+    if GPU_TESTS:
+        others = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("unit", "multiprocess", "launcher")):
             item.add_marker(_kind(item))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            reason = "there is no NVIDIA GPU" if GPU_TESTS else "needs an NVIDIA GPU, and `make test-gpu`"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -45,6 +45,19 @@ def test_own_parameters_and_buffers_can_be_replaced():
     assert module.weight is weight and set(compat.own_buffers(module)) == {n for n, _ in module.named_buffers()}
 
 
+def test_fused_optimizers_skip_overflows():
+    weights = [nn.Parameter(torch.zeros(2))]
+    assert compat.skips_overflows(torch.optim.Adam(weights, fused=True))
+    for other in (None, torch.optim.Adam(weights), torch.optim.SGD(weights, momentum=0.9, fused=True)):
+        assert not compat.skips_overflows(other)
+
+
+def test_expandable_segments_can_be_switched():
+    """Without a GPU the setting is read and used by nothing."""
+    compat.set_expandable_segments(True)
+    compat.set_expandable_segments(False)
+
+
 def test_has_forward_hooks():
     module = nn.Linear(1, 1)
     assert not compat.has_forward_hooks(module)

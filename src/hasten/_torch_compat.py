@@ -281,6 +281,19 @@ def ddp_bucket_sizes(model: nn.parallel.DistributedDataParallel) -> list[int] | 
 # ── torch.compile ────────────────────────────────────────────────────────────────────────────────
 
 
+def skips_overflows(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer reads a tensor ``found_inf`` and skips the update by itself: those that are fused.
+
+    Except for SGD, whose momentum is memory that was never written if its first step is skipped.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+
+
+def set_expandable_segments(enabled: bool) -> None:
+    """Whether PyTorch's allocator of GPU memory extends the segments that it gets from now on."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enabled}")
+
+
 def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
     """The function with which ``torch.compile(backend=name, mode=mode)`` compiles one graph."""
     from torch import _inductor
@@ -297,6 +310,9 @@ def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any]) -> N
     torch.compile never starts a graph in a function of torch.nn, but follows a call into one from a function elsewhere.
     Modules of one class share a function and so a graph, other classes have code of their own: torch counts the graphs
     of a code object and stops compiling at eight.
+
+    The whole and the short batch of an epoch each get a graph of static shapes. With torch's own rule, the first short
+    batch makes the batch dimension symbolic, and the slower kernels of that graph then serve all later batches.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -306,8 +322,32 @@ def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any]) -> N
     for module in modules:
         if type(module) not in compiled:
             own = FunctionType(call.__code__.replace(), call.__globals__)
-            compiled[type(module)] = torch.compile(own, backend=backend)
+            compiled[type(module)] = _with_static_batch_sizes(torch.compile(own, backend=backend))
         module._compiled_call_impl = partial(compiled[type(module)], module)
+
+
+_MOST_STATIC_SIZES = 4  # whole batches, short ones, and the microbatches of both; further sizes share a symbolic graph
+
+
+def _with_static_batch_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled call; the first dimension of its arguments is static while it has few sizes."""
+    sizes: set[int] = set()
+
+    def mark(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.ndim and (value.shape[0] in sizes or len(sizes) < _MOST_STATIC_SIZES):
+                sizes.add(value.shape[0])
+                torch._dynamo.mark_static(value, 0)
+        elif isinstance(value, (tuple, list, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                mark(item)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mark(args)
+        mark(kwargs)
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:

@@ -16,6 +16,7 @@ from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.process_state import differences, process_state
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
+from hasten.engine.registry import import_file
 from hasten.testing import tasks
 
 METHODS = '''
@@ -365,3 +366,68 @@ def test_task_with_tf32_by_either_interface_is_checked(setting):
     """In a process of its own: once the newer settings are used, torch refuses to read the older ones."""
     done = subprocess.run([sys.executable, "-c", TF32_TASK.format(setting=setting)], capture_output=True, text=True)
     assert done.stdout.startswith("True in float64 the weights differ by "), done.stdout + done.stderr
+
+
+NOISY_TASK = '''
+import os
+from dataclasses import replace
+
+import torch
+
+from hasten.testing import tasks
+
+
+@torch.library.custom_op("planted::add_noise", mutates_args=())
+def add_noise(x: torch.Tensor) -> torch.Tensor:
+    """The last bits of the result change from run to run, as those of an atomic addition on a GPU do."""
+    return x * (1 + 1e-6 * int.from_bytes(os.urandom(2)) / 2**16)
+
+
+add_noise.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return torch.ops.planted.add_noise(x)
+
+
+def task():
+    plain = tasks.perceptron()
+    return replace(plain, model=lambda: torch.nn.Sequential(*plain.model(), Noisy()))
+'''
+
+
+@pytest.fixture(scope="module", name="check_noisy")
+def check_noisy_fixture(tmp_path_factory):
+    """``(method) -> ExactnessCheck`` of a BIT_EXACT method on a model with an operation that does not repeat itself."""
+    folder = tmp_path_factory.mktemp("noisy")
+    (folder / "methods.py").write_text(METHODS)
+    (folder / "noisy_task.py").write_text(NOISY_TASK)
+    task = import_file(folder / "noisy_task.py").task
+
+    def check(name: str):
+        recipe = Recipe.coerce(name if name.islower() else f"{folder}/methods.py:{name}")
+        return check_exactness(task(), Recipe(), recipe, Exactness.BIT_EXACT, device="cpu")
+
+    return check
+
+
+@pytest.mark.parametrize("name", ["in_memory_batches", "DoesNothing"])
+def test_bit_exact_method_on_a_model_that_does_not_repeat_itself_passes_and_the_operation_is_named(name, check_noisy):
+    result = check_noisy(name)
+    assert result.passed and not result.reproducible, result.why
+    assert "does not repeat itself" in result.why and "planted.add_noise" in result.why
+    assert "batches are identical to the bit" in result.why
+    assert result.statistics is (name == "DoesNothing"), "a method that handles data only is proven by the batches"
+
+
+@pytest.mark.parametrize("name", ["DropsLabels", "DividesTheRate", "Rounds"])
+def test_wrong_bit_exact_method_on_a_model_that_does_not_repeat_itself_fails(name, check_noisy):
+    result = check_noisy(name)
+    assert not result.passed, result.why
+    assert ("the batches differ" in result.why) is (name == "DropsLabels")
+
+
+def test_bit_exact_method_that_differs_on_a_model_that_repeats_itself_fails(check):
+    result = check("Rounds", Exactness.BIT_EXACT)
+    assert not result.passed and result.reproducible and "does not repeat itself" not in result.why

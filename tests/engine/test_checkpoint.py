@@ -204,6 +204,13 @@ def test_resume_random_state_of_a_machine_with_more_gpus_is_accepted():
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_random_state_of_the_device_of_a_gpu_run_is_ignored_on_a_cpu():
+    """A run may resume on a GPU with another number; on a CPU its dropout begins a stream of its own."""
+    state, drawn = get_rng_state() | {"device": torch.zeros(16, dtype=torch.uint8)}, torch.rand(3)
+    set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 class Following(torch.nn.Module):
     """A student, and a teacher that follows it in the forward pass by a write that PyTorch's version counter does not
     see."""

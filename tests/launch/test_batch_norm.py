@@ -10,6 +10,7 @@ from torch import nn
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import TrainProgress
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
+from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
 from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
@@ -42,6 +43,25 @@ def test_two_ranks_train_like_one_process(tmp_path, make, world, recipe):
     assert [type(answer) for answer in answers] == [dict] * world, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
     assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
+
+
+def saved_bytes(rank: int) -> tuple[int, int]:
+    """(bytes of the inputs, bytes of other large tensors that the layer keeps for its backward pass), in bfloat16."""
+    layer, inputs = nn.BatchNorm2d(3), torch.randn(4, 3, 32, 32, dtype=torch.bfloat16)
+    with init_process_group("cpu"):
+        progress = TrainProgress(global_batch_size=8)
+        convert_sync_batchnorm(layer, SyncGroup(progress, 2))
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+            layer(inputs.requires_grad_())
+    large = [tensor for tensor in saved if tensor.numel() >= inputs.numel()]
+    return inputs.nbytes, sum(tensor.nbytes for tensor in large if tensor.data_ptr() != inputs.data_ptr())
+
+
+def test_layer_keeps_its_inputs_and_no_wider_copy_for_the_backward_pass():
+    """The layer before keeps them anyway; a float32 copy doubled to quadrupled the memory of activations."""
+    for inputs, others in run_ranks(2, saved_bytes):
+        assert inputs == 4 * 3 * 32 * 32 * 2 and others <= inputs, "of the affine transform in the same precision"
 
 
 class Activated(nn.BatchNorm1d):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.distributed.process_group import init_process_group
+from hasten.engine import checkpoint
 from hasten.engine.plan import build
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks
@@ -74,6 +75,25 @@ def test_interrupted_run_resumes_bit_for_bit(tmp_path, name):
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "broken", tmp_path / "whole") == 0
     assert (tmp_path / "broken/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
+
+
+def resumed_with_records(rank: int, make, out) -> list[str]:
+    """What this rank serialized while it resumed: the keys of every state."""
+    plain, keys = checkpoint.serialize, list[str]()
+    checkpoint.serialize = lambda state: (keys.append(",".join(sorted(state or ()))), plain(state))[1]
+    try:
+        resumed_run(rank, make, out)
+    finally:
+        checkpoint.serialize = plain
+    return keys
+
+
+def test_ranks_that_see_the_run_directory_load_the_checkpoint_themselves(tmp_path):
+    """Sent by rank 0, a large model would be in the host's memory several times for each rank."""
+    run_ranks(2, interrupted_run, rank_tasks.samples, tmp_path / "run")
+    answers = run_ranks(2, resumed_with_records, rank_tasks.samples, tmp_path / "run")
+    assert all(isinstance(answer, list) for answer in answers), answers
+    assert not [keys for keys in answers[0] if "model" in keys], "rank 0 sent the state"
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """Every strategy trains what a single process trains, and any other strategy can resume its run."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.distributed.dtensor_state import PIECE
 from hasten.engine.checkpoint import load_checkpoint
 from hasten.engine.train import train
 from helpers import rank_tasks
-from helpers.assertions import CLOSE, farthest
+from helpers.assertions import CLOSE, farthest, losses
 from helpers.equivalence import assert_trains_like_one_process
 from helpers.markers import first_quick, slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
@@ -230,3 +232,27 @@ def test_optimizer_with_eager_state_is_sharded_and_resumes(tmp_path, stage, make
     answers = run_ranks(2, resumed_run, make, tmp_path / "shared", f"zero:stage={stage}")
     assert [type(answer) for answer in answers] == [dict] * 2, answers
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+
+
+def float32_blocks():
+    return replace(rank_tasks.blocks(), model=lambda: rank_tasks.blocks().model().float())
+
+
+@pytest.mark.parametrize("stage", [2, slow(3)])
+def test_shards_gathered_in_bfloat16_train_float32_weights(tmp_path, stage):
+    def run(rank, recipe, out):
+        return training(rank, float32_blocks(), recipe, out=out)
+
+    plain = run_ranks(2, run, f"zero:stage={stage}", tmp_path / "plain")
+    short = run_ranks(2, run, f"zero:stage={stage} + half_precision_gather", tmp_path / "short")
+    assert [type(answer) for answer in (*plain, *short)] == [dict] * 4, (plain, short)
+    assert "in bfloat16" in short[0]["effects"]["half_precision_gather"]
+    weights = load_file(tmp_path / "short" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert 0 < farthest(tmp_path / "short", tmp_path / "plain") < 0.05
+    assert losses(tmp_path / "short") == pytest.approx(losses(tmp_path / "plain"), rel=0.05)
+
+
+def test_gathering_in_bfloat16_without_shards_is_refused():
+    answers = run_ranks(2, training, float32_blocks(), "half_precision_gather")
+    assert all("needs zero with stage 2 or 3" in str(answer) for answer in answers), answers

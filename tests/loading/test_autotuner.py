@@ -357,3 +357,19 @@ def test_cache_that_is_not_faster_is_removed(at_once, clock):
     autotuner.try_cache("memory")
     one_epoch(autotuner, slow(clock, 0.0), clock)
     assert autotuner.cache == "memory" and autotuner.converged
+
+
+def test_device_times_of_a_gpu_that_works_while_the_host_waits_are_those_of_the_gpu():
+    """Batches come every 100 ms and the GPU needs 90: the host waits 98 ms, having launched the step in 2."""
+    marks = [(0.1 * index, 0.1 * index + 0.09) for index in range(1, 6)]
+    waits, steps = loader_stats.device_times(marks)
+    assert waits == pytest.approx([0.01] * 4) and steps == pytest.approx([0.09] * 5)
+    workers = SearchSpace(BOTH, 16, lambda: math.inf).neighbors(WorkerConfig(), LoaderStats(waits[0], steps[0]))
+    assert max(config.num_workers for config in workers) == 1
+    as_the_host_sees_it = SearchSpace(BOTH, 16, lambda: math.inf).neighbors(WorkerConfig(), LoaderStats(0.098, 0.002))
+    assert max(config.num_workers for config in as_the_host_sees_it) == 16
+
+
+def test_device_times_of_a_gpu_that_is_behind_the_host_have_no_waits():
+    waits, _ = loader_stats.device_times([(0.0, 0.3), (0.3, 0.6), (0.6, 0.9)])
+    assert waits == [0.0, 0.0]

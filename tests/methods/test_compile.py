@@ -1,11 +1,12 @@
 """compile: the compiled model trains; the exported model is not compiled and shares its weights."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hasten._torch_compat import cached_compile_seconds
+from hasten._torch_compat import cached_compile_seconds, compile_in_place
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import ConfigurationError
 from hasten.engine.loop import evaluate
@@ -104,6 +105,48 @@ def test_trained_model_is_compiled_and_the_exported_one_is_not(transformer, trai
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     evaluate(run.program)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "the evaluation compiled something"
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("accumulation", ["", "gradient_accumulation:accumulation_steps=3 + "])
+def test_short_last_batch_leaves_every_graph_static(scope, accumulation, transformer, trained, monkeypatch):
+    """With symbolic shapes, the kernels of the short batch would serve all batches from the second epoch on."""
+    torch._dynamo.reset()
+    graphs, symbolic = [], []
+
+    def backend(graph, inputs):
+        symbolic.extend(value for value in inputs if isinstance(value, torch.SymInt))
+        graphs.append(0)
+        index = len(graphs) - 1
+
+        def run(*args):
+            graphs[index] += 1
+            return graph.forward(*args)
+
+        return run
+
+    monkeypatch.setattr("hasten.methods.compile.compiler_backend", lambda *_: backend)
+    task = transformer(epochs=5)
+    data, size = task.train_data, task.batch_size
+    short = torch.utils.data.Subset(data, range(2 * size + size // 2))
+    trained(replace(task, train_data=short), f"{accumulation}compile:scope={scope}", 15)
+    assert not symbolic and graphs[-1] < graphs[0], (graphs, symbolic)
+
+
+def test_compile_inputs_of_many_lengths_share_a_symbolic_graph():
+    """One graph per size would end at torch's limit, eight, and then run without compilation."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    compile_in_place([model], backend)
+    for size in range(4, 24):
+        model(torch.ones(size, 3))
+    assert graphs[-1] and len(graphs) <= 6, graphs
 
 
 def test_compiled_model_can_be_copied_for_averaging(perceptron, trained):

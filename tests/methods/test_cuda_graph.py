@@ -7,6 +7,8 @@ from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.methods.cuda_graph import signature_of
+from hasten.utils.tree import bitwise_equal
 
 needs_gpu = pytest.mark.gpu
 
@@ -15,6 +17,15 @@ def test_run_without_gpu_has_no_effect(perceptron, trained):
     usual, graph = trained(perceptron()), trained(perceptron(), "cuda_graph")
     assert graph.run.no_effect == [("cuda_graph", "CUDA graphs need an NVIDIA GPU; this run is on cpu")]
     assert usual.same_bits(graph)
+
+
+def test_signature_of_a_batch_holds_shapes_and_the_values_that_are_no_tensors():
+    """A graph has them recorded: with another number, or another text, it would compute what was captured."""
+    batch = {"x": torch.zeros(2, 3), "length": 7, "names": ["a", "b"]}
+    same = {"x": torch.ones(2, 3), "length": 7, "names": ["a", "b"]}
+    assert bitwise_equal(signature_of(batch), signature_of(same))
+    for change in ({"x": torch.zeros(1, 3)}, {"x": torch.zeros(2, 3).double()}, {"length": 8}, {"names": ["a", "c"]}):
+        assert not bitwise_equal(signature_of(batch), signature_of(batch | change)), change
 
 
 @needs_gpu

@@ -10,7 +10,7 @@ from hasten.core.run_context import ParallelContext, RunContext
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
-from hasten.methods.float16 import GROWTH_INTERVAL, Float16, LossScale
+from hasten.methods.float16 import GROWTH_INTERVAL, DeviceLossScale, Float16, LossScale
 from hasten.testing.tasks import Labeled
 
 
@@ -35,6 +35,45 @@ def test_overflow_skips_the_step_and_halves_the_scale(perceptron):
         pass
     assert not scale.overflow and scale.value < 2.0**15
     assert not any(map(torch.equal, before, program.run.model.parameters()))
+
+
+def fused(loss, **changes):
+    optimizer = lambda model: torch.optim.Adam(model.parameters(), fused=True)  # noqa: E731
+    return {"loss": loss, "optimizer": optimizer, **changes}
+
+
+def test_fused_optimizer_skips_the_step_by_itself_and_the_scale_settles_as_without(perceptron, trained):
+    """Nothing reads the overflow on the host."""
+    loss = lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target)  # noqa: E731
+    program = build(perceptron(**fused(loss)), [make_method("float16")])
+    scale = program.run.checkpoint_state["float16"]
+    assert isinstance(scale, DeviceLossScale)
+    before = [parameter.detach().clone() for parameter in program.run.model.parameters()]
+    running = train_steps(program)
+    next(running)
+    assert scale.overflow and scale.value == 2.0**15
+    assert all(map(torch.equal, before, program.run.model.parameters())), "a step that overflowed moved the weights"
+    for _ in running:
+        pass
+    plain = trained(perceptron(loss=loss), "float16").run.checkpoint_state["float16"]
+    assert scale.state_dict() == plain.state_dict()
+    assert not any(map(torch.equal, before, program.run.model.parameters()))
+
+
+def test_scale_on_the_device_doubles_after_good_steps_and_is_restored():
+    scale, optimizer = DeviceLossScale("dynamic", torch.device("cpu")), torch.optim.SGD([torch.zeros(1)])
+    for _ in range(GROWTH_INTERVAL):
+        scale.step(lambda: None, optimizer)
+    assert scale.state_dict() == {"value": 2.0**17, "good_steps": 0, "overflows": 0}
+    loaded = DeviceLossScale("dynamic", torch.device("cpu"))
+    loaded.load_state_dict(scale.state_dict())
+    assert loaded.state_dict() == scale.state_dict()
+
+
+def test_gradients_that_never_become_finite_end_the_run_of_a_fused_optimizer(perceptron, trained):
+    task = perceptron(**fused(lambda output, target: output.sum() * float("nan"), epochs=20))
+    with pytest.raises(RunError, match="overflowed 30 steps in a row"):
+        trained(task, "float16")
 
 
 def test_scale_doubles_after_good_steps_and_counts_again_after_a_bad_one():

@@ -90,3 +90,18 @@ def test_advice_with_equal_bounds_is_sorted_by_claimed_gain():
 def test_advice_bounds_are_finite():
     assert amdahl(1.0) < 1e4
     assert amdahl(0.5) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("facts", "ceilings", "expected"),
+    [
+        ({"cuda"}, {}, {"prefetch": None}),  # not measured: the copy waits for the queue, and the share is no bound
+        ({"cuda"}, {"copy": 1.2, "input": 1.0}, {"prefetch": pytest.approx(1.2)}),
+        ({"cuda"}, {"copy": 1.0, "input": 1.0}, {}),
+        ({"cpu"}, {}, {}),
+    ],
+)
+def test_advice_bounds_the_copy_to_a_gpu_by_its_ablation_only(facts, ceilings, expected):
+    phases = PHASES | {"input": 0.0, "copy": 0.005}
+    advice, _ = advise(phases, ceilings, frozenset(facts), {"prefetch": card("copy", "input")})
+    assert {entry["method"]: entry["bound"] for entry in advice} == expected

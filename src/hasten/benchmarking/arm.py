@@ -25,7 +25,7 @@ from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error, format_position
 from hasten.engine.finite_checks import non_finite_loss_error
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.loop import evaluate, evaluated_batches, train_steps
 from hasten.engine.memory import MemoryPeak, memory_peaks
 from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build
@@ -177,7 +177,7 @@ class Arm:
         Sets ``evaluated_batches``, the number that ``evaluate`` times: all (None) unless an evaluation is long.
         """
         assert self.program.validation is not None
-        self.validation_batches = batches = self.program.validation.length
+        self.validation_batches = batches = evaluated_batches(self.program)
         self.evaluated_batches = None
         if not batches:  # unknown
             first = self._evaluate(None)
@@ -203,9 +203,10 @@ class Arm:
         """Trains a block of ``count`` steps, synchronized at its ends only.
 
         Returns:
-            seconds, samples, ``position`` (samples since the start of the run), ``loss`` (mean over the steps and the
-            ranks; NaN if the losses are not read) and, summed over all ranks: cpu and system (CPU seconds), faults
-            (minor page faults) and switches (involuntary context switches).
+            seconds, ``issue_seconds`` (until the host had queued all work of the device), samples, ``position``
+            (samples since the start of the run), ``loss`` (mean over the steps and the ranks; NaN if the losses are
+            not read) and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and switches
+            (involuntary context switches).
 
         Raises:
             RunError: a loss is not finite.
@@ -222,6 +223,7 @@ class Arm:
             self.unread.append((loss, progress.epoch, progress.batch - 1))
             if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
                 self._read_losses()
+        issued = time.perf_counter()
         self._synchronize()
         seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         self._read_losses()
@@ -233,7 +235,12 @@ class Arm:
             "loss": fmean(self.losses) / self.ranks.world_size if self.losses else math.nan,
         }
         sums = self.ranks.all_reduce_sum(list(usage.values()))
-        block = {"seconds": seconds, "samples": progress.samples - samples, "position": progress.samples}
+        block = {
+            "seconds": seconds,
+            "issue_seconds": issued - began,
+            "samples": progress.samples - samples,
+            "position": progress.samples,
+        }
         return block | dict(zip(usage, sums, strict=True))
 
     def evaluate(self) -> float:

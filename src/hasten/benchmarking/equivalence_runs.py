@@ -179,7 +179,10 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 
 
 def run_arm(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
-    """Runs a recipe for ``steps`` steps, or fewer if the time is over, with methods that set the conditions."""
+    """Runs a recipe for ``steps`` steps, or fewer if the time is over, with methods that set the conditions.
+
+    A collective.
+    """
     dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up

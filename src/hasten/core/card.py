@@ -45,6 +45,7 @@ PHASES = {
 FACTS = {
     "cuda": "the run is on an NVIDIA GPU",
     "cpu": "the run is on the CPU",
+    "several_gpus": "this machine has several NVIDIA GPUs",
     "tf32_hardware": "matrix units that support TF32",
     "bfloat16_hardware": "matrix units that support bfloat16",
     "float16_hardware": "matrix units that support float16",
@@ -113,6 +114,10 @@ class Card:
         search_space: Option -> SearchRange, or one value, for the joint search; empty: only the presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
+        gpu_presets: Further options worth trying on an NVIDIA GPU; the tuner tries them first there.
+        gpu_composition: Part of the recipe that the tuner tries first, as a whole, on an NVIDIA GPU: methods that pay
+            together more than each alone.
+        gpu_baseline: Part of the strong baseline on an NVIDIA GPU, where its ``applies_to`` hold.
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
         trial_priority: The tuner tries methods with a high number first, such as those that shorten all later trials.
         not_searched: Why the tuner never tries it unless asked; empty if it does.
@@ -138,6 +143,9 @@ class Card:
     search_space: Mapping[str, Any] = field(default_factory=dict[str, Any])
     default_for: Set[str] = frozenset()
     remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    gpu_presets: tuple[dict[str, Any], ...] = ()
+    gpu_composition: bool = False
+    gpu_baseline: bool = False
     strong_baseline: bool = False
     trial_priority: int = 0
     not_searched: str = ""

@@ -113,6 +113,7 @@ class ParallelContext:
         sync_period: Steps after which the cost of a step repeats; above 1 if ranks communicate only every few steps.
         warmup_steps: Steps at the start with another cost.
         init_device: Where the model is built before the ``parallelize`` hooks: "device" (of the run), "cpu" or "meta".
+        gather_dtype: The dtype in which sharded float32 weights are gathered; None for their own.
         materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on meta.
         rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; needs the same world size.
         merge_rank_states: ``(state) -> state``: one state of weights that differ between ranks, for any world size.
@@ -129,6 +130,7 @@ class ParallelContext:
     sync_period: int = 1
     warmup_steps: int = 0
     init_device: str = "device"
+    gather_dtype: torch.dtype | None = None
     materialize: Callable[[Sequence[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
     rank_state: dict[str, Any] = field(default_factory=dict)
     merge_rank_states: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state

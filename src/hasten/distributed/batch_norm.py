@@ -84,7 +84,8 @@ class _Normalize(torch.autograd.Function):
         variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
         scale = (variance + eps).rsqrt()
         normal = (wide - _channel_view(mean, inputs)) * _channel_view(scale, inputs)
-        ctx.save_for_backward(normal, scale, weight, count)
+        # not ``normal``: the layer before keeps its output, these inputs, while a float32 copy would be memory besides
+        ctx.save_for_backward(inputs, mean, scale, weight, count)
         ctx.mark_non_differentiable(mean, variance, count)
         outputs = normal if weight is None else normal * _channel_view(weight, inputs)
         outputs = outputs if bias is None else outputs + _channel_view(bias, inputs)
@@ -92,7 +93,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_outputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        normal, scale, weight, count = ctx.saved_tensors
+        inputs, mean, scale, weight, count = ctx.saved_tensors
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        normal = (wide - _channel_view(mean, inputs)) * _channel_view(scale, inputs)
         wide = grad_outputs.to(normal.dtype)
         axes = [axis for axis in range(grad_outputs.dim()) if axis != 1]
         grad_bias, grad_weight = wide.sum(axes), (wide * normal).sum(axes)

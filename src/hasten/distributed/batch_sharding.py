@@ -9,12 +9,15 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 from zlib import crc32
 
 import numpy
 import torch
+from torch.utils.data import SequentialSampler
 
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
@@ -53,6 +56,60 @@ class IndexShard(list[int]):
     """List of dataset indices: a rank's shard of a global batch, which starts at position ``first`` in it."""
 
     first = 0
+
+
+class NumberedIndices(list[int]):
+    """List of dataset indices: the batch with index ``batch`` of an epoch of which a rank may read other batches."""
+
+    batch = 0
+
+
+@dataclass
+class EvaluationShards:
+    """Which validation batches this rank reads: every ``world_size``-th one while ``active``, otherwise all."""
+
+    ranks: ProcessGroupInfo
+    active: bool = False
+
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Context manager: an evaluation in which each rank reads other batches."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def most_batches(self, batches: int | None) -> int | None:
+        """The batches that one rank reads at most, of ``batches`` validation batches (None: unknown)."""
+        return batches and -(-batches // self.ranks.world_size)
+
+
+def can_share_evaluation(batches: BatchSource, world_size: int, adds_up: bool, replicas_differ: bool) -> bool:
+    """Whether each rank can evaluate other batches: their order is known, and there is one for each rank.
+
+    ``adds_up``: the metric can be computed from what the ranks add up; ``replicas_differ``: methods let ranks hold
+    different weights between two steps.
+    """
+    spec = batches.spec
+    if spec is None or world_size == 1 or spec.length < world_size or not adds_up or replicas_differ:
+        return False
+    return spec.loader is None or isinstance(spec.loader.sampler, SequentialSampler)  # shuffled: each rank has an order
+
+
+def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSource:
+    """The validation batches; while ``shards`` are active, whole batches of them by turns, so that none is cut."""
+    assert batches.spec is not None, "only samples that are read by index are shared"
+    order = batches.spec.batch_sampler
+
+    def numbered(epoch: int) -> Iterator[list[int]]:
+        first, step = (shards.ranks.rank, shards.ranks.world_size) if shards.active else (0, 1)
+        for batch, indices in islice(enumerate(order(epoch)), first, None, step):
+            result = NumberedIndices(indices)
+            result.batch = batch
+            yield result
+
+    return batches.with_spec(batch_sampler=numbered)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -36,6 +37,23 @@ def broadcast_tensors(
         dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=0)  # gloo does not support all dtypes
         if sent.data_ptr() != tensor.data_ptr() or sent.device != tensor.device:
             tensor.copy_(sent)
+
+
+@contextmanager
+def buffers_of_main_process(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager: the buffers of rank 0 on all ranks, such as the statistics of batch norms, which each updates.
+
+    All ranks must enter it. The ranks' own buffers come back at its end.
+    """
+    buffers = list(model.buffers())
+    own = [buffer.clone() for buffer in buffers]
+    broadcast_tensors(buffers)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
 
 
 @torch.no_grad()

@@ -1,14 +1,15 @@
 """Checkpoints written in a thread while the training continues.
 
 The thread copies the state to staging buffers and writes them. Weights and optimizer state change in the optimizer
-step only. On a CPU the training therefore computes the next gradients meanwhile and waits for the copy before that
-step, never for the disk. State on a GPU is copied before the training continues, since a captured CUDA graph may
-update it unnoticed.
+step only. The training therefore computes the next gradients meanwhile and waits for the copy before that step, never
+for the disk. From a GPU the thread copies to page-locked memory on a stream of its own. What may change at any time,
+such as the statistics of a batch norm in a captured CUDA graph, is copied at once, in the order of the GPU's work.
 """
 
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from threading import Event
 from time import thread_time
 from typing import Any
@@ -49,15 +50,16 @@ class AsyncCheckpointer:
         found: dict[Key, torch.Tensor] = {}
         map_tensors(lambda tensor: found.setdefault(_address(tensor), tensor.detach()), state)
         self.staging = {key: _staging_buffer(self.staging.get(key), tensor) for key, tensor in found.items()}
-        on_cpu = {_address(tensor) for tensor in update_only if tensor.device.type == "cpu"}
-        copied_later = found.keys() & (set[Key]() if self.copy_synchronously else on_cpu)
+        unchanged = set[Key]() if self.copy_synchronously else set(map(_address, update_only))
+        copied_later = found.keys() & unchanged
         for key in found.keys() - copied_later:
-            self.staging[key].copy_(found[key])
+            self.staging[key].copy_(found[key], non_blocking=True)
+        streams = _side_streams(found.values())
         later = {key: found[key] for key in copied_later}
         versions = [in_place_version(tensor) for tensor in later.values()]
         copy = map_tensors(lambda tensor: self.staging[_address(tensor)], state)
         self.copied.clear()
-        self.pending = self.thread.submit(self._save, later, versions, copy, write)
+        self.pending = self.thread.submit(self._save, later, versions, streams, copy, write)
 
     def before_update(self) -> None:
         """Waits until the thread has copied the tensors in ``update_only``; called before every optimizer step."""
@@ -80,13 +82,17 @@ class AsyncCheckpointer:
         self,
         later: dict[Key, torch.Tensor],
         versions: list[int],
+        streams: dict[torch.device, torch.cuda.Stream],
         copy: dict[str, Any],
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         began = thread_time()
         try:
             for key, tensor in later.items():
-                self.staging[key].copy_(tensor)
+                with torch.cuda.stream(streams[tensor.device]) if tensor.is_cuda else nullcontext():
+                    self.staging[key].copy_(tensor, non_blocking=True)
+            for stream in streams.values():
+                stream.synchronize()
             torn = versions != [in_place_version(tensor) for tensor in later.values()]
             self.copy_synchronously = self.copy_synchronously or torn
         finally:
@@ -105,7 +111,17 @@ def _address(tensor: torch.Tensor) -> Key:
 
 def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """``previous`` if it has the shape and dtype of ``tensor``, else a new buffer in host memory."""
-    if previous is None or previous.layout != torch.strided:
-        return torch.empty_like(tensor, device="cpu")
-    usable = (previous.shape, previous.dtype) == (tensor.shape, tensor.dtype)
-    return previous if usable else torch.empty_like(tensor, device="cpu")
+    wanted = torch.strided, tensor.shape, tensor.dtype
+    if previous is not None and (previous.layout, previous.shape, previous.dtype) == wanted:
+        return previous
+    with suppress(RuntimeError):  # the system may allow less page-locked memory than the state takes
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and tensor.layout == torch.strided)
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _side_streams(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:
+    """A new stream on every GPU that holds one of the tensors; it waits for all work that is queued there."""
+    streams = {device: torch.cuda.Stream(device) for device in {tensor.device for tensor in tensors if tensor.is_cuda}}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return streams

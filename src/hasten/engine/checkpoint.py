@@ -245,7 +245,8 @@ def to_safetensors(weights: State) -> bytes:
             aliases[name] = names[memory]
         else:
             names[memory] = name
-            stored[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            cpu_copy = tensor.detach().to("cpu", copy=True)  # one at a time: a GPU may have no room for a second model
+            stored[name] = cpu_copy.contiguous()
     return save(stored, metadata=aliases or None)
 
 
@@ -287,7 +288,8 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
     """Gives all ranks rank 0's random state, so that they draw the same order. All ranks must call it."""
     if not ranks.is_single_process:
         state = rng_state(batches)
-        state["process"].pop("cuda", None)  # a source draws on the CPU; the model draws on each rank's GPU
+        for name in ("cuda", "device"):  # a source draws on the CPU; the model draws on each rank's GPU
+            state["process"].pop(name, None)
         restore_rng_state(batches, deserialize(ranks.broadcast(serialize(state))))
 
 

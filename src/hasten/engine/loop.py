@@ -10,10 +10,13 @@ from collections.abc import Generator
 import torch
 
 from hasten.core.errors import RunError
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
+from hasten.distributed.batch_sharding import EvaluationShards
+from hasten.distributed.collectives import buffers_of_main_process
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator, own_result
 from hasten.engine.plan import Program
-from hasten.utils.batch import batch_size, map_tensors
+from hasten.utils.batch import batch_size, copy_to_device
 from hasten.utils.rng import preserve_rng_state
 
 
@@ -72,14 +75,30 @@ def train_epoch(program: Program) -> Generator[torch.Tensor]:
 def evaluate(program: Program) -> EvaluationResult:
     """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
 
-    Rank 0 evaluates and broadcasts the result, unless the model computes only if all ranks call it.
+    The ranks share the batches where they can. Otherwise rank 0 evaluates all of them, or every rank does if the model
+    computes only if all ranks call it. The result is that of rank 0.
     """
-    model, ranks = program.export(), program.run.ranks
+    model, ranks, shards = program.export(), program.run.ranks, _shards(program)
     if ranks.is_single_process:
         return _measure(program, model)
-    result = _measure(program, model) if ranks.is_main_process or _all_ranks_evaluate(program) else None
+    result = None
+    if shards is not None:
+        with shards.activated(), buffers_of_main_process(model):
+            result = _measure(program, model, ranks)
+    elif ranks.is_main_process or _all_ranks_evaluate(program):
+        result = _measure(program, model)
     content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
     return EvaluationResult(**json.loads(content))
+
+
+def evaluated_batches(program: Program) -> int | None:
+    """Number of validation batches that a rank evaluates at most; None if it is unknown."""
+    batches, shards = program.validation and program.validation.length, _shards(program)
+    return batches if shards is None else shards.most_batches(batches)
+
+
+def _shards(program: Program) -> EvaluationShards | None:
+    return None if _all_ranks_evaluate(program) else program.evaluation_shards
 
 
 def _all_ranks_evaluate(program: Program) -> bool:
@@ -87,7 +106,8 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measure(program: Program, model: torch.nn.Module) -> EvaluationResult:
+def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> EvaluationResult:
+    """The metric over the batches that this rank reads, and those that the other ``ranks`` read."""
     task, validation = program.task, program.validation
     assert validation is not None, "only a task with validation data is evaluated"
     own = task.loss is None
@@ -96,16 +116,14 @@ def _measure(program: Program, model: torch.nn.Module) -> EvaluationResult:
     # a sharded model gathers weights with which it trains on: no inference tensors
     without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:  # not program.to_device, which may augment
-        return tensor.to(device, non_blocking=True)
-
     model.eval()
     try:
         with preserve_rng_state(), without_gradients():
-            batches = (map_tensors(to_device, batch) for batch in validation.epoch(0, 0))
+            # not program.to_device, which may augment
+            batches = (copy_to_device(batch, device) for batch in validation.epoch(0, 0))
             if task.evaluate is not None:
                 return own_result(task.evaluate(model, batches))
-            metric = MetricAccumulator(task)
+            metric = MetricAccumulator(task, ranks)
             for batch in batches:
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))

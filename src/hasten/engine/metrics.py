@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
+from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.task import Task
 from hasten.utils.batch import TARGET_NAMES
 
@@ -110,10 +111,14 @@ def own_result(value: Any) -> EvaluationResult:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable."""
+    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable.
 
-    def __init__(self, task: Task) -> None:
+    ``ranks`` are those that evaluate other batches of the same data; all of them must ask for the ``result``.
+    """
+
+    def __init__(self, task: Task, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> None:
         metric: Any = task.metric
+        self.ranks = ranks
         self.name = name_of(task)
         self.sum: Any = 0.0
         self.loss: Any = 0.0
@@ -129,12 +134,19 @@ class MetricAccumulator:
         elif hasattr(metric, "update") and hasattr(metric, "compute"):
             self.torchmetric = metric.clone() if hasattr(metric, "clone") else metric
             self.torchmetric.reset()
+            if self.adds_up:  # or ``compute`` would wait for ranks that do not call it
+                self.torchmetric.distributed_available_fn = lambda: not ranks.is_single_process
         elif callable(metric):
             self.named = NamedMetric(True, lambda output, target, loss: metric(output, target))
             self.needs_target = False
         else:
             kinds = f"one of {', '.join(METRICS)}, a torchmetrics metric or a function"
             raise ConfigurationError(f"Task(metric=) must be {kinds}, not {type(metric).__name__}")
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether ranks can compute the metric together: a mean, or one of torchmetrics, which merge their states."""
+        return self.named is not None or hasattr(self.torchmetric, "distributed_available_fn")
 
     def update(self, output: Any, target: Any, loss: torch.Tensor, samples: int) -> None:
         """Adds a batch of ``samples`` with its mean ``loss``, on the device. ConfigurationError without a target."""
@@ -149,13 +161,16 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self) -> EvaluationResult:
-        """The metric and the loss over all batches; RunError if there was none."""
-        if not self.samples:
+        """The metric and the loss over all batches, of all ``ranks``; RunError if there was none."""
+        total, loss, samples = self.ranks.all_reduce_sum([float(self.sum), float(self.loss), self.samples])
+        if not samples:
             raise RunError("the validation data gave no batch, so there is no metric")
-        value = float(self._as_number(self.torchmetric.compute() if self.named is None else self.sum / self.samples))
-        if self.named is not None and math.isfinite(value):
+        value = total / samples
+        if self.named is None:
+            value = float(self._as_number(self.torchmetric.compute()))
+        elif math.isfinite(value):
             value = self.named.finish(value)
-        return EvaluationResult(_drop_rounding_error(value), float(self.loss / self.samples))
+        return EvaluationResult(_drop_rounding_error(value), loss / samples)
 
     def _as_number(self, value: Any) -> Any:
         """What a metric function returned, as float64 on its device; ConfigurationError if it is not one number."""

@@ -192,9 +192,7 @@ class Persistence:
 
     def _resume(self) -> None:
         """Restores the newest complete checkpoint; without one the run starts at step 0."""
-        state = on_main_process(self.ranks, self._newest)
-        if not self.ranks.is_single_process:
-            state = checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
+        state = self._to_all_ranks(on_main_process(self.ranks, self._newest))
         if not state:
             return
         checkpoint.restore(self.program, state)
@@ -206,6 +204,18 @@ class Persistence:
         self.start_of_epoch = state["start_of_epoch"]
         random_state = checkpoint.rank_rng_state(self.run, state)
         self.rest_of_interrupted_epoch = checkpoint.resume_epoch(self.train, self.start_of_epoch, random_state)
+
+    def _to_all_ranks(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The checkpoint of rank 0 on every rank: each loads it, if all see the run directory; else rank 0 sends it."""
+        if self.ranks.is_single_process:
+            return state
+        save = self.ranks.broadcast(state["save"].encode() if state else b"").decode()
+        folder = checkpoint.find_shared_directory(self.ranks, self.folder and self.folder.path / "checkpoints")
+        if folder is None or not save:
+            return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
+        if state is not None:
+            return state
+        return checkpoint.Checkpoints(folder).newest(lambda other: other["save"] == save)
 
     def _newest(self) -> dict[str, Any] | None:
         """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank

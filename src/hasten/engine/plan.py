@@ -18,17 +18,24 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.run_context import EngineServices, ParallelContext, RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, ForwardFn, StepFn
-from hasten.distributed.batch_sharding import ShardLog, check_replica_inputs, with_loss_weights
+from hasten.distributed.batch_sharding import (
+    EvaluationShards,
+    ShardLog,
+    can_share_evaluation,
+    check_replica_inputs,
+    share_evaluation,
+    with_loss_weights,
+)
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
 from hasten.engine.composition import applicable_methods, check_fits_task
 from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
-from hasten.engine.metrics import higher_is_better
+from hasten.engine.metrics import MetricAccumulator, higher_is_better
 from hasten.engine.optimizer import build_optimizer, with_clipping
 from hasten.engine.own_step import OwnStep
 from hasten.engine.resources import available_cpus, free_memory
-from hasten.utils.batch import map_tensors
+from hasten.utils.batch import copy_to_device
 from hasten.utils.optimizers import OptimizerList
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
@@ -46,6 +53,7 @@ class Program:
     train: BatchSource  # the training batches of this rank
     source: BatchSource  # the same, without the communication between ranks before each step
     validation: BatchSource | None
+    evaluation_shards: EvaluationShards | None  # how the ranks share the validation batches; None: they do not
     to_device: BatchFn  # copies a batch to the device and transforms it
     forward: ForwardFn
     forward_backward: ForwardFn  # over all microbatches
@@ -85,12 +93,12 @@ def build(
         task = data_adapters.load_data(task)
         plan = run.plan = fold("plan", data_adapters.initial_plan(task))
         log = ShardLog()
-        source, validation = _build_data(task, methods, run, log)
+        source, validation, shards = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = build_optimizer(task, fold, run)
         own_step = OwnStep(run) if task.step is not None else None
-        to_device = fold("batch_transform", partial(_copy_to_device, run.device) if on_gpu else _identity)
+        to_device = fold("batch_transform", partial(copy_to_device, device=run.device) if on_gpu else _identity)
         forward = fold("forward", _build_forward(task, fold, run, own_step))
         forward_backward = _build_forward_backward(forward, fold, run)
         # else the run and its batches would form a reference cycle that keeps worker processes alive
@@ -109,6 +117,7 @@ def build(
             train=_shard_batches(source, methods, run, log),
             source=source,
             validation=validation,
+            evaluation_shards=shards,
             to_device=to_device,
             forward=forward,
             forward_backward=forward_backward,
@@ -131,12 +140,17 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
 
 def _build_data(
     task: Task, methods: Sequence[Method], run: RunContext, log: ShardLog
-) -> tuple[BatchSource, BatchSource | None]:
-    """(training, validation) batches. Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
+) -> tuple[BatchSource, BatchSource | None, EvaluationShards | None]:
+    """(training, validation, shards of validation). Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
-    validation = data_adapters.validation(task, task_batch_size, run.seed)
+    validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
+    own_evaluation = task.evaluate is not None  # it reads all batches
+    adds_up = not run.ranks.is_single_process and not own_evaluation and MetricAccumulator(task).adds_up
+    if validation and can_share_evaluation(validation, run.ranks.world_size, adds_up, _replicas_differ(methods)):
+        shards = EvaluationShards(run.ranks)
+        validation = share_evaluation(validation, shards)
     with preserve_rng_state():  # a method may read samples to inspect them
         for method in methods:
             if "data" in hooks_of(method):
@@ -145,8 +159,8 @@ def _build_data(
                     validation = data_adapters.apply_data_hook(method, validation, run)
     if plan.steps is None and train.length is not None:
         plan.steps = max(1, round(plan.epochs * train.length))
-    run.services.peek_batch = lambda: _copy_to_device(run.device, data_adapters.first_batch(train, validation))
-    return train, validation
+    run.services.peek_batch = lambda: copy_to_device(data_adapters.first_batch(train, validation), run.device)
+    return train, validation, shards
 
 
 def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
@@ -212,18 +226,19 @@ def _seed_model_randomness(run: RunContext, train: BatchSource) -> None:
 
 def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunContext, log: ShardLog) -> BatchSource:
     """The batches, whose sizes and fingerprints the ranks compare; sets this rank's loss weight for each step."""
-    replicas_differ = any("replicated_weights" in method.card.invalidates for method in methods)
-    weighted = with_loss_weights(source, _data_ranks(run), run.plan, run.progress, log, replicas_differ)
+    differ = _replicas_differ(methods)
+    weighted = with_loss_weights(source, _data_ranks(run), run.plan, run.progress, log, differ)
     return check_replica_inputs(weighted, run.ranks, run.parallel.model_parallel_size if run.parallel else 1)
+
+
+def _replicas_differ(methods: Sequence[Method]) -> bool:
+    """Whether ranks may hold different weights between two steps."""
+    return any("replicated_weights" in method.card.invalidates for method in methods)
 
 
 def _data_ranks(run: RunContext) -> ProcessGroupInfo:
     """The process group counted in model replicas: the ranks of one replica read the same samples."""
     return run.ranks.data_parallel_view(run.parallel.model_parallel_size) if run.parallel else run.ranks
-
-
-def _copy_to_device(device: torch.device, batch: Batch) -> Batch:
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def _nothing() -> None:

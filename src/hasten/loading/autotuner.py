@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from hasten.core.data import WorkerConfig
-from hasten.loading.loader_stats import LoaderProfiler, LoaderStats, gpu_is_busy, record_cuda_event
+from hasten.loading.loader_stats import LoaderProfiler, LoaderStats, record_cuda_event
 
 WAIT_TOLERANCE = 0.01  # fraction of the time; steps that wait no longer than that do not wait
 MIN_SPEEDUP = 1.03  # that each of CONFIRMATIONS measurements must show
@@ -128,13 +128,12 @@ class LoaderAutotuner:
         done = 0
         workers = WorkerConfig()  # they compute ``batches``, once that is opened
         batches: Iterator[Any] | None = None
-        cuda_event = None
         try:
             self._start_epoch(space)
             while self._measured is not None:
                 if batches is None or workers != self._measured:
                     _close(batches)
-                    workers, batches, cuda_event = self._measured, None, None
+                    workers, batches = self._measured, None
                     if self._profiler.workers != workers:
                         self._profiler = LoaderProfiler(workers)
                     self._profiler.on_enter()
@@ -149,11 +148,12 @@ class LoaderAutotuner:
                     continue
                 if batch is _END:
                     return
-                received, done = perf_counter(), done + 1
-                self._profiler.on_batch(0.0 if gpu_is_busy(cuda_event) else received - requested, batch)
+                received, done, arrival = perf_counter(), done + 1, record_cuda_event()
+                self._profiler.on_batch(received - requested, batch)
                 yield batch
                 del batch  # or its memory could not be used for the next one
-                cuda_event = record_cuda_event()
+                if arrival is not None and (end := record_cuda_event()) is not None:
+                    self._profiler.on_cuda_events(arrival, end)
                 if self._profiler.on_step(perf_counter() - received):
                     self._report(self._profiler.stats())
             if batches is None or workers != self.workers:

@@ -5,20 +5,17 @@ from collections.abc import Iterator
 import torch
 
 from hasten.core.types import Batch
-from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.batch import batch_tensors, copy_to_device
 
 
 def prefetch_to_cuda(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yields the batches on a CUDA device; the next one is copied while the current one is used."""
     side_stream = torch.cuda.Stream(device)
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
-
     def fetch() -> tuple[Batch, torch.Event] | None:
         with torch.cuda.stream(side_stream):
             for batch in batches:
-                return map_tensors(copy, batch), side_stream.record_event()
+                return copy_to_device(batch, device), side_stream.record_event()
         return None
 
     upcoming = fetch()

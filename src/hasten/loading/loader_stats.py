@@ -1,6 +1,13 @@
-"""Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together."""
+"""Measures batches and steps while a run trains: how long steps wait for batches, and how long both take together.
 
+On a GPU the host only queues the work of a step. Its own times would take launching for the step, and count as waiting
+what the GPU still computes. There CUDA events are recorded where a batch arrives and where its step is queued; the GPU
+reaches them when it has the batch, and when it has finished the step.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 
 import torch
@@ -39,10 +46,15 @@ class LoaderProfiler:
     def __init__(self, workers: WorkerConfig) -> None:
         self.workers = workers
         self._min_batches = max(MIN_BATCHES, BATCHES_PER_WORKER * workers.num_workers)
+        self._events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[]]  # of consecutive steps
         self._waits: list[float] = []
         self._steps: list[float] = []
         self._size, self._seconds, self._wait = 0, 0.0, 0.0
         self._skip, self._steps_before = 0, -1
+
+    def on_cuda_events(self, arrival: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """The events behind the arrival of the batch, and behind its step; call it before ``on_step``."""
+        self._events[-1].append((arrival, end))
 
     def on_enter(self) -> None:
         """Call it when an epoch or new workers start: skips warm-up batches, unless all of the last were skipped."""
@@ -58,6 +70,7 @@ class LoaderProfiler:
         """Records the seconds of a step; returns whether there are enough measurements for ``stats``."""
         if self._skip:
             self._skip -= 1
+            self._events.append([])
             return False
         self._waits.append(self._wait)
         self._steps.append(seconds)
@@ -65,18 +78,33 @@ class LoaderProfiler:
         return len(self._steps) >= self._min_batches and self._seconds >= MIN_SECONDS
 
     def stats(self) -> LoaderStats:
-        return LoaderStats(fmean(self._waits), median(self._steps), self._size)
+        waits, steps = self._waits, self._steps
+        if on_device := [device_times(_marks_of(events)) for events in self._events if len(events) > 1]:
+            waits = [wait for waits, _ in on_device for wait in waits]
+            steps = [step for _, steps in on_device for step in steps]
+        return LoaderStats(fmean(waits), median(steps), self._size)
+
+
+def _marks_of(events: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[tuple[float, float]]:
+    """The seconds, since the first one, at which the GPU reached each event; waits for the last one."""
+    first, last = events[0][0], events[-1][1]
+    last.synchronize()
+    return [(first.elapsed_time(arrival) / 1e3, first.elapsed_time(end) / 1e3) for arrival, end in events]
+
+
+def device_times(marks: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """(seconds that the GPU was idle before each batch but the first, seconds of each step).
+
+    ``marks`` are the seconds at which the GPU had reached the arrival of a batch, and the end of its step.
+    """
+    waits = [max(0.0, arrival - end) for (_, end), (arrival, _) in pairwise(marks)]
+    return waits, [end - arrival for arrival, end in marks]
 
 
 def record_cuda_event() -> torch.cuda.Event | None:
-    """Records an event behind all work queued on the GPU so far; None if no GPU is in use."""
+    """Records an event, with its time, behind all work queued on the GPU so far; None if no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.default_stream())
     return event
-
-
-def gpu_is_busy(event: torch.cuda.Event | None) -> bool:
-    """Whether the GPU has not reached ``event``: it was busy while the host waited. False for None."""
-    return event is not None and not event.query()

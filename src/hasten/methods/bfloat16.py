@@ -30,6 +30,8 @@ class BFloat16(Method):
         gain=(1.0, 1.6),
         gain_when="large matrix products on hardware with bfloat16 units (1.4 to 1.6 on CPUs); no gain if narrow",
         accelerates={"forward", "backward"},
+        gpu_composition=True,
+        gpu_baseline=True,
         applies_to={"matrix_weights", "bfloat16_hardware"},
         requires={"uniform_precision", "monolithic_forward"},
         invalidates={"uniform_precision"},

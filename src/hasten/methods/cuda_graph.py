@@ -6,9 +6,13 @@ How the rules of https://docs.pytorch.org/docs/stable/notes/cuda.html (CUDA grap
   the gradients are zeroed in place instead of freed: this method replaces ``zero_grad``.
 * Capture follows a few warm-up passes on a side stream. They change buffers of the model, random state and gradients,
   so all three are restored: the first replay is the first pass of the run.
-* Shapes are part of a graph. There is one graph per ``microbatch_fraction`` (microbatches of unequal size have unequal
-  loss weights), for the first shapes seen. Batches of other shapes, such as the last one of an epoch, run without a
-  graph.
+* Shapes are part of a graph, and so is everything in a batch that is no tensor, such as a number or a text. There is
+  one graph per ``microbatch_fraction`` (microbatches of unequal size have unequal weights), for the first batch seen.
+  Batches of other shapes or values, such as the last one of an epoch, run without a graph.
+* Only calls of this thread may disturb a capture: the thread that pins the batches of a loader allocates meanwhile.
+
+What Python decides in a step, such as a random number of the module ``random`` that skips a layer, is decided once: at
+the capture.
 """
 
 from collections.abc import Callable
@@ -24,6 +28,7 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, ForwardFn, StepFn
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
+from hasten.utils.tree import bitwise_equal, tree_leaves
 
 WARMUP_PASSES = 3  # the PyTorch documentation asks for a few, so that libraries have chosen their kernels
 
@@ -38,6 +43,7 @@ class CudaGraph(Method):
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs",
         gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
         accelerates={"forward", "backward"},
+        gpu_composition=True,
         applies_to={"cuda"},
         invalidates={"python_between_kernels"},
         order=WrapOrder.LAST,
@@ -51,7 +57,8 @@ class CudaGraph(Method):
         if run.parallel is not None:
             run.report_no_effect(self, "the ranks weight their shards of a batch, and a graph cannot change a weight")
             return forward_backward
-        graphs: dict[float, tuple[Any, ForwardFn]] = {}  # microbatch_fraction -> shapes of the graph, its replay
+        graphs: dict[float, tuple[Any, ForwardFn]] = {}  # microbatch_fraction -> signature of its batches, its replay
+        passes = {"replayed": 0, "eager": 0}
 
         def replay_graph(batch: Batch) -> torch.Tensor:
             fraction = run.progress.microbatch_fraction
@@ -59,13 +66,18 @@ class CudaGraph(Method):
                 # a resumed run may start with a short batch
                 if round(batch_size(batch) / fraction) < run.plan.batch_size:
                     return forward_backward(batch).detach()  # a live autograd graph would prevent the capture
-                graphs[fraction] = _shapes(batch), _capture(forward_backward, batch, run)
-            shapes, replay = graphs[fraction]
-            return replay(batch) if _shapes(batch) == shapes else forward_backward(batch).detach()
+                graphs[fraction] = signature_of(batch), _capture(forward_backward, batch, run)
+            expected, replay = graphs[fraction]
+            fits = bitwise_equal(signature_of(batch), expected)
+            passes["replayed" if fits else "eager"] += 1
+            return replay(batch) if fits else forward_backward(batch).detach()
 
         def describe() -> str:
             if not graphs:
                 raise NoEffectError("no graph was captured: no batch has been as large as the plan says")
+            if passes["eager"] > passes["replayed"]:
+                what = "batches have other shapes than the captured one, or other values that are no tensors"
+                raise NoEffectError(f"{passes['eager']} of {sum(passes.values())} {what}")
             return f"{len(graphs)} CUDA graph{'s' * (len(graphs) > 1)} captured"
 
         run.observe_effect(self, describe)
@@ -100,10 +112,11 @@ def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> Forw
 
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = forward_backward(inputs).detach()
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        memory = "a CUDA graph keeps the activations of a step in memory of its own"
+        raise RunError(f"out of memory: the step does not fit as a CUDA graph ({memory})") from error
     except RuntimeError as error:
         raise RunError(
             "cuda_graph cannot record the step; the usual cause is a .item() or a copy to the CPU in the model "
@@ -141,5 +154,7 @@ def _save_state(run: RunContext) -> Callable[[], None]:
     return restore
 
 
-def _shapes(batch: Batch) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in batch_tensors(batch))
+def signature_of(batch: Batch) -> list[Any]:
+    """What a graph cannot change: shape and dtype of every tensor, and the value of every other leaf of the batch."""
+    leaves = tree_leaves(batch)
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

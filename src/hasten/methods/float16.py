@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import foreach_mul_
+from hasten._torch_compat import foreach_mul_, skips_overflows
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method, option
+from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
@@ -30,7 +31,7 @@ class Float16(Method):
     Loss scaling: the loss is multiplied by a scale before the backward pass, so that small gradients do not vanish
     below 2**-24, and the gradients are divided by it before any other method reads them. A step whose gradients
     overflowed is skipped. The dynamic scale starts at 2**16, halves after an overflow and doubles after 2000 steps
-    without one.
+    without one. In one process, a fused Adam skips the step by itself, and a GPU is waited for only every 30 steps.
     """
 
     card = Card(
@@ -56,7 +57,9 @@ class Float16(Method):
         if obstacle := autocast_obstacle(run.model, run.device, torch.float16):
             run.report_no_effect(self, obstacle)
             return forward
-        run.checkpoint_state[self.name] = LossScale(self.scale, run.device)  # without it, the hooks below do nothing
+        on_device = run.parallel is None and skips_overflows(run.optimizer)
+        # without it, the hooks below do nothing
+        run.checkpoint_state[self.name] = (DeviceLossScale if on_device else LossScale)(self.scale, run.device)
         device = run.device.type
         run.observe_effect(self, partial(observe_precision, run, torch.float16))
 
@@ -67,11 +70,11 @@ class Float16(Method):
         return forward_in_float16
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        scale: LossScale | None = run.checkpoint_state.get(self.name)
+        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
         return backward if scale is None else lambda loss: backward(loss * scale.tensor)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        scale: LossScale | None = run.checkpoint_state.get(self.name)
+        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
         parameters = list(run.model.parameters())
@@ -79,22 +82,21 @@ class Float16(Method):
         def unscale_gradients() -> None:
             grad_transform()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            foreach_mul_(gradients, 1.0 / scale.value)
-            scale.overflow = run.ranks.any(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
+            scale.unscale(gradients, run.ranks)
 
         return unscale_gradients
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        scale: LossScale | None = run.checkpoint_state.get(self.name)
+        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return optimizer_step
 
-        def step_unless_overflow() -> None:
-            if not scale.overflow:
-                optimizer_step()
-            scale.update()
+        return partial(scale.step, optimizer_step, run.optimizer)
 
-        return step_unless_overflow
+
+NEVER_FINITE = (
+    "float16: the gradients overflowed {} steps in a row; use bfloat16, or check the data and the loss for NaN"
+)
 
 
 class LossScale:
@@ -107,6 +109,17 @@ class LossScale:
         self.good_steps = self.overflows = 0  # consecutive steps without, and with overflow
         self.overflow = False  # whether the gradients of the current step overflowed on any rank
 
+    def unscale(self, gradients: list[torch.Tensor], ranks: ProcessGroupInfo) -> None:
+        """Divides the gradients by the scale and notes whether those of any rank overflowed."""
+        foreach_mul_(gradients, 1.0 / self.value)
+        self.overflow = ranks.any(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
+
+    def step(self, optimizer_step: StepFn, optimizer: torch.optim.Optimizer) -> None:
+        """Updates the weights unless the gradients overflowed, then the scale."""
+        if not self.overflow:
+            optimizer_step()
+        self.update()
+
     def update(self) -> None:
         """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL steps. RunError after MAX_OVERFLOWS."""
         if self.overflow:
@@ -114,10 +127,7 @@ class LossScale:
         else:
             self.good_steps, self.overflows = self.good_steps + 1, 0
         if self.overflows == MAX_OVERFLOWS:
-            raise RunError(
-                f"float16: the gradients overflowed {self.overflows} steps in a row; "
-                "use bfloat16, or check the data and the loss for NaN"
-            )
+            raise RunError(NEVER_FINITE.format(self.overflows))
         if self.dynamic and self.overflow:
             self._set(self.value * BACKOFF)
         elif self.dynamic and self.good_steps == GROWTH_INTERVAL:
@@ -134,3 +144,44 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.good_steps, self.overflows = state["good_steps"], state["overflows"]
         self._set(state["value"])
+
+
+class DeviceLossScale:
+    """The loss scale in tensors on the device, for an optimizer that skips a step by itself: nothing waits for them."""
+
+    def __init__(self, scale: str | float, device: torch.device):
+        self.dynamic, self.steps = scale == "dynamic", 0
+        self.tensor = torch.tensor(INITIAL_SCALE if self.dynamic else float(scale), device=device)
+        self.good, self.bad, self.found = (torch.zeros((), device=device) for _ in range(3))  # as good_steps, overflows
+
+    value = property(lambda self: self.tensor.item())
+    overflow = property(lambda self: bool(self.found.item()))
+
+    def unscale(self, gradients: list[torch.Tensor], ranks: ProcessGroupInfo) -> None:
+        """Divides the gradients by the scale and notes whether they overflowed."""
+        foreach_mul_(gradients, self.tensor.reciprocal())
+        self.found.copy_(~torch.nn.utils.get_total_norm(gradients).isfinite())
+
+    def step(self, optimizer_step: StepFn, optimizer: torch.optim.Optimizer) -> None:
+        """Updates weights and scale. The optimizer reads ``found_inf``, as under ``torch.amp.GradScaler``."""
+        vars(optimizer)["found_inf"] = self.found
+        try:
+            optimizer_step()
+        finally:
+            del vars(optimizer)["found_inf"]
+        self.bad.add_(1.0).mul_(self.found)
+        self.good.add_(1.0).mul_(1.0 - self.found)
+        if self.dynamic:
+            grows = self.good == GROWTH_INTERVAL
+            self.good.masked_fill_(grows, 0.0)
+            self.tensor.mul_(1.0 - self.found * (1.0 - BACKOFF) + grows * (GROWTH - 1.0))
+        self.steps += 1
+        if self.steps % MAX_OVERFLOWS == 0 and self.bad >= MAX_OVERFLOWS:
+            raise RunError(NEVER_FINITE.format(int(self.bad)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": int(self.good), "overflows": int(self.bad)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for tensor, name in ((self.tensor, "value"), (self.good, "good_steps"), (self.bad, "overflows")):
+            tensor.fill_(state[name])

@@ -4,6 +4,10 @@ A DataLoader calls Python for every sample and stacks the results for every batc
 epoch, stacking them once is enough: a batch is then one ``index_select`` per field, into reused buffers, so that no new
 memory causes page faults. Small batches are fetched several at a time, because the Python part of a fetch costs more
 than copying their bytes.
+
+With ``place=device`` the samples lie in the memory of the GPU: then no batch is copied, only its indices. Batches on a
+GPU get new memory, which torch reuses in the order of the GPU's work: the host runs ahead of the GPU by more batches
+than a ring of buffers has.
 """
 
 import math
@@ -24,7 +28,7 @@ from hasten.core.method import Method, option
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, probe_samples
-from hasten.utils.batch import batch_tensors, map_tensors
+from hasten.utils.batch import batch_tensors, copy_to_device, map_tensors
 from hasten.utils.tree import tree_leaves
 
 NUM_BUFFERS = 3  # a batch stays valid until the third one after it is requested
@@ -47,15 +51,17 @@ class InMemoryBatches(Method):
         applies_to={"indexed_samples"},
         order=WrapOrder.EARLY,
         replaces={"data"},
+        gpu_presets=({"place": "device"},),
         script_edit={
             "by_hand": "stack the samples once, and index the tensors by permutation.split(batch_size) in each epoch",
         },
     )
 
     gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each
+    place: str = option("host", one_of=("host", "device"))  # memory that holds the samples
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        spec, obstacle = batches.spec, self._obstacle(batches.spec)
+        spec, obstacle = batches.spec, self._obstacle(batches.spec, run)
         if spec is None or obstacle:
             if batches.training:
                 run.report_no_effect(self, obstacle)
@@ -68,7 +74,8 @@ class InMemoryBatches(Method):
         @cache
         def fields() -> Batch | None:
             try:
-                return stack_samples(spec)
+                stacked = stack_samples(spec)
+                return map_tensors(lambda field: field.to(run.device), stacked) if self.place == "device" else stacked
             except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
                 run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
                 return None
@@ -85,16 +92,19 @@ class InMemoryBatches(Method):
                     buffer.release()
 
         def describe() -> str:
-            if not any(buffer.tensors for buffer in buffers):
+            devices = {buffer.device.type for buffer in buffers if buffer.device}
+            if not devices:
                 raise NoEffectError("no batch was fetched from memory")
-            return f"the batches came from {len(spec.dataset)} samples in memory"
+            return f"the batches came from {len(spec.dataset)} samples in memory{' of the GPU' * ('cuda' in devices)}"
 
         if batches.training:
             run.observe_effect(self, describe)
         return replace(batches, epoch=epoch, spec=None)
 
-    def _obstacle(self, spec: LoaderSpec | None) -> str:
+    def _obstacle(self, spec: LoaderSpec | None, run: RunContext) -> str:
         """Why these samples cannot be stacked, such as random ones; empty if they can."""
+        if self.place == "device" and run.device.type != "cuda":
+            return f"place=device is for GPUs; this run is on {run.device}"
         if spec is None:
             return "the data cannot be read sample by sample"
         if spec.collate not in (None, default_collate):
@@ -113,7 +123,14 @@ class InMemoryBatches(Method):
         gigabytes = sum(field.nbytes for field in batch_tensors(fields)) / len(samples) * len(spec.dataset) / 1e9
         if gigabytes > self.gigabytes:
             return f"the samples need {gigabytes:.1f} GB, more than gigabytes={self.gigabytes:g}"
+        if self.place == "device" and not fits_beside(gigabytes, torch.cuda.mem_get_info(run.device)[0] / 1e9):
+            return f"the samples need {gigabytes:.1f} GB, and the GPU has not twice as much free memory"
         return ""
+
+
+def fits_beside(gigabytes: float, free: float) -> bool:
+    """Whether samples leave at least as much of the GPU's ``free`` gigabytes to the training as they take."""
+    return 2 * gigabytes <= free
 
 
 def contiguous_tensors(dataset: Any) -> list[torch.Tensor] | None:
@@ -173,12 +190,13 @@ def all_tensors(batch: Batch) -> bool:
 
 
 class BatchBuffer:
-    """Reusable host memory for one group of batches, a tensor per field; pinned if the run uses a GPU."""
+    """Memory for one group of batches, a tensor per field; on the host it is reused, pinned if the run uses a GPU."""
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned
         self.copied: Any = None  # CUDA event: the GPU has copied the batches
         self.tensors: list[torch.Tensor] = []
+        self.device: torch.device | None = None  # of the fetched batches; None before the first
 
     def fetch(self, fields: Batch, group: list[list[int]]) -> list[Batch]:
         """One batch of samples per list of indices, as views of the memory.
@@ -189,23 +207,32 @@ class BatchBuffer:
         if self.copied is not None:
             self.copied.synchronize()
         sizes = [*map(len, group)]
-        total = sum(sizes)
         rows = numpy.array([*chain.from_iterable(group)])  # and from_numpy: torch.tensor takes eight times as long
         index = torch.from_numpy(rows)  # pyright: ignore[reportUnknownMemberType]  # a partial stub
-        if not self.tensors or len(self.tensors[0]) < total:
-            self.tensors = [self._allocate(total, field) for field in batch_tensors(fields)]
-        fetched = [
-            torch.index_select(field, 0, index.to(field.device), out=tensor.narrow(0, 0, total)).split_with_sizes(sizes)
-            for field, tensor in zip(batch_tensors(fields), self.tensors, strict=True)
-        ]
-        of_batches = map(iter, zip(*fetched, strict=True))
+        rows_of = self._fetch_new if any(field.is_cuda for field in batch_tensors(fields)) else self._fetch_into_buffers
+        fetched = rows_of(batch_tensors(fields), index)
+        self.device = fetched[0].device
+        of_batches = map(iter, zip(*(rows.split_with_sizes(sizes) for rows in fetched), strict=True))
         return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
 
     def release(self) -> None:
         """Call it once the consumer has queued its work on the fetched batches: the memory is then reused."""
-        if self.pinned:
+        if self.pinned and self.tensors:
             self.copied = torch.cuda.current_stream().record_event()
 
-    def _allocate(self, size: int, field: torch.Tensor) -> torch.Tensor:
-        pinned = self.pinned and field.device.type == "cpu"
-        return torch.empty((size, *field.shape[1:]), dtype=field.dtype, device=field.device, pin_memory=pinned)
+    def _fetch_into_buffers(self, fields: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+        size = len(index)
+        if not self.tensors or len(self.tensors[0]) < size:
+            shapes = [(size, *field.shape[1:]) for field in fields]
+            self.tensors = [
+                torch.empty(shape, dtype=field.dtype, pin_memory=self.pinned)
+                for shape, field in zip(shapes, fields, strict=True)
+            ]
+        return [
+            torch.index_select(field, 0, index, out=tensor.narrow(0, 0, size))
+            for field, tensor in zip(fields, self.tensors, strict=True)
+        ]
+
+    @staticmethod
+    def _fetch_new(fields: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+        return [field.index_select(0, copy_to_device(index, field.device)) for field in fields]

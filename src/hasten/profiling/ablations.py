@@ -11,7 +11,7 @@ from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.data import BatchSource
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext, TrainPlan
-from hasten.core.types import Batch, StepFn
+from hasten.core.types import Batch, BatchFn, StepFn
 from hasten.engine.registry import method_names
 from hasten.utils.batch import batch_size
 
@@ -20,7 +20,7 @@ LARGER_BATCH = "larger_batch"  # name of the ceiling, also in the cards
 
 
 def disabled_phases(run: RunContext) -> set[str]:
-    """The mutable set of phases that are off in a run: "input", "optimizer_step" (here), "logging" (probe)."""
+    """The mutable set of phases that are off in a run: "input", "copy", "optimizer_step" (here), "logging" (probe)."""
     return run.checkpoint_state.setdefault("disabled_phases", set())
 
 
@@ -52,6 +52,22 @@ class ReplayedBatch(Method):
                     yield replayed
 
         return dataclasses.replace(batches, epoch=epoch)
+
+
+class ResidentBatch(Method):
+    """An ablation: while "copy" is disabled, the step gets the batch that the step before it got on the device."""
+
+    card = _card("keeps a batch on the device: copying costs nothing")
+
+    def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+        disabled, resident = disabled_phases(run), list[Batch]()
+
+        def transform(batch: Batch) -> Batch:
+            if "copy" not in disabled or not resident or batch_size(resident[0]) != batch_size(batch):
+                resident[:] = [to_device(batch)]
+            return resident[0]
+
+        return transform
 
 
 class NoUpdate(Method):

@@ -44,7 +44,7 @@ def advise(
             saves = "; it saves memory, for a larger batch or model" if "out_of_memory" in card.remedy_for else ""
             not_advised.append({"method": name, "why": f"it shortens no phase of the step{saves}"})
             continue
-        bound, why = bound_of(name, card, phases, ceilings)
+        bound, why = bound_of(name, card, phases, ceilings, facts)
         if found := sorted(problems & card.remedy_for.keys()):
             why = f"{'; '.join(REMEDIES[problem] for problem in found)}; {why}"
         if bound is not None and bound < MIN_BOUND:
@@ -73,16 +73,23 @@ def advise_without_profile(facts: frozenset[str], cards: Mapping[str, Card]) -> 
 
 
 def bound_of(
-    name: str, card: Card, phases: Mapping[str, float], ceilings: Mapping[str, float]
+    name: str,
+    card: Card,
+    phases: Mapping[str, float],
+    ceilings: Mapping[str, float],
+    facts: frozenset[str] = frozenset(),
 ) -> tuple[float | None, str]:
     """(the highest speed-up that a method could give, the reason).
 
     A ceiling that was measured for the method itself is taken as it is. Otherwise Amdahl's law: 1 / (1 - share of its
-    phases), where a phase with a measured ceiling has the share that follows from it.
+    phases), where a phase with a measured ceiling has the share that follows from it. On a GPU (``facts``) the share of
+    the copy is no bound: the host waits in it for the whole queue, and the GPU is idle in the phases after it.
     """
     ceiling = card.ceiling or name
     if ceiling in ceilings:
         return ceilings[ceiling], f"what it works on, taken away as a whole, gives {ceilings[ceiling]:.2f}x"
+    if "copy" in card.accelerates and "cuda" in facts and "copy" not in ceilings:
+        return None, "no bound: a copy to the GPU may wait for the steps before it, which shows in other phases"
     if "steps" in card.accelerates:
         return None, "it saves whole steps; only a training run shows how many"
     shares = {phase: _share(phase, phases, ceilings) for phase in PHASES if phase in card.accelerates}

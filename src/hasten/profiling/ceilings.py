@@ -15,6 +15,7 @@ from hasten.benchmarking.compare import run_interleaved
 from hasten.benchmarking.fork_server import Worker
 from hasten.benchmarking.ratio import UNSURE, Ratio, ratio_of, verdict_of
 from hasten.benchmarking.worker_group import WorkerGroup
+from hasten.core.card import FACTS
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
@@ -86,6 +87,7 @@ def measure_allocator_ceiling(
     seed: int,
     budget: float,
     plan: dict,
+    facts: frozenset[str],
     processes: int = 1,
     deadline: float | None = None,
     watch: ProgressCallback = no_progress,
@@ -93,10 +95,14 @@ def measure_allocator_ceiling(
     """Compares the recipe with and without the method whose card states the ceiling "system_time".
 
     ``share`` is that of the CPU time that is spent in the operating system, ``plan`` that of ``Arm.build`` with
-    ``build_seconds``. A budget too small for one measurement gives a reason in ``not_measured``.
+    ``build_seconds``, ``facts`` those that hold for the run: on a GPU no such method applies. A budget too small for
+    one measurement gives a reason in ``not_measured``.
     """
     found = Ceilings()
-    name = next((name for name, card in cards_that_state("ceiling").items() if card.ceiling == SYSTEM_TIME), None)
+    cards = {
+        name: card for name, card in cards_that_state("ceiling").items() if not card.applies_to & FACTS.keys() - facts
+    }
+    name = next((name for name, card in cards.items() if card.ceiling == SYSTEM_TIME), None)
     if name is None or name in recipe.methods or not found.worth_measuring({SYSTEM_TIME: share}):
         return found
     building = 2 * plan["build_seconds"]

@@ -111,6 +111,7 @@ def diagnose(
         budget=budget - (time.monotonic() - began),
         deadline=deadline,
         plan=profile.plan,
+        facts=profile.facts,
         watch=_part(watch, before_drift + DRIFT_SHARE, 1.0),
     )
     peaks = profile.plan["peak_memory"]
@@ -136,6 +137,7 @@ def diagnose(
             "page_faults_per_step": profile.faults_per_step,
             "system_time_share": profile.system_share,
             "host_reads_per_step": profile.host_reads_per_step,
+            "issue_share": profile.issue_share if "cuda" in profile.facts else None,
             "timing_cost": profile.timing_cost,
         },
         "input": profile.input,

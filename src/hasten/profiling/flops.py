@@ -11,6 +11,8 @@ from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size
 
 PEAK_SECONDS = 0.3
+FORMATS = ("bfloat16", "float16")
+COPY_BYTES = {"cpu": 2**26, "cuda": 2**29}  # beyond the caches
 PEAK_LENGTHS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}  # growing: a format without hardware stops early
 
 
@@ -31,12 +33,33 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     """The best rate of a square matrix product with all threads, in operations per second."""
     best, began = 0.0, time.perf_counter()
     for length in PEAK_LENGTHS[torch.device(device).type]:
-        a, b = (torch.ones(length, length, device=device, dtype=dtype) for _ in range(2))
+        # random numbers: a GPU that multiplies ones draws less power, and clocks higher than in any training
+        a, b = (torch.randn(length, length, device=device).to(dtype) for _ in range(2))
         end = time.perf_counter() + PEAK_SECONDS / 3
         while best == 0.0 or time.perf_counter() < end:
             best = max(best, 2 * length**3 / _matmul_seconds(a, b))
         if time.perf_counter() - began > 2 * PEAK_SECONDS:
             break
+    return best
+
+
+def best_format(device: str, facts: frozenset[str]) -> tuple[str, float]:
+    """(number format with the highest peak, that peak) among float32 and those that the hardware has units for."""
+    formats = ["float32", *(name for name in FORMATS if f"{name}_hardware" in facts)]
+    return max(((name, peak_flops(device, getattr(torch, name))) for name in formats), key=lambda entry: entry[1])
+
+
+@cache
+def copy_bytes_per_second(device: str) -> float:
+    """The best rate of copying within the memory of a device, bytes read and written."""
+    source = torch.zeros(COPY_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
+    target, best, end = source.clone(), 0.0, time.perf_counter() + PEAK_SECONDS / 3
+    while best == 0.0 or time.perf_counter() < end:
+        synchronize(source.device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(source.device)
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - began))
     return best
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import tempfile
+import warnings
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -20,7 +22,7 @@ from hasten.engine.run_dir import to_json_lines
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phases, import_path
 from hasten.profiling.facts import facts_of
-from hasten.profiling.flops import flops_per_sample, peak_flops
+from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
 
 
@@ -66,29 +68,42 @@ class Probe(Arm):
         Reads by the optimizer count on a GPU only: on the CPU torch's optimizers keep their step counts in tensors.
 
         Returns:
-            ``host_reads_per_step``: values that the host reads from the device; ``dtype``: of most matrix products.
+            ``host_reads_per_step``: values that the host reads from the device, or more calls that make it wait for a
+            GPU; ``dtype``: of most matrix products.
         """
-        program, steps = self.program, 0
+        program, steps, synchronizations = self.program, 0, 0
         device = program.run.device.type
         counter = _OperationCounter(device)
         for batch in islice(self.source.epoch(program.run.progress.epoch, 0), count):
             batch = program.to_device(batch)
-            with counter:
+            with counter, count_cuda_syncs(device) as syncs:
                 program.forward_backward(batch)
                 program.grad_transform()
+            synchronizations += len(syncs)
             with counter if device == "cuda" else nullcontext():
                 program.optimizer_step()
             program.zero_grad()
             steps += 1
         dtypes = counter.dtypes.most_common(1)
         dtype = dtypes[0][0] if dtypes else next(program.run.model.parameters()).dtype
-        return {"host_reads_per_step": counter.reads / max(1, steps), "dtype": str(dtype).removeprefix("torch.")}
+        reads = max(counter.reads, synchronizations) / max(1, steps)
+        return {"host_reads_per_step": reads, "dtype": str(dtype).removeprefix("torch.")}
 
     def flops(self, dtype: str) -> dict:
-        """``flops_per_sample`` of the model without methods, and ``peak_flops`` of the machine in a dtype."""
+        """``flops_per_sample`` of the model without methods; of the machine: ``peak_flops`` in a dtype (``format``),
+        ``best_format`` with ``best_peak_flops``, and ``copy_bytes_per_second`` within the memory of the device.
+        """
         plain = build(self.program.run.task, [], device=self.device, seed=self.seed)
         peak = peak_flops(self.device, getattr(torch, dtype))
-        return {"flops_per_sample": flops_per_sample(plain), "peak_flops": peak}
+        best, best_peak = best_format(self.device, frozenset(self.facts()))
+        return {
+            "flops_per_sample": flops_per_sample(plain),
+            "peak_flops": peak,
+            "format": dtype,
+            "best_format": best,
+            "best_peak_flops": best_peak,
+            "copy_bytes_per_second": copy_bytes_per_second(self.device),
+        }
 
     def input(self, budget: float) -> dict:
         """Throughput of the input pipeline and of the training step, see ``measure_input``. Ends the run."""
@@ -121,6 +136,24 @@ class Probe(Arm):
 
 
 HOST_READ = host_read_op()
+
+
+@contextmanager
+def count_cuda_syncs(device: str) -> Iterator[list[str]]:
+    """Context manager: at its end the list holds a message for each call that made the host wait for the GPU."""
+    found: list[str] = []
+    if device != "cuda":
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            found += [str(warning.message) for warning in caught if "synchronizing" in str(warning.message)]
 
 
 class _OperationCounter(TorchDispatchMode):

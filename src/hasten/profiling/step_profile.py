@@ -20,7 +20,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
-from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, import_path
+from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, ResidentBatch, import_path
 from hasten.profiling.ceilings import Ceilings, measure_ceilings
 from hasten.profiling.phase_timer import TimePhases
 from hasten.reporting.result_schema import Flops
@@ -45,6 +45,7 @@ class StepProfile:
     timing_cost: float  # relative increase of a step's time because its phases are timed
     faults_per_step: float  # minor page faults
     system_share: float  # of the CPU time, spent in the operating system
+    issue_share: float  # of the time, until the host has queued a block's work; the GPU then finishes it
     host_reads_per_step: float | None  # values that the host reads from the device
     input: Any  # throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed
     flops: Flops | None  # operations per second, the machine's peak and their quotient
@@ -92,7 +93,8 @@ def profile_steps(
         DeadlineError: the phases were not measured at the deadline.
         RunError: the run could not be built or trained.
     """
-    methods = {**recipe.methods, **{import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)}}
+    observers = (TimePhases, ReplayedBatch, NoUpdate, *((ResidentBatch,) if device != "cpu" else ()))
+    methods = {**recipe.methods, **{import_path(method): {} for method in observers}}
     watch("building the run", 0.0, None)
     arguments = {"task": task, "methods": methods, "device": device, "seed": seed}
     with start_workers(processes, "hasten.profiling.probe:Probe", timeout, deadline, **arguments) as probe:
@@ -114,6 +116,8 @@ def profile_steps(
         phases, measured = _phase_shares(timed, extra), Ceilings()
         if ceilings:
             shares = {"input": phases["input"], LARGER_BATCH: 1.0 - phases["evaluation"]}
+            if "cuda" in facts:  # whatever the timer says: a copy waits for the steps that are queued before it
+                shares["copy"] = 1.0
             shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
@@ -136,6 +140,7 @@ def profile_steps(
         timing_cost=timing_costs[len(timing_costs) // 2] - 1,
         faults_per_step=_sum(both, "faults") / (count * len(both)),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
+        issue_share=_sum(plain, "issue_seconds") / seconds,
         host_reads_per_step=operations.get("host_reads_per_step"),
         input=input_throughput,
         flops=_flops_rates(flops, samples / seconds) if flops else None,
@@ -170,9 +175,17 @@ def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:
     return {phase: share / math.fsum(shares.values()) for phase, share in shares.items()}
 
 
-def _flops_rates(flops: Mapping[str, float], samples_per_second: float) -> Flops:
+def _flops_rates(flops: Mapping[str, Any], samples_per_second: float) -> Flops:
     achieved, peak = flops["flops_per_sample"] * samples_per_second, flops["peak_flops"]
-    return {"achieved_gflops": achieved / 1e9, "peak_gflops": peak / 1e9, "share": achieved / peak}
+    return {
+        "achieved_gflops": achieved / 1e9,
+        "peak_gflops": peak / 1e9,
+        "share": achieved / peak,
+        "format": flops["format"],
+        "best_format": flops["best_format"],
+        "best_peak_gflops": flops["best_peak_flops"] / 1e9,
+        "copy_gb_per_second": flops["copy_bytes_per_second"] / 1e9,
+    }
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:

@@ -7,9 +7,14 @@ from hasten.engine.registry import remedies
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
+from hasten.reporting.result_schema import Flops
 
 MIN_GAIN = 1.1  # a cause with a smaller gain is not named first
 DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batch, which would hide it, gives more
+
+LAUNCH_BOUND = 0.9  # of the time, that the host queues operations; else it waits for the GPU at the end
+MAX_INPUT_SHARE = 0.1  # of the time; beyond, the host waits for data
+MIN_FORMAT_GAIN = 1.3  # peak of the best format / peak of the used one, from which it is named
 
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be "
@@ -31,6 +36,10 @@ ARITHMETIC = (
     "the model's own arithmetic, forward and backward, takes {compute:.0%} of the time{rate}; "
     "only faster arithmetic or fewer steps can help"
 )
+LAUNCHES = (
+    "the GPU waits for Python: the host needs {issue:.0%} of the time to queue the operations of the steps; a recorded "
+    "or compiled step has fewer of them, and in a larger batch each has more to do"
+)
 HOST_READS = "; the step also reads values back from the device ({reads:.0f} a step{where}), and {cost}"
 HOST_READ_COST = {
     "cuda": "each time the CPU waits for the GPU",
@@ -42,14 +51,29 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
     """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     bounds["own_code"] = amdahl(_hottest(profile)["share"])
-    return bounds | {"system_time": amdahl(profile.system_share) if profile.has_many_faults else 1.0} | dict(ceilings)
+    # beside a GPU the system works for its driver, and the process waits in a loop: no allocator would save that
+    wasted = profile.system_share if profile.has_many_faults and "cpu" in profile.facts else 0.0
+    return bounds | {"system_time": amdahl(wasted)} | dict(ceilings)
+
+
+def is_launch_bound(facts: frozenset[str], issue_share: float, input_share: float, host_reads: float | None) -> bool:
+    """Whether a GPU waits for Python: the host queues operations all the time, and waits neither for data nor for it.
+
+    ``issue_share`` is the fraction of a block of steps until the host has queued its last operation. Where the GPU is
+    the slower one, the queue is full of operations then.
+    """
+    waits = input_share >= MAX_INPUT_SHARE or (host_reads or 0.0) >= 0.5
+    return "cuda" in facts and issue_share >= LAUNCH_BOUND and not waits
 
 
 def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
     """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)
-    if gains[cause] >= MIN_GAIN:
+    launches = is_launch_bound(profile.facts, profile.issue_share, phases["input"], profile.host_reads_per_step)
+    if launches and (cause == LARGER_BATCH or gains[cause] < MIN_GAIN):
+        sentence = LAUNCHES.format(issue=profile.issue_share)
+    elif gains[cause] >= MIN_GAIN:
         sentence = CAUSES[cause].format(
             **phases,
             gain=gains[cause],
@@ -60,9 +84,8 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
             **_hottest(profile),
         )
     else:
-        share = profile.flops.get("share") if profile.flops else None
-        rate = f" and reaches {share:.0%} of the machine's peak" if share is not None else ""
-        sentence = ARITHMETIC.format(compute=phases["forward"] + phases["backward"], rate=rate)
+        compute = phases["forward"] + phases["backward"]
+        sentence = ARITHMETIC.format(compute=compute, rate=_rate(profile.flops) if profile.flops else "")
     reads = profile.host_reads_per_step or 0
     if reads >= 0.5:
         cost = HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"]
@@ -84,6 +107,17 @@ def memory_sentence(batch_size: int, largest: int | None) -> str:
         return ""
     rounded = largest - largest % batch_size if largest >= 2 * batch_size else largest
     return f"a batch of about {rounded} fits instead of {batch_size}; a larger one with {remedies('out_of_memory')}"
+
+
+def _rate(flops: Flops) -> str:
+    """The share of the machine's peak as text, in the format that is used and in the fastest one."""
+    share, peak, best = flops.get("share"), flops.get("peak_gflops"), flops.get("best_peak_gflops")
+    if share is None:
+        return ""
+    text = f" and reaches {share:.0%} of the machine's peak"
+    if peak and best and best > MIN_FORMAT_GAIN * peak:
+        text += f" in {flops.get('format')}, {share * peak / best:.0%} of that in {flops.get('best_format')}"
+    return text
 
 
 def _largest_cause(gains: Mapping[str, float]) -> str:

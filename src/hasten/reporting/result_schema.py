@@ -167,11 +167,19 @@ class NotAdvised(TypedDict):
 
 
 class Flops(TypedDict, total=False):
-    """Floating-point operations per second; ``share``: fraction of the measured peak."""
+    """Floating-point operations per second; ``share``: fraction of the measured peak of ``format``.
+
+    ``best_format`` is the number format with the highest peak here. ``copy_gb_per_second``, 10**9 bytes read and
+    written, bounds what is no matrix product.
+    """
 
     achieved_gflops: Amount
     peak_gflops: Amount
     share: Amount
+    format: str
+    best_format: str
+    best_peak_gflops: Amount
+    copy_gb_per_second: Amount
 
 
 class Operation(TypedDict):

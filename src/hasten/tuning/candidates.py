@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hasten.core.card import Exactness
+from hasten.core.card import FACTS, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
@@ -86,6 +86,7 @@ def candidates_for(
     user's script that may take other values, with their own.
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
+    on_gpu = "cuda" in diagnosis.get("facts", ())
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
     for advice in diagnosis["advice"]:
         name = advice["method"]
@@ -94,12 +95,17 @@ def candidates_for(
         if why := method_class(name).card.not_searched:
             found.not_tried.append((name, why))
         else:
-            chosen.append(candidate(name, advice["bound"], None if only is None else only.methods.get(name)))
+            options = None if only is None else only.methods.get(name)
+            chosen.append(candidate(name, advice["bound"], options, on_gpu=on_gpu))
     if only is None:
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
         handled = {item.name for item in chosen} | {name for name, _ in found.not_tried}
-        chosen += [candidate(name, None, options) for name, options in only.methods.items() if name not in handled]
+        chosen += [
+            candidate(name, None, options, on_gpu=on_gpu)
+            for name, options in only.methods.items()
+            if name not in handled
+        ]
     for item in sorted(with_varied(chosen, varied or {}), key=_order):
         if why := refusal(Recipe({item.name: {}})):
             found.not_tried.append((item.name, why))
@@ -112,15 +118,21 @@ def candidates_for(
     return found
 
 
-def strong_baselines(device: str, cores: int) -> list[Recipe]:
-    """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them."""
+def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset()) -> list[Recipe]:
+    """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them.
+
+    On a GPU also with what its owner would use besides, such as bfloat16, if the ``facts`` about the run allow it.
+    """
     by_hand, workers = Recipe(), Recipe()
     for name, card in cards_that_state("strong_baseline").items():
         if "workers" in card.applies_to:
             workers = workers.with_method(name, num_workers=min(cores, MAX_WORKERS), persistent_workers=True)
         elif device != "cpu" or "cuda" not in card.applies_to:
             by_hand = by_hand.with_method(name)
-    return [by_hand, Recipe({**by_hand.methods, **workers.methods})]
+    forms = [by_hand, Recipe({**by_hand.methods, **workers.methods})]
+    cards = cards_that_state("gpu_baseline") if device != "cpu" else {}
+    on_gpu = {name: {} for name, card in cards.items() if not card.applies_to & FACTS.keys() - facts}
+    return [*forms, Recipe({**forms[-1].methods, **on_gpu})] if on_gpu else forms
 
 
 def _order(item: Candidate) -> tuple:

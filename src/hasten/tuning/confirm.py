@@ -165,7 +165,7 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
     attempt.looks += 1
     for enough in sorted({EXACT_PAIRS if check.get("passed") else MIN_SEEDS, pairs}):
         try:
-            why = _run_pairs(study, attempt, enough, baseline)
+            why = _run_pairs(study, attempt, enough, baseline, check)
         except OutOfBudgetError:
             _judge(attempt, index, baseline, check)
             raise
@@ -181,10 +181,10 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
     return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation")
 
 
-def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
+def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline, check: dict) -> str | None:
     """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why it lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
-        if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
+        if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline, check)):
             return why
     for seed in further_seeds(study.seed, pairs * _further_per_pair(attempt)):
         attempt.tuned_runs[seed] = run = study.run(attempt.recipe, seed)
@@ -212,7 +212,7 @@ def _further_per_pair(attempt: Confirmation) -> int:
     return min(MAX_FURTHER, int(FURTHER_SHARE * original / tuned))
 
 
-def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> str | None:
+def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline, check: dict) -> str | None:
     """Runs both arms on one seed, in alternating order. Returns why the recipe lost, or None."""
     arms = [(attempt.recipe, attempt.tuned_runs), (Recipe(), attempt.baseline_runs)]
     for recipe, runs in arms if len(attempt.paired) % 2 == 0 else reversed(arms):
@@ -222,6 +222,7 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
         if recipe and run["seconds_to_target"] is None:
             return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
     is_bit_exact = not _quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
+    is_bit_exact = is_bit_exact and check.get("reproducible", True)
     tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
     if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"

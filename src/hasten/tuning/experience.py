@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.core.card import FACTS, Exactness
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import DISTRIBUTED, method_class
+from hasten.engine.registry import DISTRIBUTED, cards_that_state, method_class
 
 TABLE = Path(__file__).with_name("experience.toml")
 LARGE_SHARE = 0.15  # of the time of a step, from which a phase counts as large
@@ -41,6 +41,16 @@ def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str)
         if recipe and recipe not in recipes:
             recipes.append(recipe)
     return recipes
+
+
+def gpu_composition(facts: Iterable[str]) -> Recipe:
+    """The methods that pay together on an NVIDIA GPU, more than each alone; empty where the run is not on one.
+
+    In the float32 of most tasks fused kernels and CUDA graphs gain little: the products take the time. In bfloat16 the
+    products are short, and launching kernels takes it.
+    """
+    names = cards_that_state("gpu_composition") if "cuda" in facts else ()
+    return _applicable(Recipe({name: {} for name in names}), frozenset(facts))
 
 
 def is_exact(recipe: Recipe) -> bool:

@@ -45,10 +45,13 @@ class Candidate:
     offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
 
 
-def candidate(name: str, bound: float | None = None, options: dict | None = None, offered: bool = False) -> Candidate:
+def candidate(
+    name: str, bound: float | None = None, options: dict | None = None, offered: bool = False, on_gpu: bool = False
+) -> Candidate:
     """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
     card = method_class(name).card
-    return Candidate(name, card, (options,) if options else card.presets, bound, offered)
+    presets = (*card.gpu_presets, *card.presets) if on_gpu else card.presets
+    return Candidate(name, card, (options,) if options else presets, bound, offered)
 
 
 @dataclass

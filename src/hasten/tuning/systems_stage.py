@@ -14,7 +14,7 @@ from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, exact_part
+from hasten.tuning.experience import compositions, exact_part, gpu_composition
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
@@ -76,6 +76,9 @@ def find_systems(
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
         with rest, budget.reserve(seconds + _comparison_overhead(plan)), _keep_unconfirmed(state):
+            if not state.candidates.is_restricted:
+                together = gpu_composition(state.diagnosis.get("facts") or ())
+                try_compositions(study, state.incumbents, [together], samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
             _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds))
@@ -111,8 +114,8 @@ def _by_exactness(candidates: Candidates) -> tuple[list, list]:
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
     """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    recipes = []
-    for recipe in compositions(state.diagnosis.get("facts") or (), phases, study.device):
+    recipes, facts = [], state.diagnosis.get("facts") or ()
+    for recipe in (gpu_composition(facts), *compositions(facts, phases, study.device)):
         able = recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
         if able and able not in recipes:
             recipes.append(able)
@@ -196,7 +199,8 @@ def note_not_tried(study: Study, stage: str, items: list) -> None:
 def find_strong_baseline(study: Study, state: SearchState, samples: float, seconds: float) -> None:
     """Sets the strong baseline: the fastest of ``strong_baselines``, without methods that have no effect here."""
     best, no_effect = Recipe(), set()
-    for form in strong_baselines(study.device, max(1, cores() // study.processes)):
+    facts = frozenset(state.diagnosis.get("facts") or ())
+    for form in strong_baselines(study.device, max(1, cores() // study.processes), facts):
         while True:
             recipe = form.drop(*no_effect)
             if not recipe or recipe == best:

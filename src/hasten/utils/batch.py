@@ -20,6 +20,7 @@ from hasten.core.errors import RunError
 from hasten.core.types import Batch
 from hasten.utils.tree import tree_leaves, tree_map
 
+SMALL_COPY_BYTES = 2**16  # CUDA stages a smaller copy from pageable memory without waiting for the stream
 TARGET_NAMES = ("labels", "label", "target", "targets", "y")
 
 
@@ -49,6 +50,22 @@ def batch_size(batch: Batch) -> int:
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: one tensor is touched once
     return next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
+
+
+def copy_to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device. A GPU copies it while the host continues, whatever memory it lies in.
+
+    A copy from pageable memory would wait for the steps that are queued on the GPU, unless it is small.
+    """
+    if device.type != "cuda":
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        is_pageable = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned()
+        source = tensor.pin_memory() if is_pageable and tensor.nbytes > SMALL_COPY_BYTES else tensor
+        return source.to(device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
+
+    return map_tensors(copy, batch)
 
 
 def chunk_batch(batch: Batch, count: int) -> list[Batch]:

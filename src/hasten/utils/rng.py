@@ -34,6 +34,7 @@ def get_rng_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["device"] = torch.cuda.get_rng_state()  # of the run's GPU, which may have another number when it resumes
     return state
 
 
@@ -46,6 +47,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     for device, device_state in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(device_state, device)
+    if "device" in state and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["device"])
 
 
 @contextmanager

@@ -28,7 +28,8 @@ def hardware_facts(device: torch.device) -> frozenset[str]:
     """The facts about the hardware: type of the device, and number formats that its matrix units support."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return frozenset({"cuda"} | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})
+        facts = {"cuda"} | ({"several_gpus"} if torch.cuda.device_count() > 1 else set[str]())
+        return frozenset(facts | {fact for fact, least in GPU_CAPABILITIES.items() if capability >= least})
     flags = _cpu_flags()
     return frozenset({"cpu"} | {fact for fact, names in CPU_FLAGS.items() if names & flags})
 

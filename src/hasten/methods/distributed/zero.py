@@ -18,7 +18,7 @@ process; a rank keeps its shard of each. Checkpoints and the exported model are 
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 from zlib import crc32
@@ -26,7 +26,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +96,8 @@ class Zero(Method):
             )
         run.parallel.eval_needs_all_ranks = True
         options: dict[str, Any] = {"mesh": _mesh(run, self.hybrid_shard_size), "reshard_after_forward": self.stage == 3}
+        if run.parallel.gather_dtype and all(weight.dtype is torch.float32 for weight in model.parameters()):
+            options["mp_policy"] = MixedPrecisionPolicy(run.parallel.gather_dtype, reduce_dtype=torch.float32)
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.init == "meta":
@@ -200,6 +202,8 @@ def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
 def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
     for block in _blocks(model):
         fully_shard(block, **options)
+    if policy := options.get("mp_policy"):
+        options = options | {"mp_policy": replace(policy, output_dtype=torch.float32)}  # for the loss
     return cast(torch.nn.Module, fully_shard(model, **options))
 
 

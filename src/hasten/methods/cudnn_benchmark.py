@@ -1,0 +1,65 @@
+"""cuDNN measures its convolution algorithms at the first call of each shape, and keeps the fastest."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.card import Card, Exactness
+from hasten.core.errors import NoEffectError
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import ContextFactory
+from hasten.utils.op_recorder import CONVOLUTIONS, OpRecorder
+
+
+@dataclass(frozen=True)
+class CudnnBenchmark(Method):
+    """Sets ``torch.backends.cudnn.benchmark`` for the run.
+
+    Pays where shapes repeat: each new one costs a measurement. Another algorithm may add in another order.
+    """
+
+    card = Card(
+        summary="cuDNN measures its convolution algorithms and keeps the fastest for each shape",
+        exactness=Exactness.EQUIVALENT_MATH,
+        source="https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+        gain_when="convolutions of few shapes on an NVIDIA GPU",
+        accelerates={"forward", "backward"},
+        applies_to={"cuda", "convolutions"},
+        gpu_baseline=True,
+        script_edit={"process": "torch.backends.cudnn.benchmark = True"},
+    )
+
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        if run.device.type != "cuda":
+            run.report_no_effect(self, f"cuDNN is for NVIDIA GPUs; this run is on {run.device}")
+            return context
+        if torch.backends.cudnn.benchmark:
+            run.report_no_effect(self, "it is switched on already")
+            return context
+
+        @contextmanager
+        def with_benchmark() -> Generator[None]:
+            with context():
+                torch.backends.cudnn.benchmark = True
+                try:
+                    yield
+                finally:
+                    torch.backends.cudnn.benchmark = False
+
+        run.observe_effect(self, _observe)
+        return with_benchmark
+
+
+def _observe() -> Generator[None, None, str]:
+    """Effect check: a convolution ran while the switch was on."""
+    with OpRecorder() as recorder:
+        yield
+    if not torch.backends.cudnn.benchmark:
+        raise NoEffectError("something has switched it off during the run")
+    count = sum(recorder.count(name) for name in CONVOLUTIONS)
+    return (
+        f"cuDNN chose the algorithms of {count} convolutions by measurement" if count else "no convolution is visible"
+    )

@@ -1,0 +1,136 @@
+"""Measurements on an NVIDIA GPU: processes, phases, self-comparisons; docs/gpu.md lists the steps that these are."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hasten.benchmarking.arm import Arm
+from hasten.benchmarking.compare import compare
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.ablations import import_path
+from hasten.profiling.diagnose import diagnose
+from hasten.profiling.phase_timer import TimePhases
+from hasten.profiling.probe import Probe
+from hasten.testing import tasks
+
+pytestmark = pytest.mark.gpu
+
+LIBRARIES = (
+    "torchvision",
+    "transformers",
+    "timm",
+    "peft",
+    "torchmetrics",
+    "lightning",
+    "torch_geometric",
+    "bitsandbytes",
+)
+MAY_TOUCH_CUDA = ("cupy", "jax", "numba.cuda")
+FORKED = """
+import sys
+try:
+    __import__(sys.argv[1])
+except Exception:
+    sys.exit(77)
+from hasten.benchmarking.fork_server import Worker
+from hasten.engine.tasks import TaskRef
+task = TaskRef.of("digits").to_json()
+with Worker("hasten.benchmarking.arm:Arm", task=task, methods={}, device="cuda", seed=0) as arm:
+    print(arm.call("build")["step"])
+"""
+CYCLES_PER_MS = 1_000_000  # of torch.cuda._sleep, about; the test measures it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", [*LIBRARIES, *MAY_TOUCH_CUDA])
+def test_measuring_process_uses_the_gpu_whatever_the_asking_process_has_imported(library):
+    """Step 3."""
+    done = subprocess.run([sys.executable, "-c", FORKED, library], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip(f"{library} is not installed")
+    assert done.returncode == 0, done.stderr
+
+
+class Sleeping(torch.nn.Module):
+    """A perceptron whose forward pass keeps the GPU busy for some milliseconds."""
+
+    def __init__(self, cycles: int):
+        super().__init__()
+        self.layers = tasks.perceptron().model()
+        self.cycles = cycles
+
+    def forward(self, x):
+        torch.cuda._sleep(self.cycles)
+        return self.layers(x)
+
+
+def cycles_per_ms() -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    begin.record()
+    torch.cuda._sleep(50 * CYCLES_PER_MS)
+    end.record()
+    end.synchronize()
+    return 50 * CYCLES_PER_MS / begin.elapsed_time(end)
+
+
+def test_phase_timer_finds_a_planted_forward_pass():
+    """Step 7: 10 ms of 10 ms and a little."""
+    task = tasks.perceptron(model=lambda: Sleeping(round(10 * cycles_per_ms())))
+    probe = Probe(TaskRef.of(task), {import_path(TimePhases): {}}, "cuda", 0)
+    probe.build()
+    block = probe.timed_block(50)
+    assert block["phases"]["forward"] / 50 == pytest.approx(0.010, rel=0.05)
+    assert block["issue_seconds"] < 0.5 * block["seconds"], "the host is far ahead of the GPU"
+
+
+def test_host_has_queued_a_launch_bound_step_only_when_it_is_over():
+    """Step 15: many small layers."""
+    layers = [torch.nn.Linear(12, 12) for _ in range(200)]
+    arm = Arm(
+        TaskRef.of(tasks.perceptron(model=lambda: torch.nn.Sequential(*layers, torch.nn.Linear(12, 4)))), {}, "cuda", 0
+    )
+    arm.build()
+    block = arm.train(50)
+    assert block["issue_seconds"] > 0.8 * block["seconds"]
+
+
+class Reads(torch.nn.Module):
+    """Makes the host wait three times a step, in ways that are no ``item``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = tasks.perceptron().model()
+
+    def forward(self, x):
+        x.nonzero()
+        x[x > 0]
+        x.cpu()
+        return self.layers(x)
+
+
+def test_waits_for_the_gpu_are_counted_whatever_causes_them():
+    """F8."""
+    probe = Probe(TaskRef.of(tasks.perceptron(model=Reads)), {}, "cuda", 0)
+    probe.build()
+    assert probe.operations(3)["host_reads_per_step"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_self_comparison_gives_no_verdict():
+    """Step 4."""
+    result = compare("digits", "baseline", "baseline", device="cuda", budget=60.0)
+    assert result["verdict"] not in ("faster", "slower"), result["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_diagnosis_of_a_gpu_run_measures_the_copy_and_no_allocator():
+    """Step 16, in small; F9a."""
+    result = diagnose(replace(tasks.convolutional(), epochs=1000), device="cuda", budget=30.0)
+    assert "copy" in result["ceilings"] and "system_time" not in result["ceilings"]
+    assert result["flops"]["best_peak_gflops"] >= result["flops"]["peak_gflops"]

@@ -1,0 +1,86 @@
+"""The verdict of a diagnosis is a function of measured figures."""
+
+import pytest
+
+from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from hasten.profiling.ceilings import Ceilings, measure_allocator_ceiling
+from hasten.profiling.step_profile import StepProfile
+from hasten.profiling.verdict import is_launch_bound, possible_gains, verdict_of
+from hasten.testing import tasks
+
+PHASES = {"input": 0.02, "copy": 0.01, "forward": 0.35, "backward": 0.5, "grad_transform": 0.0}
+PHASES |= {"optimizer_step": 0.05, "evaluation": 0.02, "logging": 0.05}
+FLOPS = {"share": 0.7, "peak_gflops": 67e3, "format": "float32", "best_format": "bfloat16", "best_peak_gflops": 790e3}
+
+
+def profile(*facts: str, **changes) -> StepProfile:
+    usual = {
+        "plan": {"batch_size": 8},
+        "phases": PHASES,
+        "ceilings": Ceilings(),
+        "step": 0.01,
+        "sample": 0.001,
+        "evaluation": None,
+        "timing_cost": 0.0,
+        "faults_per_step": 0.0,
+        "system_share": 0.0,
+        "issue_share": 0.5,
+        "host_reads_per_step": 0.0,
+        "input": None,
+        "flops": None,
+        "facts": frozenset(facts),
+        "system_noise": {},
+    }
+    return StepProfile(**(usual | changes))
+
+
+def verdict(measured: StepProfile, **ceilings: float) -> str:
+    return verdict_of(measured, possible_gains(measured, ceilings))
+
+
+@pytest.mark.parametrize(
+    ("facts", "issue_share", "input_share", "host_reads", "expected"),
+    [
+        ({"cuda"}, 0.95, 0.0, 0, True),
+        ({"cuda"}, 0.5, 0.0, 0, False),  # the GPU is the slower one
+        ({"cuda"}, 0.95, 0.6, 0, False),  # the host waits for batches
+        ({"cuda"}, 0.95, 0.0, 1, False),  # the host waits for the GPU
+        ({"cuda"}, 0.95, 0.0, None, True),
+        ({"cpu"}, 1.0, 0.0, 0, False),
+    ],
+)
+def test_run_is_launch_bound_if_a_gpu_waits_for_the_host_and_the_host_for_nothing(
+    facts, issue_share, input_share, host_reads, expected
+):
+    assert is_launch_bound(frozenset(facts), issue_share, input_share, host_reads) is expected
+
+
+def test_launch_bound_run_is_named_also_where_a_larger_batch_would_help():
+    found = verdict(profile("cuda", issue_share=0.97), larger_batch=6.0)
+    assert found.startswith("The GPU waits for Python: the host needs 97% of the time")
+    assert "waits for Python" not in verdict(profile("cpu", issue_share=1.0), larger_batch=6.0)
+
+
+def test_launch_bound_run_with_a_dominant_phase_has_that_phase_as_its_verdict():
+    found = verdict(profile("cuda", issue_share=0.97), optimizer_step=2.5)
+    assert found.startswith("The optimizer's update")
+
+
+def test_arithmetic_is_compared_with_the_peak_of_the_used_and_of_the_fastest_format():
+    assert "70% of the machine's peak in float32, 6% of that in bfloat16" in verdict(profile("cuda", flops=FLOPS))
+    only = FLOPS | {"best_format": "float32", "best_peak_gflops": 67e3}
+    assert "70% of the machine's peak; only" in verdict(profile("cuda", flops=only))
+
+
+@pytest.mark.parametrize(("device", "gain"), [("cpu", 1 / 0.85), ("cuda", 1.0)])
+def test_system_time_beside_a_gpu_is_no_gain_of_an_allocator(device, gain):
+    measured = profile(device, faults_per_step=400.0, system_share=0.15)
+    assert possible_gains(measured, {})["system_time"] == pytest.approx(gain)
+
+
+def test_allocator_ceiling_is_not_measured_on_a_gpu():
+    """It would build a whole run to hear that tensors lie on the GPU."""
+    where = {"device": "cuda", "seed": 0, "budget": 60.0, "plan": {"build_seconds": 0.1, "step": 0.01}}
+    found = measure_allocator_ceiling(TaskRef.of(tasks.perceptron), Recipe(), 0.2, facts=frozenset({"cuda"}), **where)
+    assert found == Ceilings()
