@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hasten import RunError
-from hasten.data import Pipeline, arrays, augmented_images, tokens
+from hasten.data import Pipeline, arrays, tokens
 from hasten.data.array_source import Arrays
 from hasten.data.cache.cache import source_identity
 from helpers.caches import KINDS, NUMBERS, counting, files
@@ -65,9 +65,7 @@ def test_sources_with_different_rows_share_no_cache(tmp_path):
         tokens(tmp_path / "x.npy", 3),
         tokens(tmp_path / "x.npy", 2, stride=1),
         arrays(pictures),
-        augmented_images(pictures),
         arrays(pictures, x),
-        augmented_images(pictures, x),
         arrays(x).map(lambda x: x + 1).cache(),
         Pipeline(Doubled(x)).map(lambda x: x + 1).cache(),
     ]
