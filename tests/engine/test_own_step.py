@@ -137,7 +137,7 @@ def test_method_trains_the_task(make, recipe, tmp_path):
     result = hasten.train(make(), recipe, out=tmp_path / "r", device="cpu")
     assert result["steps"] == 3 * (8 if make is public_loops.language_model else 4)
     if recipe != "fused_optimizer" or make is public_loops.gan:  # torch has no fused Adadelta; SGD is fused
-        assert not result["no_effect"]
+        assert not [why for _, why in result["no_effect"] if "which this CPU cannot compute" not in why]
     lines = [json.loads(line) for line in (tmp_path / "r" / "log.jsonl").read_text().splitlines()]
     assert sum("loss" in line for line in lines) == result["steps"]
 
@@ -171,7 +171,7 @@ def test_gradient_accumulation_has_no_effect_on_a_step_that_may_carry_a_state():
     with pytest.raises(
         RunError, match="gradient_accumulation has no effect: the task's own step would carry its state"
     ):
-        hasten.train(public_loops.gan(), "gradient_accumulation", device="cpu", require_effect=True)
+        hasten.train(public_loops.language_model(), "gradient_accumulation", device="cpu", require_effect=True)
 
 
 def yields(count):
@@ -257,7 +257,7 @@ def ready_batches(kind: str):
         "stream_in_loader": lambda: DataLoader(Stream(), batch_size=None),
         "stream": Stream,
         "iterable": Iterable,
-        "function": lambda: Iterable,
+        "function": lambda: lambda: Iterable(),
     }[kind]()
 
 
