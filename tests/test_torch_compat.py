@@ -115,6 +115,15 @@ def test_chained_schedulers():
     assert compat.chained_schedulers(parts[0]) == compat.chained_schedulers(None) == []
 
 
+def test_schedule_that_steps_before_a_marked_optimizer_warns_not():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    schedule = ConstantLR(optimizer)
+    with pytest.warns(UserWarning, match=r"Detected call of `lr_scheduler.step\(\)` before"):
+        ConstantLR(optimizer).step()
+    compat.mark_updated(optimizer)
+    schedule.step()
+
+
 # ── operators and modes ──────────────────────────────────────────────────────────────────────────
 
 

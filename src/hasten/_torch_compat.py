@@ -95,6 +95,14 @@ def chained_schedulers(scheduler: Any) -> list[Any]:
     return list(getattr(scheduler, "_schedulers", ()))
 
 
+def mark_updated(optimizer: Any) -> None:
+    """Marks an optimizer as one that has updated: torch warns if a schedule steps first, as at the end of an epoch in
+    which a run is resumed.
+    """
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        one._opt_called = True
+
+
 # ── operators and modes ──────────────────────────────────────────────────────────────────────────
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from hasten._torch_compat import mark_updated
 from hasten.core.data import BatchSource
 from hasten.core.errors import HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
@@ -206,6 +207,7 @@ def restore(program: Program, state: State) -> None:
         optimizer = _distribute_optimizer_state(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
         _restore_dtypes(run.optimizer, optimizer)
+        mark_updated(run.optimizer)
         if program.schedule is not None:
             program.schedule.load_state_dict(state["schedule"])
         for name, stateful in run.checkpoint_state.items():

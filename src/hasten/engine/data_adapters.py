@@ -183,7 +183,8 @@ def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) 
     if _has_no_size(task):
         if is_prebatched(data) or not is_stream:
             advice = "only a ready DataLoader, a pipeline or an iterable of batches brings its own"
-            raise ConfigurationError(f"Task(batch_size=) is missing; {advice}")
+            name = "train_data" if training else "validation_data"
+            raise ConfigurationError(f"Task(batch_size=) is missing for the samples of {name}; {advice}")
         if training and batch_size != initial_plan(task).batch_size:
             raise ConfigurationError("the batch size cannot be changed: the training data are ready batches")
         return from_iterable_dataset(cast(Any, data), None, training, seed)

@@ -38,7 +38,8 @@ class FusedOptimizer(Method):
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_fused(model: torch.nn.Module) -> Any:
-            optimizer, schedule = optimizer_and_schedule(make(model))
+            made = make(model)
+            optimizer, _ = optimizer_and_schedule(made)
             for one in getattr(optimizer, "optimizers", [optimizer]):  # several, in an OptimizerList
                 if obstacle := _obstacle(one):
                     run.report_no_effect(self, obstacle)
@@ -46,7 +47,7 @@ class FusedOptimizer(Method):
                 _fuse(one)
             else:
                 run.observe_effect(self, partial(_observe, optimizer))
-            return optimizer, schedule
+            return made
 
         return make_fused
 
