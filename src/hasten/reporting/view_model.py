@@ -153,7 +153,7 @@ def metric_text(metric: Json) -> str:
     if not metric["name"]:
         return metric["why"] or formatting.UNKNOWN
     better = {"max": ", higher is better", "min": ", lower is better"}.get(metric["direction"], "")
-    values = ", ".join(map(formatting.metric, metric["values"][-3:]))
+    values = ", ".join(map(formatting.plain, metric["values"][-3:]))
     return f"{metric['name']}{better}" + (f"; {values}" if values else "")
 
 
