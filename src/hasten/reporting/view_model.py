@@ -17,6 +17,7 @@ WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole tr
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
 MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
+PHASES_OF_CODE = {"input": "in the DataLoader", "loop": "the training loop, with the loss"}
 MIN_READS = 0.05  # a step; a line that reads a tensor less often costs nothing
 
 Json = dict[str, Any]
