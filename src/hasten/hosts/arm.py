@@ -32,6 +32,10 @@ OBSERVED_S = 1.0  # of training, in which the script's own code is observed
 HANGING_S = 600.0  # without a step, after which a script hangs, where nothing else limits its time
 
 
+class OwnLoopError(RunError):
+    """A measurement that needs hasten's own loop; the script has not been touched."""
+
+
 class ScriptArm:
     """A script under a recipe, trained in blocks; its calls are those of ``Arm``. Times are in seconds.
 
@@ -79,6 +83,8 @@ class ScriptArm:
         try:
             seconds_to_wait(self.timeout, self.deadline)
             return getattr(self, method)(**arguments)
+        except OwnLoopError:
+            raise
         except BaseException:
             self.kill()
             raise
@@ -306,4 +312,4 @@ class ScriptProbe(ScriptArm):
         self._not_in_a_script()
 
     def _not_in_a_script(self) -> NoReturn:
-        raise RunError(f"{self.script.name} owns its training loop")
+        raise OwnLoopError(f"{self.script.name} owns its training loop")

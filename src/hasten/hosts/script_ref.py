@@ -173,8 +173,9 @@ def _script_of(argv: Sequence[str], directory: str) -> str:
 
 def _script_among(arguments: Sequence[str], directory: str) -> str | None:
     """The script that a starter such as ``bash``, ``torchrun`` or ``accelerate launch`` is given; None without one."""
-    scripts = (argument for argument in arguments if argument.endswith((".py", ".sh")))
-    return next((script for script in scripts if os.path.isfile(os.path.join(directory, script))), None)
+    scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
+    existing = (script for script in scripts if os.path.isfile(os.path.join(directory, script)))
+    return next(existing, next(iter(scripts), None))
 
 
 def _python_files(folder: Path) -> list[Path]:

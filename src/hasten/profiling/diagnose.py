@@ -23,7 +23,7 @@ from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
-from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, SeenMetric
+from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, NotAdvised, SeenMetric
 from hasten.utils.durations import parse_budget
 
 PROFILE_SHARE = 0.5  # of the budget, for the step profile; the allocator's ceiling gets what remains
@@ -121,7 +121,10 @@ def diagnose(
     gains = possible_gains(profile, medians)
     bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
     problems = frozenset({"denormals"} if drift.has_denormals else ())
-    advice, not_advised = advise(profile.phases, bounds, profile.facts, cards, problems)
+    refused = _refused(task, cards)
+    able = {name: card for name, card in cards.items() if name not in refused}
+    advice, not_advised = advise(profile.phases, bounds, profile.facts, able, problems)
+    not_advised += [NotAdvised(method=name, why=why) for name, why in refused.items()]
     return {
         "kind": "diagnose",
         "task": str(task),
@@ -161,6 +164,17 @@ def diagnose(
         **profile.code,
         "seconds": time.monotonic() - began,
     }
+
+
+def _refused(task: TaskRef, names: Iterable[str]) -> dict[str, str]:
+    """Method -> why it cannot run where the task's loop is, such as in a script."""
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            task.check_methods(make_methods(Recipe({name: {}})))
+        except ConfigurationError as error:
+            refused[name] = str(error)
+    return refused
 
 
 def _measure_drift(

@@ -382,7 +382,10 @@ class Synchronization(TypedDict):
 
 
 class HotFunction(TypedDict):
-    """A function of the script's own, with the line at which it is most often; ``share``: of the training's time."""
+    """A function of the script's own, with the line at which it is most often; ``share``: of the training's time.
+
+    ``phase`` is "input" in a DataLoader, "loop" for the function that calls the backward pass, else "logging".
+    """
 
     function: Text
     site: Text

@@ -333,8 +333,8 @@ def _script_facts(result: Json) -> list[RenderableType]:
     if own:
         table = grid("the script's own code", "", ">of the time")
         for one in own[: view_model.MAX_FUNCTIONS]:
-            phase = "" if one["phase"] == "logging" else one["phase"]
-            table.add_row(Text(f"{one['function']}, {one['site']}"), phase, formatting.percent(one["share"]))
+            where = view_model.PHASES_OF_CODE.get(one["phase"], "")
+            table.add_row(Text(f"{one['function']}, {one['site']}"), where, formatting.percent(one["share"]))
         parts += [Text(), indented(table)]
     if reads := view_model.repeated_reads(result["synchronizations"]):
         table = grid("reads a tensor on the host", "", ">a step", ">takes")

@@ -17,6 +17,7 @@ WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole tr
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
 MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
+PHASES_OF_CODE = {"input": "in the DataLoader", "loop": "the training loop, with the loss"}
 MIN_READS = 0.05  # a step; a line that reads a tensor less often costs nothing
 
 Json = dict[str, Any]
@@ -153,7 +154,7 @@ def metric_text(metric: Json) -> str:
     if not metric["name"]:
         return metric["why"] or formatting.UNKNOWN
     better = {"max": ", higher is better", "min": ", lower is better"}.get(metric["direction"], "")
-    values = ", ".join(map(formatting.metric, metric["values"][-3:]))
+    values = ", ".join(map(formatting.plain, metric["values"][-3:]))
     return f"{metric['name']}{better}" + (f"; {values}" if values else "")
 
 

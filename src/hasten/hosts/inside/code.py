@@ -31,7 +31,7 @@ READS = {  # attribute of torch.Tensor -> how a script writes the call
 }
 ORIGINALS = {name: getattr(torch.Tensor, name) for name in READS}
 LOADERS = f"{__package__}.loaders"  # on the stack while the script waits for a batch
-OF_THE_MODEL = (f"{__package__}.models", f"{__package__}.steps")  # in a forward pass, and in a backward pass
+CALLS_OF_ROOTS, BACKWARD = f"{__package__}.models", f"{__package__}.steps"  # on the stack in a forward, a backward pass
 LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], "<frozen ")
 
 
@@ -48,6 +48,7 @@ class CodeObserver:
         self.reads = Counter[tuple[str, str]]()  # by (site, call)
         self.seconds = Counter[tuple[str, str]]()
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
+        self.loops = set[str]()  # functions that call the backward pass or the optimizer
         self.samples, self.is_reading = 0, False
         for name, call in READS.items():
             setattr(torch.Tensor, name, self._timed(ORIGINALS[name], call))
@@ -74,7 +75,12 @@ class CodeObserver:
             for (site, call), count in self.reads.items()
         ]
         functions = [
-            {"function": function, "site": site, "phase": phase, "share": count / self.samples}
+            {
+                "function": function,
+                "site": site,
+                "phase": "loop" if function in self.loops else phase,
+                "share": count / self.samples,
+            }
             for (phase, function, site), count in _by_function(self.lines)
         ]
         return {"synchronizations": synchronizations, "functions": functions}
@@ -116,14 +122,14 @@ class CodeObserver:
         self.samples += 1
         frames = list(_frames(frame))
         names = [_module(one) for one in frames]
-        if any(name.startswith(("torch.optim", *OF_THE_MODEL)) for name in names):
+        users = (one for name, one in zip(names, frames, strict=True) if _is_users(name, one.f_code.co_filename))
+        user = next(users, None)
+        if user is None or CALLS_OF_ROOTS in names:
             return
-        phase = "input" if LOADERS in names else "logging"
-        for name, one in zip(names, frames, strict=True):
-            is_users = name.partition(".")[0] not in (*HIDDEN, "hasten") and _is_users(one.f_code.co_filename)
-            if is_users and (site := self.line(one)):
-                self.lines[phase, one.f_code.co_qualname, site] += 1
-                return
+        if any(name.startswith(("torch.optim", BACKWARD)) for name in names):
+            self.loops.add(user.f_code.co_qualname)
+        elif site := self.line(user):
+            self.lines["input" if LOADERS in names else "logging", user.f_code.co_qualname, site] += 1
 
 
 def _module(frame: FrameType) -> str:
@@ -137,9 +143,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
-    """Whether a file is neither of the standard library nor of an installed package."""
-    return "-packages/" not in file and not file.startswith(LIBRARIES)
+def _is_users(module: str, file: str) -> bool:
+    """Whether a module is neither of the standard library, nor of an installed package, nor hasten's."""
+    is_hidden = module.partition(".")[0] in (*HIDDEN, "hasten")
+    return not is_hidden and "-packages/" not in file and not file.startswith(LIBRARIES)
 
 
 def _by_function(lines: Counter[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], int]]:

@@ -1,0 +1,111 @@
+"""What a diagnosis says about a script: metric, ceilings, tensors that are read, slow functions, loaders."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten.hosts.whole_run import seen_metric
+from hasten.reporting import view_model
+from hasten.reporting.terminal import diagnose_answer
+
+SCRIPTS = Path(__file__).with_name("scripts")
+DESCRIBED = {"logged": [], "marks": [], "seconds": 1.0, "monitor": None}
+
+
+class Printed:
+    """Stands for a process that has printed a text; only ``whole_output`` is asked."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def whole_output(self) -> str:
+        return self.text
+
+
+class Script:
+    metric = None
+
+
+def seen(text: str, metric: str | None = None) -> dict:
+    script = Script()
+    script.metric = metric
+    return seen_metric(script, Printed(text), DESCRIBED)
+
+
+def test_metric_that_is_clear_has_name_direction_and_values():
+    found = seen("epoch 1: val loss 0.5\nepoch 2: val loss 0.4\nepoch 3: val loss 0.3\n")
+    assert (found["name"], found["direction"], found["values"]) == ("val loss", "min", [0.5, 0.4, 0.3])
+    assert found["candidates"] == [] and found["why"] == ""
+    assert view_model.metric_text(found) == "val loss, lower is better; 0.5, 0.4, 0.3"
+
+
+def test_metric_that_is_ambiguous_has_candidates_and_the_question():
+    lines = (f"epoch {n}: val f1 {0.5 + n / 10}, val auc {0.6 + n / 10}" for n in range(3))
+    found = seen("\n".join(lines))
+    assert found["name"] == "" and {one["name"] for one in found["candidates"]} == {"val f1", "val auc"}
+    assert all(one["direction"] == "max" and len(one["values"]) == 3 for one in found["candidates"])
+    assert '--metric "val f1:max"' in found["why"]
+
+
+def test_metric_that_is_not_there_has_the_reason():
+    assert "no number that looks like a metric" in seen("hello\n")["why"]
+    assert "did you mean val loss" in seen("a: val loss 0.5\na: val loss 0.4\n", "val los")["why"]
+
+
+@pytest.fixture(scope="module")
+def slow_code() -> dict:
+    command = [sys.executable, "-m", "hasten", "diagnose", "--budget", "8s", "--quiet", "--json", "--"]
+    argv = [*command, sys.executable, "slow_code.py"]
+    done = subprocess.run(argv, cwd=SCRIPTS, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def site(text: str) -> str:
+    """The line of slow_code.py with a text."""
+    lines = (SCRIPTS / "slow_code.py").read_text().splitlines()
+    return f"slow_code.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_tensor_that_is_read_in_every_step_is_named_with_line_count_and_cost(slow_code):
+    reads = {(one["site"], one["call"]): one for one in slow_code["synchronizations"]}
+    read = reads[site("loss.item()"), ".item()"]
+    assert read["per_step"] == 1.0 and 0 < read["seconds_per_step"] < 1e-3
+    assert site(".mean().item()") not in {place for place, _ in reads}, "an evaluation is no part of a step"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_hot_function_of_a_script_is_named_and_is_the_verdict(slow_code):
+    hottest = slow_code["functions"][0]
+    assert hottest["function"].startswith("get_batch") and hottest["share"] > 0.3 and hottest["phase"] == "logging"
+    assert hottest["site"].startswith("slow_code.py:")
+    assert "the script's own get_batch" in slow_code["verdict"].lower()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_metric_and_ceilings_of_a_script(slow_code):
+    metric = slow_code["metric"]
+    assert (metric["name"], metric["direction"]) == ("val loss", "min") and len(metric["values"]) >= 1
+    for phase in ("forward", "backward", "optimizer_step", "logging"):
+        ceiling = slow_code["ceilings"][phase]
+        assert ceiling["median"] == pytest.approx(1 / (1 - slow_code["phases"][phase]), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_terminal_shows_what_was_found_in_a_script(slow_code):
+    from rich.console import Console
+
+    console = Console(width=100, record=True)
+    with console.capture() as capture:
+        console.print(diagnose_answer(slow_code))
+    text = capture.get()
+    assert "val loss, lower is better" in text and "get_batch" in text and ".item()" in text
+    assert "Adam" in text and "on a GPU, the CPU would wait there" in text

@@ -1,0 +1,107 @@
+"""``--vary``: the arguments of a script are found, other values are tried, and a recipe sets them."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hasten.core.errors import ConfigurationError
+from hasten.hosts.exactness import check_exactness
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.services import ScriptDescription, ScriptTrial, _varied
+
+SCRIPTS = Path(__file__).with_name("scripts")
+KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
+
+
+def script(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:
+    argv = [sys.executable, "schedule.py", *arguments]
+    return ScriptRef.of_command(argv, directory=str(SCRIPTS), vary=vary)
+
+
+def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "hasten", *argv], cwd=directory, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("epoch", {}, "schedule declares no argument 'epoch' (did you mean epochs?)"),
+        ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
+        ("data", {}, "data is 'made'; only a number above 0 can be varied"),
+        ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
+        ("lr", {"total_steps": None}, "--vary needs whole runs of the script"),
+        ("lr", {"metric": None}, "--vary needs a metric"),
+    ],
+)
+def test_argument_that_cannot_be_varied_is_refused_in_one_line(name, changes, message):
+    with pytest.raises(ConfigurationError) as error:
+        _varied(script(vary=(name,)), KNOWN | changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_names_are_those_of_the_parsed_attributes():
+    ref = script(vary=("--batch-size", "lr"))
+    assert ref.vary == ("batch_size", "lr") and ScriptRef.from_json(ref.to_json()) == ref
+
+
+def test_vary_of_a_task_is_refused():
+    done = hasten("tune", "digits", "--vary", "lr")
+    assert done.returncode == 2 and "--vary names arguments of your own command" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_arguments_of_a_script_are_found_and_replaced():
+    ref = script("--epochs", "3", vary=("epochs", "batch_size"))
+    facts = ScriptDescription(ref).facts(processes=1)
+    assert facts["varied"] == {"epochs": 3, "batch_size": 16} and facts["metric"] == "val accuracy"
+    other = {"script_arguments": {"epochs": 2, "batch_size": 32}}
+    runs = [ScriptTrial(ref, methods=methods, device="cpu", seed=0).run() for methods in ({}, other)]
+    assert [len(run["evaluations"]) for run in runs] == [3, 2]
+    assert [run["samples"] // run["steps"] for run in runs] == [16, 32]
+    assert runs[0]["resolution"] == pytest.approx(1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_length_of_the_training_has_an_effect_that_the_first_steps_do_not_show():
+    ref = script("--epochs", "4")
+    changes = {"script_arguments": {"data": "other"}}  # an argument that the training does not use
+    check = check_exactness(ref, {}, changes, "CHANGES_TRAINING", "cpu", 0, None)
+    assert check["passed"] and "the script trains with data other" in check["why"] and check["number"] == 0
+    missing = {"script_arguments": {"layers": 3}}
+    check = check_exactness(ref, {}, missing, "CHANGES_TRAINING", "cpu", 0, None)
+    assert not check["passed"] and "no effect" in check["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_search_finds_a_shorter_training_with_a_higher_rate_and_train_applies_it(tmp_path):
+    (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
+    argv = ("tune", "--vary", "lr,epochs,batch_size", "--methods", "script_arguments", "--budget", "150s", "--quiet")
+    done = hasten(*argv, "--json", "--", sys.executable, "schedule.py", directory=tmp_path)
+    result = json.loads(done.stdout)
+    tried = [trial["what"] for trial in result["trials"] if trial["stage"] == "training"]
+    assert any(what.startswith("script_arguments:batch_size=") and "epochs=" in what for what in tried), result
+    assert result["verdict"] == "faster" and result["evidence"] == "proven", (result["why"], result["trials"])
+    recipe = tmp_path / "runs/tune-schedule/recipe.toml"
+    arguments = tomllib.loads(recipe.read_text())["methods"]["script_arguments"]
+    assert arguments["epochs"] < 12 and arguments.keys() == {"lr", "epochs", "batch_size"}
+    trained = hasten("train", "--recipe", str(recipe), "--", sys.executable, "schedule.py", directory=tmp_path)
+    assert trained.returncode == 0 and trained.stdout.count("val accuracy") == arguments["epochs"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
+    (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
+    argv = ("train", "--with", "script_arguments:layers=3", "--", sys.executable, "schedule.py", "--epochs", "1")
+    done = hasten(*argv, directory=tmp_path)
+    assert done.returncode == 0 and "script_arguments has no effect: the training declares no argument layers" in (
+        done.stderr
+    )
