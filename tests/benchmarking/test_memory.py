@@ -177,7 +177,7 @@ def most_of_the_gpu() -> hasten.Task:
     def model() -> torch.nn.Module:
         built = task.model()
         size = int(0.6 * torch.cuda.mem_get_info()[1])
-        built.held = [torch.ones(size, dtype=torch.uint8, device="cuda")]  # pyright: ignore
+        built.held = [torch.ones(size, dtype=torch.uint8, device="cuda")]
         return built
 
     return dataclasses.replace(task, model=model)
