@@ -299,8 +299,8 @@ def check_without_float64_fixture(tmp_path_factory):
     path.write_text(METHODS)
 
     def check(name: str, exactness: Exactness, kernel=HalfPrecisionKernel):
-        task = tasks.perceptron()
-        task = dataclasses.replace(task, model=lambda: torch.nn.Sequential(*task.model(), Scaled(kernel)))
+        usual = tasks.perceptron()
+        task = dataclasses.replace(usual, model=lambda: torch.nn.Sequential(*usual.model(), Scaled(kernel)))
         candidate = Recipe().with_method(f"{path}:{name}" if name[0].isupper() else name)
         return check_exactness(task, Recipe(), candidate, exactness, device="cpu")
 

@@ -210,7 +210,8 @@ def _changes_training_in_float32(case: EquivalenceCase) -> ExactnessCheck:
         return _not_passed(why)
     change = "" if a.plan == b.plan else f", and the plan differs: {plan_differences(b.plan, a.plan)}"
     why = f"the weights differ by {number:.1e} after {b.steps} steps, of which rounding explains {limit:.1e}{change}"
-    return ExactnessCheck(number > limit or bool(change), number, why)
+    has_effect = number > limit or bool(change)
+    return ExactnessCheck(has_effect, number, why if has_effect else f"it has no effect: {why}")
 
 
 def _not_passed(why: str, number: float = math.nan) -> ExactnessCheck:

@@ -50,9 +50,9 @@ class ArmSamples:
     recipe: Recipe
     plan: dict[str, Any] = field(default_factory=dict)
     processes: int = 1
-    peak_memory: list[MemoryPeak] = field(default_factory=list)  # of each rank, the highest of all rounds
     blocks: list[dict[str, float]] = field(default_factory=list)  # as ``Arm.train`` returns them, and their "round"
     evaluations: list[float] = field(default_factory=list)
+    peak_memory: list[MemoryPeak] = field(default_factory=list)  # of each rank, the highest of all rounds
 
     def note_peak_memory(self, peaks: list[MemoryPeak]) -> None:
         """Keeps the higher peak of each rank."""

@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,7 +81,8 @@ def visible_gpus() -> tuple[str, list[str]]:
     indices = range(torch.cuda.device_count())
     if len(named) == len(indices) and all(name.startswith("MIG-") for name in named):
         return socket.gethostname(), named
-    return socket.gethostname(), [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+    cuda: Any = torch.cuda  # the properties have no types
+    return socket.gethostname(), [str(cuda.get_device_properties(index).uuid) for index in indices]
 
 
 def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:

@@ -83,7 +83,7 @@ def largest_batch(batch_size: int, peaks: Sequence[MemoryPeak]) -> int | None:
     if any("allocated" not in peak for peak in peaks) or not batch_size:
         return None
     share = batch_size / len(peaks)  # of a rank
-    limits = []
+    limits: list[float] = []
     for peak in peaks:
         per_sample = max(1.0, (peak["allocated"] - peak["current"]) / share)
         limits.append((USABLE * peak["available"] - peak["current"]) / per_sample)

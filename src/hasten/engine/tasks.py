@@ -21,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
-from hasten.core.errors import ConfigurationError, RunError, format_error, suggest
+from hasten._torch_compat import is_out_of_memory
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error, suggest
 from hasten.core.method import Method
 from hasten.core.task import Task
 from hasten.engine.registry import import_file, line_in
@@ -199,7 +200,8 @@ def _call(function: Callable[[], Any], name: str) -> Task:
     except (Exception, SystemExit) as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
         line = line_in(error, code.co_filename) if code else ""
-        raise ConfigurationError(f"{name} raised {format_error(error)}{line}") from None
+        kind = MemoryExhaustedError if is_out_of_memory(error) else ConfigurationError
+        raise kind(f"{name} raised {format_error(error)}{line}") from None
     if not isinstance(task, Task):
         kind = "nothing" if task is None else type(task).__name__
         raise ConfigurationError(f"{name} must return a hasten.Task; it returned {kind}")

@@ -82,6 +82,7 @@ def _tune(result: Json) -> Json:
         "evidence_meaning": EVIDENCE_LEVELS.get(result["evidence"], ""),
         "sentence": view_model.tune_sentence(result),
         "prices": view_model.prices(result),
+        "memory": view_model.peak_memory(result),
         "frontier": rows_of_frontier,
         "frontier_chart": drawn,
         "has_quality": frontier_chart.has_quality(rows_of_frontier),

@@ -201,10 +201,8 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
         rows.append(("price", f"{amount} for a training, at {hour} an hour"))
     rows += _device(result["machine"].get("gpu") or result["machine"].get("device"))
-    memory = {arm: formatting.peak_memory(peaks) for arm, peaks in result["peak_memory_bytes"].items() if peaks}
-    if memory:
-        instead = f", {memory['baseline']} without the recipe" if len(memory) > 1 else ""
-        rows.append(("peak memory", f"{memory.get('tuned') or memory['baseline']}{instead}"))
+    if memory := view_model.peak_memory(result):
+        rows.append(("peak memory", ", ".join(memory)))
     return [*rows, *_single_process(result), *_search_cost(result)]
 
 

@@ -138,6 +138,15 @@ def prices(result: Json) -> list[str]:
     return [formatting.money(amount) for amount in amounts]
 
 
+def peak_memory(result: Json) -> tuple[str, str] | None:
+    """The peak memory with the recipe and, as a remark, without it; None if unknown."""
+    known = {arm: formatting.peak_memory(peaks) for arm, peaks in result["peak_memory_bytes"].items() if peaks}
+    baseline, tuned = known.get("baseline", formatting.UNKNOWN), known.get("tuned", "")
+    if not known:
+        return None
+    return (tuned, f"{baseline} without the recipe") if tuned else (baseline, "of a training without methods")
+
+
 def quality_sentence(quality: Json, unit: str) -> str:
     """A sentence: whether the quality gate was passed, and the margin (``unit``: that of the metric)."""
     if quality["passed"] is None:

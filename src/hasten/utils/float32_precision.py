@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
-_NEWER = {  # always readable
+_cudnn: Any = torch.backends.cudnn  # PyTorch's types do not know the newer settings
+_onednn: Any = torch.backends.mkldnn
+_NEWER: dict[str, Any] = {  # always readable
     "all": torch.backends,
     "matmul": torch.backends.cuda.matmul,
-    "cudnn": torch.backends.cudnn,
-    "conv": torch.backends.cudnn.conv,
-    "rnn": torch.backends.cudnn.rnn,
-    "onednn": torch.backends.mkldnn,
-    "onednn matmul": torch.backends.mkldnn.matmul,
-    "onednn conv": torch.backends.mkldnn.conv,
-    "onednn rnn": torch.backends.mkldnn.rnn,
+    "cudnn": _cudnn,
+    "conv": _cudnn.conv,
+    "rnn": _cudnn.rnn,
+    "onednn": _onednn,
+    "onednn matmul": _onednn.matmul,
+    "onednn conv": _onednn.conv,
+    "onednn rnn": _onednn.rnn,
 }
 
 
@@ -33,7 +35,7 @@ def set_float32_precision(settings: Mapping[str, Any]) -> None:
     if _older_matmul() != settings["older matmul"]:
         torch.set_float32_matmul_precision(settings["older matmul"] or "highest")  # the default, if it is not readable
     if _older_cudnn() != settings["older cudnn"]:
-        torch.backends.cudnn.allow_tf32 = settings["older cudnn"] is not False
+        _cudnn.allow_tf32 = settings["older cudnn"] is not False
     for name, owner in _NEWER.items():
         if owner.fp32_precision != settings[name]:  # setting one sets those below it
             owner.fp32_precision = settings[name]
@@ -41,7 +43,7 @@ def set_float32_precision(settings: Mapping[str, Any]) -> None:
 
 def allows_tf32() -> bool:
     """Whether matrix products and convolutions on a GPU may use TF32, whichever interface allowed it."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32" == torch.backends.cudnn.conv.fp32_precision
+    return torch.backends.cuda.matmul.fp32_precision == "tf32" == _cudnn.conv.fp32_precision
 
 
 def allow_tf32() -> None:
@@ -51,9 +53,9 @@ def allow_tf32() -> None:
     else:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     if _older_cudnn() is not None:
-        torch.backends.cudnn.allow_tf32 = True
+        _cudnn.allow_tf32 = True
     else:
-        torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.rnn.fp32_precision = "tf32"
+        _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32"
 
 
 def _older_matmul() -> str | None:
@@ -65,6 +67,6 @@ def _older_matmul() -> str | None:
 
 def _older_cudnn() -> bool | None:
     try:
-        return torch.backends.cudnn.allow_tf32
+        return _cudnn.allow_tf32
     except RuntimeError:
         return None
