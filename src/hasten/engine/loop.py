@@ -10,11 +10,10 @@ from collections.abc import Generator
 import torch
 
 from hasten.core.errors import RunError
-from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.distributed.batch_sharding import EvaluationShards
 from hasten.distributed.collectives import buffers_of_main_process
 from hasten.engine.forward import call_model, own_loss
-from hasten.engine.metrics import EvaluationResult, MetricAccumulator
+from hasten.engine.metrics import EvaluationResult, MetricAccumulator, SumOverRanks
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size, copy_to_device
 from hasten.utils.rng import preserve_rng_state
@@ -81,7 +80,7 @@ def evaluate(program: Program) -> EvaluationResult:
     result = None
     if shards is not None:
         with shards.activated(), buffers_of_main_process(model):
-            result = _measure(program, model, ranks)
+            result = _measure(program, model, ranks.all_reduce_sum)
     elif ranks.is_main_process or _all_ranks_evaluate(program):
         result = _measure(program, model)
     content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
@@ -103,11 +102,11 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> EvaluationResult:
-    """The metric over the batches that this rank reads, and those that the other ``ranks`` read."""
+def _measure(program: Program, model: torch.nn.Module, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
+    """The metric over the validation batches; with ``sum_over_ranks`` also over those that other ranks read."""
     task, validation = program.task, program.validation
     assert validation is not None, "only a task with validation data is evaluated"
-    metric, own = MetricAccumulator(task, ranks), task.loss is None
+    metric, own = MetricAccumulator(task), task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = task.loss or own_loss, program.run.device
     # a sharded model gathers weights with which it trains on: no inference tensors
@@ -120,7 +119,7 @@ def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo =
                 batch = copy_to_device(batch, device)  # not program.to_device, which may augment
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))
-        return metric.result()
+        return metric.result(sum_over_ranks)
     finally:
         for module, training in modes:
             module.training = training
