@@ -11,7 +11,6 @@ from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.task import Task
 from hasten.utils.batch import TARGET_NAMES
 
-
 SumOverRanks = Callable[[list[float]], list[float]]
 
 
