@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from hasten._torch_compat import set_expandable_segments
+from hasten._torch_compat import set_allocator_settings
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
@@ -42,11 +42,11 @@ class ExpandableSegments(Method):
         @contextmanager
         def with_expandable_segments() -> Generator[None]:
             with context():
-                set_expandable_segments(True)
+                set_allocator_settings("expandable_segments:True")
                 try:
                     yield
                 finally:
-                    set_expandable_segments(False)
+                    set_allocator_settings("expandable_segments:False")
 
         run.observe_effect(self, partial(_describe, run.device))
         return with_expandable_segments
