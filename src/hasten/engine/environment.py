@@ -27,7 +27,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device": str(device),
     }
     if torch.device(device).type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
+        gpu: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
         facts |= {
             "gpu": gpu.name,
             "gpus": torch.cuda.device_count(),

@@ -89,7 +89,7 @@ def evaluate(program: Program) -> EvaluationResult:
 
 def evaluated_batches(program: Program) -> int | None:
     """Number of validation batches that a rank evaluates at most; None if it is unknown."""
-    batches, shards = program.validation and program.validation.length, _shards(program)
+    batches, shards = program.validation.length if program.validation is not None else None, _shards(program)
     return batches if shards is None else shards.most_batches(batches)
 
 

@@ -137,7 +137,8 @@ def _build_data(
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
     validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
     adds_up = not run.ranks.is_single_process and MetricAccumulator(task).adds_up
-    if validation and can_share_evaluation(validation, run.ranks.world_size, adds_up, _replicas_differ(methods)):
+    differ = _replicas_differ(methods)
+    if validation is not None and can_share_evaluation(validation, run.ranks.world_size, adds_up, differ):
         shards = EvaluationShards(run.ranks)
         validation = share_evaluation(validation, shards)
     with preserve_rng_state():  # a method may read samples to inspect them

@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ class ExpandableSegments(Method):
 
 def _describe(device: torch.device) -> str:
     index = torch.device(device).index or 0
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    snapshot: Any = torch.cuda.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
+    segments = [segment for segment in snapshot if segment["device"] == index]
     count = sum(bool(segment.get("is_expandable")) for segment in segments)
     if not count:
         raise NoEffectError("all memory of the run lies in segments of fixed size")
