@@ -68,7 +68,7 @@ def test_a_context_has_at_most_14_fields(context):
 
 
 @pytest.mark.parametrize(
-    "field", ["default_for", "remedy_for", "strong_baseline", "trial_priority", "ceiling", "not_searched"]
+    "field", ["default_for", "remedy_for", "strong_baseline", "trial_priority", "ceiling", "not_searched", "on_gpu"]
 )
 def test_cards_that_state_a_field_are_found_without_importing_all_methods(field):
     found = cards_that_state(field)

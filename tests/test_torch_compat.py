@@ -52,10 +52,12 @@ def test_fused_optimizers_skip_overflows():
         assert not compat.skips_overflows(other)
 
 
-def test_expandable_segments_can_be_switched():
-    """Without a GPU the setting is read and used by nothing."""
-    compat.set_expandable_segments(True)
-    compat.set_expandable_segments(False)
+def test_allocator_settings_are_read():
+    """Without a GPU nothing uses them."""
+    compat.set_allocator_settings("expandable_segments:True")
+    compat.set_allocator_settings("expandable_segments:False")
+    with pytest.raises((RuntimeError, ValueError)):
+        compat.set_allocator_settings("no such option")
 
 
 def test_has_forward_hooks():

@@ -297,9 +297,9 @@ def skips_overflows(optimizer: torch.optim.Optimizer | None) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
-def set_expandable_segments(enabled: bool) -> None:
-    """Whether PyTorch's allocator of GPU memory extends the segments that it gets from now on."""
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enabled}")
+def set_allocator_settings(settings: str) -> None:
+    """Sets options of PyTorch's allocator of GPU memory, as PYTORCH_CUDA_ALLOC_CONF does at the start of a process."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.distributed.dtensor_state import PIECE
@@ -234,19 +235,37 @@ def test_optimizer_with_eager_state_is_sharded_and_resumes(tmp_path, stage, make
     assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
 
 
+class Rows32(rank_tasks.Rows):
+    def __init__(self):
+        super().__init__()
+        self.inputs = self.inputs.float()
+
+
 def float32_blocks():
-    return replace(rank_tasks.blocks(), model=lambda: rank_tasks.blocks().model().float())
+    """Blocks large enough to be gathered one by one."""
+    model = lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 2))  # noqa: E731
+    return rank_tasks.task(Rows32(), model=model, validation_data=None)
+
+
+def precision_of_gathers(rank: int, recipe: str, out) -> tuple[dict, list[torch.dtype]]:
+    """(result, dtypes of the weights in the forward passes)."""
+    seen: set[torch.dtype] = set()
+
+    def model():
+        built = float32_blocks().model()
+        built[0].register_forward_pre_hook(lambda layer, inputs: seen.add(layer.weight.dtype))
+        return built
+
+    return training(rank, replace(float32_blocks(), model=model), recipe, out=out), list(seen)
 
 
 @pytest.mark.parametrize("stage", [2, slow(3)])
 def test_shards_gathered_in_bfloat16_train_float32_weights(tmp_path, stage):
-    def run(rank, recipe, out):
-        return training(rank, float32_blocks(), recipe, out=out)
-
-    plain = run_ranks(2, run, f"zero:stage={stage}", tmp_path / "plain")
-    short = run_ranks(2, run, f"zero:stage={stage} + half_precision_gather", tmp_path / "short")
-    assert [type(answer) for answer in (*plain, *short)] == [dict] * 4, (plain, short)
-    assert "in bfloat16" in short[0]["effects"]["half_precision_gather"]
+    plain, short = f"zero:stage={stage}", f"zero:stage={stage},param_dtype=bfloat16"
+    answers = run_ranks(2, precision_of_gathers, plain, tmp_path / "plain")
+    assert [dtypes for _, dtypes in answers] == [[torch.float32]] * 2
+    answers = run_ranks(2, precision_of_gathers, short, tmp_path / "short")
+    assert [dtypes for _, dtypes in answers] == [[torch.bfloat16]] * 2
     weights = load_file(tmp_path / "short" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert 0 < farthest(tmp_path / "short", tmp_path / "plain") < 0.05
@@ -254,5 +273,5 @@ def test_shards_gathered_in_bfloat16_train_float32_weights(tmp_path, stage):
 
 
 def test_gathering_in_bfloat16_without_shards_is_refused():
-    answers = run_ranks(2, training, float32_blocks(), "half_precision_gather")
-    assert all("needs zero with stage 2 or 3" in str(answer) for answer in answers), answers
+    answers = run_ranks(2, training, float32_blocks(), "zero:stage=1,param_dtype=bfloat16")
+    assert all("is for stages 2 and 3" in str(answer) for answer in answers), answers

@@ -114,10 +114,8 @@ class Card:
         search_space: Option -> SearchRange, or one value, for the joint search; empty: only the presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
-        gpu_presets: Further options worth trying on an NVIDIA GPU; the tuner tries them first there.
-        gpu_composition: Part of the recipe that the tuner tries first, as a whole, on an NVIDIA GPU: methods that pay
-            together more than each alone.
-        gpu_baseline: Part of the strong baseline on an NVIDIA GPU, where its ``applies_to`` hold.
+        on_gpu: On an NVIDIA GPU: ``presets`` to try before the others; whether it is part of the strong ``baseline``,
+            and of the ``composition`` that is tried first, as a whole.
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
         trial_priority: The tuner tries methods with a high number first, such as those that shorten all later trials.
         not_searched: Why the tuner never tries it unless asked; empty if it does.
@@ -143,9 +141,7 @@ class Card:
     search_space: Mapping[str, Any] = field(default_factory=dict[str, Any])
     default_for: Set[str] = frozenset()
     remedy_for: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    gpu_presets: tuple[dict[str, Any], ...] = ()
-    gpu_composition: bool = False
-    gpu_baseline: bool = False
+    on_gpu: Mapping[str, Any] = field(default_factory=dict[str, Any])
     strong_baseline: bool = False
     trial_priority: int = 0
     not_searched: str = ""
@@ -155,8 +151,7 @@ class Card:
 
     def __post_init__(self) -> None:
         if self.exactness not in tuple(Exactness):
-            known = ", ".join(map(str, Exactness))
-            raise ConfigurationError(f"Card(exactness=) must be one of {known}, not {self.exactness!r}")
+            raise ConfigurationError(f"Card(exactness=) must be one of {[*Exactness]}, not {self.exactness!r}")
         for name in ("accelerates", "applies_to", "requires", "invalidates", "replaces", "default_for"):
             if isinstance(words := getattr(self, name), str):
                 raise ConfigurationError(f"the card states {name}={words!r}; it must be a set: {{{words!r}}}")

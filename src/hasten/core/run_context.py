@@ -113,7 +113,6 @@ class ParallelContext:
         sync_period: Steps after which the cost of a step repeats; above 1 if ranks communicate only every few steps.
         warmup_steps: Steps at the start with another cost.
         init_device: Where the model is built before the ``parallelize`` hooks: "device" (of the run), "cpu" or "meta".
-        gather_dtype: The dtype in which sharded float32 weights are gathered; None for their own.
         materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on meta.
         rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; needs the same world size.
         merge_rank_states: ``(state) -> state``: one state of weights that differ between ranks, for any world size.
@@ -130,7 +129,6 @@ class ParallelContext:
     sync_period: int = 1
     warmup_steps: int = 0
     init_device: str = "device"
-    gather_dtype: torch.dtype | None = None
     materialize: Callable[[Sequence[torch.Tensor]], Iterable[tuple[int, torch.Tensor]]] = enumerate
     rank_state: dict[str, Any] = field(default_factory=dict)
     merge_rank_states: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
@@ -149,13 +147,6 @@ class ParallelContext:
     def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
         """Parameters of this rank that rank 0 of its replica holds, too; sums over all parameters must skip them."""
         return self.replicated_params if self.ranks.rank % self.model_parallel_size else frozenset()
-
-    def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """L2 norm over a whole replica, from that of this rank without ``duplicate_params``. All ranks must call it."""
-        if not self.is_model_parallel:
-            return local_norm
-        copies = self.ranks.world_size / self.num_parameter_owners  # so many ranks contribute the same norm
-        return local_norm.double().new_tensor((self.ranks.all_reduce_sum([float(local_norm) ** 2])[0] / copies) ** 0.5)
 
 
 @dataclass
@@ -198,15 +189,6 @@ class RunContext:
     def ranks(self) -> ProcessGroupInfo:
         """Rank, world size and collectives; those of a single process where ``parallel`` is None."""
         return SINGLE_PROCESS if self.parallel is None else self.parallel.ranks
-
-    @property
-    def duplicate_params(self) -> frozenset[torch.nn.Parameter]:
-        """Parameters of this rank that rank 0 of its replica holds, too; empty in a single process."""
-        return frozenset() if self.parallel is None else self.parallel.duplicate_params
-
-    def global_grad_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """L2 norm of the whole model's gradients, from that of this rank without ``duplicate_params``. A collective."""
-        return local_norm if self.parallel is None else self.parallel.global_grad_norm(local_norm)
 
     def observe_effect(self, method: Method, check: EffectCheck) -> None:
         """Registers the check of a method's effect; the engine calls it once per run, after the warm-up.

@@ -2,12 +2,13 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.core.run_context import ParallelContext
 from hasten.distributed.deferred_init import replace_tensors
 from hasten.utils.tree import tree_map
 
@@ -98,15 +99,9 @@ def merge_shards(states: list[Any]) -> Any:
     return first
 
 
-def clip_norm(
-    params: list[torch.Tensor],
-    max_norm: float,
-    global_norm: Callable[[torch.Tensor], torch.Tensor],
-    duplicates: frozenset[torch.nn.Parameter] = frozenset(),
-) -> None:
-    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of all together. ``global_norm`` is
-    ``(norm of this rank's gradients) -> norm over all ranks``; ``duplicates`` are parameters that another rank counts.
-    """
+def clip_norm(params: list[torch.Tensor], max_norm: float, parallel: ParallelContext | None) -> None:
+    """Scales all gradients, sharded or not, by one factor to a maximum L2 norm of the whole model. A collective."""
+    duplicates = frozenset[torch.nn.Parameter]() if parallel is None else parallel.duplicate_params
     params = [param for param in params if param.grad is not None]
     sharded = [param for param in params if hasattr(param, "full_tensor")]
     plain = [param for param in params if not hasattr(param, "full_tensor")]
@@ -115,7 +110,10 @@ def clip_norm(
     gradients: list[Any] = [[param.grad for param in of_kind] for of_kind in counted]
     norms: list[Any] = list(map(torch.nn.utils.get_total_norm, gradients))
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    total = global_norm(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)))
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if parallel is not None and parallel.is_model_parallel:
+        copies = parallel.ranks.world_size / parallel.num_parameter_owners  # so many ranks contribute the same norm
+        total = total.double().new_tensor((parallel.ranks.all_reduce_sum([float(total) ** 2])[0] / copies) ** 0.5)
     for kind in kinds:
         torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
 

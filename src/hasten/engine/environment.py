@@ -27,7 +27,13 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device": str(device),
     }
     if torch.device(device).type == "cuda":
-        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        gpu: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
+        facts |= {
+            "gpu": gpu.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_gb": round(gpu.total_memory / 2**30, 1),
+        }
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return facts
 
 

@@ -10,11 +10,10 @@ from collections.abc import Generator
 import torch
 
 from hasten.core.errors import RunError
-from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.distributed.batch_sharding import EvaluationShards
 from hasten.distributed.collectives import buffers_of_main_process
 from hasten.engine.forward import call_model, own_loss
-from hasten.engine.metrics import EvaluationResult, MetricAccumulator, own_result
+from hasten.engine.metrics import EvaluationResult, MetricAccumulator, SumOverRanks, own_result
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size, copy_to_device
 from hasten.utils.rng import preserve_rng_state
@@ -84,7 +83,7 @@ def evaluate(program: Program) -> EvaluationResult:
     result = None
     if shards is not None:
         with shards.activated(), buffers_of_main_process(model):
-            result = _measure(program, model, ranks)
+            result = _measure(program, model, ranks.all_reduce_sum)
     elif ranks.is_main_process or _all_ranks_evaluate(program):
         result = _measure(program, model)
     content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
@@ -93,7 +92,7 @@ def evaluate(program: Program) -> EvaluationResult:
 
 def evaluated_batches(program: Program) -> int | None:
     """Number of validation batches that a rank evaluates at most; None if it is unknown."""
-    batches, shards = program.validation and program.validation.length, _shards(program)
+    batches, shards = program.validation.length if program.validation is not None else None, _shards(program)
     return batches if shards is None else shards.most_batches(batches)
 
 
@@ -106,8 +105,8 @@ def _all_ranks_evaluate(program: Program) -> bool:
     return parallel is not None and parallel.eval_needs_all_ranks
 
 
-def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> EvaluationResult:
-    """The metric over the batches that this rank reads, and those that the other ``ranks`` read."""
+def _measure(program: Program, model: torch.nn.Module, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
+    """The metric over the validation batches; with ``sum_over_ranks`` also over those that other ranks read."""
     task, validation = program.task, program.validation
     assert validation is not None, "only a task with validation data is evaluated"
     own = task.loss is None
@@ -123,11 +122,11 @@ def _measure(program: Program, model: torch.nn.Module, ranks: ProcessGroupInfo =
             batches = (copy_to_device(batch, device) for batch in validation.epoch(0, 0))
             if task.evaluate is not None:
                 return own_result(task.evaluate(model, batches))
-            metric = MetricAccumulator(task, ranks)
+            metric = MetricAccumulator(task)
             for batch in batches:
                 output, target = call_model(model, batch, own)
                 metric.update(output, target, loss_of(output, target), batch_size(batch))
-            return metric.result()
+            return metric.result(sum_over_ranks)
     finally:
         for module, training in modes:
             module.training = training

@@ -8,9 +8,10 @@ from typing import Any, cast
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
-from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.task import Task
 from hasten.utils.batch import TARGET_NAMES
+
+SumOverRanks = Callable[[list[float]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,10 @@ def own_result(value: Any) -> EvaluationResult:
 
 
 class MetricAccumulator:
-    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable.
+    """Accumulates the task's metric and loss over an evaluation; ConfigurationError if Task(metric=) is unusable."""
 
-    ``ranks`` are those that evaluate other batches of the same data; all of them must ask for the ``result``.
-    """
-
-    def __init__(self, task: Task, ranks: ProcessGroupInfo = SINGLE_PROCESS) -> None:
+    def __init__(self, task: Task) -> None:
         metric: Any = task.metric
-        self.ranks = ranks
         self.name = name_of(task)
         self.sum: Any = 0.0
         self.loss: Any = 0.0
@@ -134,8 +131,6 @@ class MetricAccumulator:
         elif hasattr(metric, "update") and hasattr(metric, "compute"):
             self.torchmetric = metric.clone() if hasattr(metric, "clone") else metric
             self.torchmetric.reset()
-            if self.adds_up:  # or ``compute`` would wait for ranks that do not call it
-                self.torchmetric.distributed_available_fn = lambda: not ranks.is_single_process
         elif callable(metric):
             self.named = NamedMetric(True, lambda output, target, loss: metric(output, target))
             self.needs_target = False
@@ -160,13 +155,19 @@ class MetricAccumulator:
         else:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
-    def result(self) -> EvaluationResult:
-        """The metric and the loss over all batches, of all ``ranks``; RunError if there was none."""
-        total, loss, samples = self.ranks.all_reduce_sum([float(self.sum), float(self.loss), self.samples])
+    def result(self, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
+        """The metric and the loss over all batches; RunError if there was none.
+
+        ``sum_over_ranks`` is given if other ranks have other batches of the same data: then all of them must call it.
+        """
+        totals = [float(self.sum), float(self.loss), float(self.samples)]
+        total, loss, samples = sum_over_ranks(totals) if sum_over_ranks else totals
         if not samples:
             raise RunError("the validation data gave no batch, so there is no metric")
         value = total / samples
         if self.named is None:
+            if self.adds_up:  # else ``compute`` waits for ranks that may not call it
+                self.torchmetric.distributed_available_fn = lambda: sum_over_ranks is not None
             value = float(self._as_number(self.torchmetric.compute()))
         elif math.isfinite(value):
             value = self.named.finish(value)

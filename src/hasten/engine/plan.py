@@ -148,7 +148,8 @@ def _build_data(
     validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
     own_evaluation = task.evaluate is not None  # it reads all batches
     adds_up = not run.ranks.is_single_process and not own_evaluation and MetricAccumulator(task).adds_up
-    if validation and can_share_evaluation(validation, run.ranks.world_size, adds_up, _replicas_differ(methods)):
+    differ = _replicas_differ(methods)
+    if validation is not None and can_share_evaluation(validation, run.ranks.world_size, adds_up, differ):
         shards = EvaluationShards(run.ranks)
         validation = share_evaluation(validation, shards)
     with preserve_rng_state():  # a method may read samples to inspect them

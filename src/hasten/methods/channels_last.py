@@ -28,7 +28,7 @@ class ChannelsLast(Method):
         source="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
         gain_when="two-dimensional convolutions, most in lower precision; little with very few channels",
         accelerates={"forward", "backward"},
-        gpu_baseline=True,
+        on_gpu={"baseline": True},
         applies_to={"convolutions"},
         script_edit={"model": "{model}.to(memory_format=torch.channels_last)"},
     )

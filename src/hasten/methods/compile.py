@@ -51,7 +51,7 @@ class Compile(Method):
         gain=(1.0, 1.3),
         gain_when="GPU runs, or long ones on a CPU, that earn back the seconds of compiling; small models get slower",
         accelerates={"forward", "backward"},
-        gpu_composition=True,
+        on_gpu={"composition": True},
         requires={"monolithic_forward"},
         order=WrapOrder.LATE,
         high_setup_cost=True,

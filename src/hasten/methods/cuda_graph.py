@@ -43,7 +43,7 @@ class CudaGraph(Method):
         source="https://docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs",
         gain_when="steps of a few milliseconds on a GPU, where launching kernels takes longer than running them",
         accelerates={"forward", "backward"},
-        gpu_composition=True,
+        on_gpu={"composition": True},
         applies_to={"cuda"},
         invalidates={"python_between_kernels"},
         order=WrapOrder.LAST,

@@ -28,7 +28,7 @@ class CudnnBenchmark(Method):
         gain_when="convolutions of few shapes on an NVIDIA GPU",
         accelerates={"forward", "backward"},
         applies_to={"cuda", "convolutions"},
-        gpu_baseline=True,
+        on_gpu={"baseline": True},
         script_edit={"process": "torch.backends.cudnn.benchmark = True"},
     )
 

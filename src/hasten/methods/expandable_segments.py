@@ -4,10 +4,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from hasten._torch_compat import set_expandable_segments
+from hasten._torch_compat import set_allocator_settings
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
@@ -42,11 +43,11 @@ class ExpandableSegments(Method):
         @contextmanager
         def with_expandable_segments() -> Generator[None]:
             with context():
-                set_expandable_segments(True)
+                set_allocator_settings("expandable_segments:True")
                 try:
                     yield
                 finally:
-                    set_expandable_segments(False)
+                    set_allocator_settings("expandable_segments:False")
 
         run.observe_effect(self, partial(_describe, run.device))
         return with_expandable_segments
@@ -54,7 +55,8 @@ class ExpandableSegments(Method):
 
 def _describe(device: torch.device) -> str:
     index = torch.device(device).index or 0
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    snapshot: Any = torch.cuda.memory_snapshot()  # pyright: ignore[reportUnknownMemberType]
+    segments = [segment for segment in snapshot if segment["device"] == index]
     count = sum(bool(segment.get("is_expandable")) for segment in segments)
     if not count:
         raise NoEffectError("all memory of the run lies in segments of fixed size")

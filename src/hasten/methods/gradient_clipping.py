@@ -45,7 +45,7 @@ class GradientClipping(Method):
 
         def clip_gradients() -> None:
             grad_transform()
-            clip_norm(parameters, self.max_norm, run.global_grad_norm, run.duplicate_params)
+            clip_norm(parameters, self.max_norm, run.parallel)
 
         run.observe_effect(self, partial(observe_gradients, run, partial(self._inspect, parameters)))
         return clip_gradients

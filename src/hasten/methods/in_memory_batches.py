@@ -51,7 +51,7 @@ class InMemoryBatches(Method):
         applies_to={"indexed_samples"},
         order=WrapOrder.EARLY,
         replaces={"data"},
-        gpu_presets=({"place": "device"},),
+        on_gpu={"presets": ({"place": "device"},)},
         script_edit={
             "by_hand": "stack the samples once, and index the tensors by permutation.split(batch_size) in each epoch",
         },

@@ -122,7 +122,7 @@ def has_a_complete_card(subject: Subject) -> None:
     assert card.gain is None or 0 < card.gain[0] <= card.gain[1], f"a gain is (low, high), not {card.gain}"
     assert hooks_of(subject.method), "the method overrides no hook"
     assert card.presets, "the card has no presets; it needs at least ({},) for the defaults"
-    for preset in (*card.presets, *card.gpu_presets):
+    for preset in (*card.presets, *card.on_gpu.get("presets", ())):
         make_method(subject.name, preset)  # raises for unknown options and wrong types
     for options in _ends_of(card.search_space):
         make_method(subject.name, options)

@@ -130,8 +130,9 @@ def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset(
         elif device != "cpu" or "cuda" not in card.applies_to:
             by_hand = by_hand.with_method(name)
     forms = [by_hand, Recipe({**by_hand.methods, **workers.methods})]
-    cards = cards_that_state("gpu_baseline") if device != "cpu" else {}
-    on_gpu = {name: {} for name, card in cards.items() if not card.applies_to & FACTS.keys() - facts}
+    cards = cards_that_state("on_gpu") if device != "cpu" else {}
+    usable = {name: card for name, card in cards.items() if not card.applies_to & FACTS.keys() - facts}
+    on_gpu = {name: {} for name, card in usable.items() if card.on_gpu.get("baseline")}
     return [*forms, Recipe({**forms[-1].methods, **on_gpu})] if on_gpu else forms
 
 

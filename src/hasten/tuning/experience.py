@@ -49,8 +49,9 @@ def gpu_composition(facts: Iterable[str]) -> Recipe:
     In the float32 of most tasks fused kernels and CUDA graphs gain little: the products take the time. In bfloat16 the
     products are short, and launching kernels takes it.
     """
-    names = cards_that_state("gpu_composition") if "cuda" in facts else ()
-    return _applicable(Recipe({name: {} for name in names}), frozenset(facts))
+    cards = cards_that_state("on_gpu") if "cuda" in facts else {}
+    together = Recipe({name: {} for name, card in cards.items() if card.on_gpu.get("composition")})
+    return _applicable(together, frozenset(facts))
 
 
 def is_exact(recipe: Recipe) -> bool:

@@ -216,8 +216,10 @@ def machine_and_versions(device: str) -> dict:
     """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
+    machine |= {key: facts[key] for key in ("gpus", "gpu_memory_gb") if key in facts}
     machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
-    return {"machine": machine, "versions": {key: facts[key] for key in ("hasten", "python", "torch", "numpy")}}
+    packages = ("hasten", "python", "torch", "numpy", "cuda", "cudnn")
+    return {"machine": machine, "versions": {key: facts[key] for key in packages if key in facts}}
 
 
 def _why(study: Study, state: SearchState) -> str:

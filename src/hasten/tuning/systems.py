@@ -50,7 +50,7 @@ def candidate(
 ) -> Candidate:
     """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
     card = method_class(name).card
-    presets = (*card.gpu_presets, *card.presets) if on_gpu else card.presets
+    presets = (*card.on_gpu.get("presets", ()), *card.presets) if on_gpu else card.presets
     return Candidate(name, card, (options,) if options else presets, bound, offered)
 
 

@@ -14,6 +14,10 @@ block. Weights are sharded along their first dimension.
 While the run is built every rank holds the full model for a moment, but not with ``init=meta``: the model is created on
 the meta device, and its tensors are initialized one after the other, with the values that they have in a single
 process; a rank keeps its shard of each. Checkpoints and the exported model are assembled in host memory.
+
+``param_dtype=bfloat16`` gathers half the bytes: FSDP's mixed precision, with gradients added up in float32. It rounds,
+so it is not what the card promises, and the tuner refuses it; beside ``bfloat16``, which casts after gathering, ranks
+exchange float32.
 """
 
 from collections import Counter
@@ -69,6 +73,8 @@ class Zero(Method):
     stage: int = option(2, at_least=1, at_most=3)
     hybrid_shard_size: int = option(0, at_least=0)  # ranks per replica (hybrid sharding, stages 2 and 3); 0: all ranks
     init: str = option("device", one_of=("device", "meta"))  # meta: no rank ever holds the full model (stages 2 and 3)
+    # in which weights are gathered and layers compute (stages 2 and 3); the shards stay as they are
+    param_dtype: str = option("own", one_of=("own", "bfloat16"))
     cpu_offload: bool = False  # keeps weights and optimizer state in host memory (stages 2 and 3, on a GPU)
 
     def setup(self, run: RunContext) -> None:
@@ -96,8 +102,8 @@ class Zero(Method):
             )
         run.parallel.eval_needs_all_ranks = True
         options: dict[str, Any] = {"mesh": _mesh(run, self.hybrid_shard_size), "reshard_after_forward": self.stage == 3}
-        if run.parallel.gather_dtype and all(weight.dtype is torch.float32 for weight in model.parameters()):
-            options["mp_policy"] = MixedPrecisionPolicy(run.parallel.gather_dtype, reduce_dtype=torch.float32)
+        if self.param_dtype == "bfloat16":
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.init == "meta":
@@ -114,6 +120,8 @@ class Zero(Method):
             )
         if self.init == "meta" and self.stage == 1:
             raise ConfigurationError("zero:init=meta is for stages 2 and 3; stage 1 keeps the full model on every rank")
+        if self.param_dtype != "own" and self.stage == 1:
+            raise ConfigurationError("zero:param_dtype is for stages 2 and 3; stage 1 gathers no weights")
         if self.cpu_offload and (self.stage == 1 or run.device.type == "cpu"):
             raise ConfigurationError("zero:cpu_offload=true is for stages 2 and 3 on a GPU; leave it out")
 
