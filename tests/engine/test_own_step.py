@@ -295,5 +295,7 @@ def test_ready_batches_are_validation_data_too():
 
 
 def test_samples_without_batch_size_are_refused():
-    with pytest.raises(ConfigurationError, match=r"Task\(batch_size=\) is missing for .* train_data; only .* iterable of batches"):
+    with pytest.raises(
+        ConfigurationError, match=r"Task\(batch_size=\) is missing for .* train_data; only .* iterable of batches"
+    ):
         hasten.train(perceptron(batch_size=None), device="cpu")
