@@ -22,6 +22,7 @@ ORDINARY_WORDS = {
     "float16",
     "num_threads",
     "pipeline",
+    "tf32",
     "zero",
 }  # names in torch, or plain English
 METHODS = sorted(path.stem for path in (PACKAGE / "methods").rglob("*.py") if not path.stem.startswith("_"))

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from hasten import Task
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks

@@ -12,7 +12,8 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.distributed.batch_sharding import can_share_evaluation
 from hasten.distributed.process_group import init_process_group
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy

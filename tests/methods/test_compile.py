@@ -10,7 +10,8 @@ import torch
 from hasten._torch_compat import cached_compile_seconds, compile_in_place
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import ConfigurationError
-from hasten.engine.loop import evaluate, train_epoch
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_epoch
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.tasks import TaskRef

@@ -11,7 +11,8 @@ import torch
 from hasten.benchmarking.fork_server import Worker
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import sort_methods
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef

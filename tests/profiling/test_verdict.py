@@ -27,6 +27,8 @@ def profile(*facts: str, **changes) -> StepProfile:
         "system_share": 0.0,
         "issue_share": 0.5,
         "host_reads_per_step": 0.0,
+        "metric": {},
+        "code": {"functions": [], "synchronizations": []},
         "input": None,
         "flops": None,
         "facts": frozenset(facts),

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Subset
 
 from hasten import RunError
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.tasks import load_task
 from hasten.utils.batch import batch_tensors

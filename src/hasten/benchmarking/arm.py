@@ -24,8 +24,9 @@ from hasten.engine import checkpoint
 from hasten.engine.cadence import LOG_EVERY_STEPS
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error, format_position
+from hasten.engine.evaluation import evaluate, evaluated_batches
 from hasten.engine.finite_checks import non_finite_loss_error
-from hasten.engine.loop import evaluate, evaluated_batches, train_steps
+from hasten.engine.loop import train_steps
 from hasten.engine.memory import MemoryPeak, memory_peaks
 from hasten.engine.observers import losses_to_host
 from hasten.engine.plan import Program, build

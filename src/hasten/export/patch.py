@@ -80,7 +80,7 @@ def edit_of(method: Any) -> ScriptEdit:
     """The edit of a method: its card's, with the values of its options."""
     defaults = options_of(type(method))
     options = {name: getattr(method, name) for name in defaults} or dict(vars(method))
-    changed = {name for name in defaults if options[name] != defaults[name]}
+    changed = {name for name, value in options.items() if (value != defaults[name] if name in defaults else value)}
     texts = dict(method.card.script_edit)
     by_hand = _filled(texts.pop("by_hand", ""), options, changed)
     stated = " ".join(method.card.script_edit.values())

@@ -1,8 +1,8 @@
 """Writes a run as straight lines: what ``plan.build`` does for one recipe, without what the recipe does not use.
 
 The lines import hasten; ``inline_imports`` copies in the source of what they import. The training loop and the
-evaluation come from ``engine/loop.py``; only the calls are written here. Tests compare the weights of script and engine
-bit for bit.
+evaluation come from ``engine/loop.py`` and ``engine/evaluation.py``; only the calls are written here. Tests compare the
+weights of script and engine bit for bit.
 """
 
 import builtins
@@ -37,7 +37,8 @@ from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.engine import data_adapters
 from hasten.engine.data_adapters import apply_data_hook, from_spec, in_sequence, load_data, shuffled, training
 from hasten.engine.forward import accumulate_gradients, call_model, own_loss
-from hasten.engine.loop import _measure, is_finished, train_epoch
+from hasten.engine.evaluation import _measure
+from hasten.engine.loop import is_finished, train_epoch
 from hasten.engine.optimizer import with_clipping
 from hasten.utils.optimizers import optimizer_and_schedule
 from hasten.engine.own_step import OwnStep"""

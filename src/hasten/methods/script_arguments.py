@@ -25,7 +25,7 @@ class ScriptArguments(Method):
         gain_when="the script's own learning rate, number of epochs or batch size can be improved",
         accelerates={"steps"},
         applies_to={"varied_arguments"},
-        script_edit={"by_hand": "start the script with these values of its arguments: {values}"},
+        script_edit={"by_hand": "start the script with other values of its arguments[: {values}]"},
     )
     takes_any_option = True
 

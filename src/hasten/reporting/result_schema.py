@@ -176,8 +176,8 @@ class Flops(TypedDict, total=False):
     achieved_gflops: Amount
     peak_gflops: Amount
     share: Amount
-    format: str
-    best_format: str
+    format: Text
+    best_format: Text
     best_peak_gflops: Amount
     copy_gb_per_second: Amount
 

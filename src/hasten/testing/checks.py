@@ -21,7 +21,8 @@ from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import cards_that_state, make_method, make_methods, method_class, options_of
 from hasten.engine.train import train

@@ -9,7 +9,8 @@ from hasten.benchmarking.process_state import restored
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
-from hasten.engine.loop import evaluate, train_steps
+from hasten.engine.evaluation import evaluate
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 

@@ -1,7 +1,7 @@
 """The arguments that a program parses with argparse: seen, or replaced, before the program reads them."""
 
 import functools
-import sys
+import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def after_parsing(call: Callable[[Namespace], None]) -> None:
 def _held_by_callers() -> list[Namespace]:
     """The parsed arguments among the variables of the functions and modules that are running."""
     found: dict[int, Namespace] = {}
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         values = (*frame.f_globals.values(), *frame.f_locals.values())
         found |= {id(value): value for value in values if isinstance(value, Namespace)}

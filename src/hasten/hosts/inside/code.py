@@ -5,6 +5,7 @@ for the GPU; the time in each such call is measured. The lines come from samples
 """
 
 import functools
+import inspect
 import sys
 import sysconfig
 import threading
@@ -95,7 +96,7 @@ class CodeObserver:
                 return original(*args, **kwargs)
             finally:
                 seconds, self.is_reading = time.perf_counter() - began, False
-                site = self._site_of_read(sys._getframe(1))
+                site = self._site_of_read(_caller(inspect.currentframe()))
                 if site is not None:
                     self.reads[site, call] += 1
                     self.seconds[site, call] += seconds
@@ -130,6 +131,10 @@ class CodeObserver:
             self.loops.add(user.f_code.co_qualname)
         elif site := self.line(user):
             self.lines["input" if LOADERS in names else "logging", user.f_code.co_qualname, site] += 1
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    return frame.f_back if frame else None
 
 
 def _module(frame: FrameType) -> str:
