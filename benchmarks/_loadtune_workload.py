@@ -8,10 +8,10 @@ import os
 
 from loadtune import Workload
 
-from hasten.core.task import optimizer_and_schedule, takes_steps
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.tasks import load_task
 from hasten.utils.batch import map_tensors
+from hasten.utils.optimizers import optimizer_and_schedule, takes_steps
 
 
 def get_workload() -> Workload:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
+from hasten.benchmarking.captured_gradients import CapturedGradients
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method
@@ -23,13 +24,13 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
-from hasten.core.types import Batch, BatchFn, ForwardFn, StepFn
+from hasten.core.types import Batch, BatchFn, ForwardFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.loop import train_steps as training_steps
 from hasten.engine.plan import Program, build
-from hasten.engine.registry import make_methods, method_names
+from hasten.engine.registry import make_methods
 from hasten.engine.train import with_strategy
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.keras_models import is_keras_dropout, modules_of, variables_below_float64
@@ -131,29 +132,6 @@ class _NewTensorsInDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.double() if isinstance(result, torch.Tensor) and result.dtype == torch.float32 else result
-
-
-@dataclass
-class CapturedGradients(Method):
-    """A method that keeps the first gradient of each parameter that an optimizer used in a step, by name.
-
-    With several optimizers there are several backward passes in a step; a later one also reaches parameters of others.
-    """
-
-    card = Card(
-        summary="keeps gradients", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST, after=tuple(method_names())
-    )
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-
-    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        parameters = {name: weight for name, weight in run.model.named_parameters() if not weight.is_meta}
-
-        def transform_and_keep() -> None:
-            grad_transform()
-            found = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
-            self.gradients = found | self.gradients
-
-        return transform_and_keep
 
 
 @dataclass(frozen=True)

@@ -175,23 +175,26 @@ def is_prebatched(data: Any) -> bool:
     return isinstance(data, DataLoader) or (hasattr(data, "batches") and not hasattr(data, "__getitem__"))
 
 
+def _is_stream(data: Any) -> bool:
+    return length_of(data) is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+
+
 def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) -> BatchSource:
     if isinstance(data, DataLoader):
         return from_loader(data, task.batch_size, batch_size, seed, training)
-    length = length_of(data)
-    is_stream = length is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
     if _has_no_size(task):
-        if is_prebatched(data) or not is_stream:
+        if is_prebatched(data) or not _is_stream(data):
             advice = "only a ready DataLoader, a pipeline or an iterable of batches brings its own"
             name = "train_data" if training else "validation_data"
             raise ConfigurationError(f"Task(batch_size=) is missing for the samples of {name}; {advice}")
         if training and batch_size != initial_plan(task).batch_size:
             raise ConfigurationError("the batch size cannot be changed: the training data are ready batches")
-        return from_iterable_dataset(cast(Any, data), None, training, seed)
+        return from_iterable_dataset(data, None, training, seed)
     if is_prebatched(data):
         return data.batches(batch_size, seed, training)
-    if is_stream:
-        return from_iterable_dataset(cast(Any, data), batch_size, training, seed)
+    length = length_of(data)
+    if length is None or _is_stream(data):
+        return from_iterable_dataset(data, batch_size, training, seed)
     return from_spec(
         LoaderSpec(
             dataset=data,

@@ -1,7 +1,7 @@
 """The optimizer of a run with its learning-rate schedule, and the gradient clipping that belongs to the task."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +30,7 @@ def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext
     if schedule is not None and not hasattr(schedule, "step"):
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
-    return optimizer, schedule
+    return cast(Any, optimizer), schedule
 
 
 def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContext) -> OptimizerFactory:
@@ -44,7 +44,7 @@ def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContex
             mode = "max" if run.services.higher_is_better() else "min"
             if task.validation_data is None:
                 raise ConfigurationError("ReduceLROnPlateau waits for a metric; give Task(validation_data=)")
-            if schedule.mode != mode:
+            if cast(Any, schedule).mode != mode:
                 metric = f"the metric of the task, {name_of(task)}"
                 raise ConfigurationError(f'ReduceLROnPlateau waits for {metric}; give it mode="{mode}"')
         return made

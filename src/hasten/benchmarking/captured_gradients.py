@@ -1,0 +1,34 @@
+"""Keeps the gradients that the optimizers of a run use. A file of its own: its name is that of the method."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hasten.core.card import Card, Exactness, WrapOrder
+from hasten.core.method import Method
+from hasten.core.run_context import RunContext
+from hasten.core.types import StepFn
+from hasten.engine.registry import method_names
+
+
+@dataclass
+class CapturedGradients(Method):
+    """A method that keeps the first gradient of each parameter that an optimizer used in a step, by name.
+
+    With several optimizers there are several backward passes in a step; a later one also reaches parameters of others.
+    """
+
+    card = Card(
+        summary="keeps gradients", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST, after=tuple(method_names())
+    )
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
+        parameters = {name: weight for name, weight in run.model.named_parameters() if not weight.is_meta}
+
+        def transform_and_keep() -> None:
+            grad_transform()
+            found = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+            self.gradients = found | self.gradients
+
+        return transform_and_keep
