@@ -15,10 +15,10 @@ import torch
 from hasten.benchmarking.fork_server import (
     DeadlineError,
     Worker,
-    has_initialized_cuda,
     mark_warnings_shown,
     reset_shown_warnings,
 )
+from hasten.benchmarking.worker_process import has_initialized_cuda
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.io.paths import FileMissingError
 from helpers import SLACK_S
