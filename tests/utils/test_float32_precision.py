@@ -14,7 +14,7 @@ NEWER = (
 PROGRAM = """
 import torch
 from hasten.benchmarking.process_state import differences, process_state, restored
-from hasten.utils.float32_precision import allow_tf32, allows_tf32
+from hasten.methods.tf32 import allow_tf32, allows_tf32
 {task}
 before = process_state()
 for change in {changes}:

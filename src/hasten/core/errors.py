@@ -13,13 +13,9 @@ class ConfigurationError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1.
+    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1."""
 
-    Attributes:
-        arm: The arm of a comparison that failed: 0 for a, 1 for b; None outside of comparisons.
-    """
-
-    arm: int | None = None
+    arm: int | None = None  # of a comparison, the arm that failed: 0 for a, 1 for b
 
 
 class MemoryExhaustedError(RunError):

@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -11,7 +12,7 @@ from hasten.core.errors import NoEffectError
 from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
-from hasten.utils.float32_precision import allow_tf32, allows_tf32, get_float32_precision, set_float32_precision
+from hasten.utils.float32_precision import get_float32_precision, set_float32_precision
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,22 @@ def _describe() -> str:
     if not allows_tf32():
         raise NoEffectError("something has switched TF32 off during the run")
     return "float32 matrix products and convolutions may use TF32"
+
+
+def allows_tf32() -> bool:
+    """Whether matrix products and convolutions on a GPU may use TF32, whichever of PyTorch's interfaces allowed it."""
+    settings = get_float32_precision()
+    return settings["matmul"] == settings["conv"] == "tf32"
+
+
+def allow_tf32() -> None:
+    """Allows TF32 through the interface that the program uses, so that it can still read its settings."""
+    settings, cudnn = get_float32_precision(), cast(Any, torch.backends.cudnn)
+    if settings["older matmul"] is None:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision("high")
+    if settings["older cudnn"] is None:
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
+    else:
+        cudnn.allow_tf32 = True

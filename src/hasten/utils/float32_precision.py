@@ -41,23 +41,6 @@ def set_float32_precision(settings: Mapping[str, Any]) -> None:
             owner.fp32_precision = settings[name]
 
 
-def allows_tf32() -> bool:
-    """Whether matrix products and convolutions on a GPU may use TF32, whichever interface allowed it."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32" == _cudnn.conv.fp32_precision
-
-
-def allow_tf32() -> None:
-    """Allows TF32 on a GPU through the interface that the program uses, so that it can still read its settings."""
-    if _older_matmul() is not None:
-        torch.set_float32_matmul_precision("high")
-    else:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-    if _older_cudnn() is not None:
-        _cudnn.allow_tf32 = True
-    else:
-        _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32"
-
-
 def _older_matmul() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
