@@ -31,6 +31,13 @@ class Numbered(rank_tasks.Rows):
         self.inputs[:, 0] = torch.arange(1.0, ROWS + 1, dtype=torch.float64)
 
 
+class NumberedStream(torch.utils.data.IterableDataset):
+    """The same rows in an order that only the dataset knows, without a length."""
+
+    def __iter__(self):
+        return map(Numbered().__getitem__, range(ROWS))
+
+
 class Squares:
     """A metric that no mean over the samples gives: the batches' mean outputs, squared."""
 
@@ -61,6 +68,10 @@ def by_loader():
 
 def shuffled():
     return rank_tasks.task(validation_data=DataLoader(Numbered(), batch_size=10, shuffle=True), metric="loss")
+
+
+def streamed():
+    return rank_tasks.task(validation_data=NumberedStream(), metric="loss")
 
 
 def with_batch_norm():
@@ -120,7 +131,7 @@ def test_statistics_of_batch_norms_are_those_of_the_main_process_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("make", "recipe"), [(shuffled, ""), (by_name("loss"), "local_sgd"), (by_name("loss"), "zero")]
+    ("make", "recipe"), [(shuffled, ""), (streamed, ""), (by_name("loss"), "local_sgd"), (by_name("loss"), "zero")]
 )
 def test_evaluation_that_cannot_be_shared_is_done_as_a_whole(make, recipe):
     answers = run_ranks(2, evaluated, make, recipe)
