@@ -76,6 +76,6 @@ def with_clipping(grad_transform: StepFn, max_norm: float | None, run: RunContex
     def transform_and_clip() -> None:
         grad_transform()
         current = optimizer.current if len(optimizers) > 1 else 0
-        clip_norm(parameters[current], max_norm, run.global_grad_norm, run.duplicate_params)
+        clip_norm(parameters[current], max_norm, run.parallel)
 
     return transform_and_clip
