@@ -9,9 +9,9 @@ from collections.abc import Generator
 
 import torch
 
-from hasten.core.errors import RunError
 from hasten.distributed.batch_sharding import EvaluationShards
 from hasten.distributed.collectives import buffers_of_main_process
+from hasten.engine.error_messages import empty_data_error
 from hasten.engine.forward import call_model, own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator, SumOverRanks, own_result
 from hasten.engine.plan import Program
@@ -26,15 +26,6 @@ def train_steps(program: Program) -> Generator[torch.Tensor]:
         yield from train_epoch(program)
         if program.run.progress.step == before:
             raise empty_data_error(program.run.progress.epoch)
-
-
-def empty_data_error(epoch: int) -> RunError:
-    """The error for an epoch, counted from 1, whose data gave no batch."""
-    if epoch == 1:
-        cause = "they are empty, or a generator that was read before; give a dataset or a function"
-        return RunError(f"the training data gave no batch: {cause}")
-    advice = "a generator can be read only once, give a dataset or a function"
-    return RunError(f"the training data gave no batch in epoch {epoch}; {advice}")
 
 
 def is_finished(program: Program) -> bool:
