@@ -35,10 +35,10 @@ class Waves:
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(LENGTH, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-5)
 held_out = list(Waves(8, seed=1))
 
-run = hasten.attach(model, optimizer, Waves(100, seed=0))
+run = hasten.attach(model, optimizer, Waves(60, seed=0))
 for epoch in range(5):
     model.train()
     for window, following in run.batches:

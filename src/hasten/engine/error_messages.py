@@ -92,3 +92,12 @@ def line_in_users_code(error: BaseException) -> tuple[str, int] | None:
         if not any(part in frame.filename for part in LIBRARY_PATHS) and Path(frame.filename).is_file():
             return frame.filename, frame.lineno or 0
     return None
+
+
+def empty_data_error(epoch: int) -> RunError:
+    """The error for an epoch, counted from 1, whose data gave no batch."""
+    if epoch == 1:
+        cause = "they are empty, or a generator that was read before; give a dataset or a function"
+        return RunError(f"the training data gave no batch: {cause}")
+    advice = "a generator can be read only once, give a dataset or a function"
+    return RunError(f"the training data gave no batch in epoch {epoch}; {advice}")

@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import torch
 
-from hasten.core.errors import RunError
+from hasten.engine.error_messages import empty_data_error
 from hasten.engine.plan import Program
 from hasten.utils.batch import batch_size
 
@@ -20,15 +20,6 @@ def train_steps(program: Program) -> Generator[torch.Tensor]:
         yield from train_epoch(program)
         if program.run.progress.step == before:
             raise empty_data_error(program.run.progress.epoch)
-
-
-def empty_data_error(epoch: int) -> RunError:
-    """The error for an epoch, counted from 1, whose data gave no batch."""
-    if epoch == 1:
-        cause = "they are empty, or a generator that was read before; give a dataset or a function"
-        return RunError(f"the training data gave no batch: {cause}")
-    advice = "a generator can be read only once, give a dataset or a function"
-    return RunError(f"the training data gave no batch in epoch {epoch}; {advice}")
 
 
 def is_finished(program: Program) -> bool:

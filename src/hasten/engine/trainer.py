@@ -15,9 +15,9 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
 from hasten.engine import finite_checks
 from hasten.engine.cadence import PauseSchedule
-from hasten.engine.error_messages import explain_error, format_position
+from hasten.engine.error_messages import empty_data_error, explain_error, format_position
 from hasten.engine.evaluation import evaluate
-from hasten.engine.loop import empty_data_error, is_finished, train_epoch
+from hasten.engine.loop import is_finished, train_epoch
 from hasten.engine.memory import memory_peaks
 from hasten.engine.observers import Observer, finite_or_none, losses_to_host, progress_reporter
 from hasten.engine.persistence import Persistence, RunRecord
