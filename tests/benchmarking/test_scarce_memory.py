@@ -6,6 +6,7 @@ A file lock stands for the memory of a device: only one process can have it, and
 import dataclasses
 import fcntl
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from hasten.benchmarking.worker_group import start_workers
 from hasten.core.errors import MemoryExhaustedError
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
+from hasten.hosts.script_ref import ScriptRef
 from hasten.testing import tasks
 from hasten.tuning.budget import Budget
 from hasten.tuning.study import Study
@@ -150,6 +152,33 @@ def test_compare_reports_the_peak_of_both_arms_and_ranks(methods):
     )  # fmt: skip
     a, b = ([rank["resident"] for rank in result["peak_memory_bytes"][name]] for name in "ab")
     assert [y - x for x, y in zip(a, b, strict=True)] == pytest.approx([PLANTED, PLANTED], rel=0.05)
+
+
+SCRIPT = """
+import socket, sys, torch
+address = socket.socket(socket.AF_UNIX)
+try:
+    address.bind(chr(0) + sys.argv[1])  # only one process can have it; a file would be another one in each sandbox
+except OSError:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60.00 GiB") from None
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100_000):
+    optimizer.zero_grad()
+    model(torch.randn(64, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_scripts_that_do_not_fit_together_run_in_turns(tmp_path):
+    (tmp_path / "hungry.py").write_text(SCRIPT)
+    script = ScriptRef.of_command([sys.executable, "hungry.py", str(tmp_path)], directory=str(tmp_path))
+    result = run_interleaved(
+        script, Recipe(), Recipe(), device="cpu", budget=60.0, rounds=(1, 1), looks=[3]
+    ).to_json()  # fmt: skip
+    assert not result["interleaved"] and result["blocks"] == 3
+    assert all(result["peak_memory_bytes"][name][0]["resident"] > 10**8 for name in "ab")
 
 
 @pytest.mark.gpu

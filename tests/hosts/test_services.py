@@ -11,7 +11,11 @@ from hasten.tuning.trial import Description, Trial
 
 @pytest.mark.parametrize(
     ("original", "methods"),
-    [(Arm, ["build", "train", "evaluate"]), (Description, ["facts"]), (Trial, ["run", "check_exactness"])],
+    [
+        (Arm, ["build", "train", "evaluate", "peak_memory"]),
+        (Description, ["facts"]),
+        (Trial, ["run", "check_exactness"]),
+    ],
 )
 def test_service_of_a_script_accepts_the_calls_of_the_engine(original, methods):
     stand_in = SERVICES[original.__name__]
