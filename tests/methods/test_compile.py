@@ -192,8 +192,9 @@ def test_inductor_backend_gives_the_same_gradients(transformer):
 @pytest.mark.slow
 @pytest.mark.timing
 def test_later_epochs_with_a_short_batch_are_as_fast_as_the_first_ones(transformer):
-    """10.5 batches an epoch, under inductor. The first epoch compiles, so the second is the first to compare with. In CPU
-    seconds of one thread, which other processes hardly change.
+    """10.5 batches an epoch, under inductor. The first epoch compiles, so the second is the first to compare with.
+
+    In CPU seconds of one thread, which other processes hardly change.
     """
     torch.compiler.reset()
     task = transformer(epochs=12, batch_size=64)
