@@ -109,7 +109,7 @@ def gpt() -> tuple[str, bool, dict]:
     results = {recipe: compared(task, "baseline", recipe, budget=60.0) for recipe in recipes}
     show(("recipe", "verdict", "ratio", "spread, %"), [(name, *row_of(found)) for name, found in results.items()])
     bf16 = results["bfloat16"]
-    gain, used = bf16["ratio"]["median"], [(bf16.get(arm) or {}).get("peak_memory_bytes") for arm in ("a", "b")]
+    gain, used = bf16["ratio"]["median"], [peak_of(bf16, arm) for arm in ("a", "b")]
     share = used[1] / used[0] if all(used) else None
     figure = (
         f"bfloat16 gives {BF16:g}x in {BF16_MEMORY:g} of the memory; it is {gain:.2f}x in {share or float('nan'):.2f}"
@@ -226,6 +226,11 @@ def compared(task: str, a: str, b: str, budget: float = COMPARISON_S, seed: int 
     from hasten.benchmarking.compare import compare
 
     return compare(task, a, b, device="cuda", budget=budget, seed=seed, watch=watch)
+
+
+def peak_of(result: dict, arm: str) -> int:
+    """Bytes that the allocator handed out at most, of one arm; 0 if they are unknown."""
+    return max((peak["allocated"] for peak in result["peak_memory_bytes"].get(arm, ())), default=0)
 
 
 def row_of(result: dict) -> tuple[str, str, str]:

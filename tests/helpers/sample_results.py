@@ -395,7 +395,15 @@ def diagnosed() -> dict:
         "device": "cuda",
         "peak_memory_bytes": [gpu_peak(41e9, 44e9)],
         "memory": "a batch of about 640 fits instead of 64; a larger one with gradient_accumulation",
-        "flops": {"achieved_gflops": 1.9, "peak_gflops": 88.0, "share": 0.0216},
+        "flops": {
+            "achieved_gflops": 1.9,
+            "peak_gflops": 88.0,
+            "share": 0.0216,
+            "format": "float32",
+            "best_format": "bfloat16",
+            "best_peak_gflops": 176.0,
+            "copy_gb_per_second": 12.5,
+        },
         "causes": {"page faults": 12.5, "system time": 0.04},
         "operations": operations(),
         "input": {

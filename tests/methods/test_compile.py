@@ -192,14 +192,17 @@ def test_inductor_backend_gives_the_same_gradients(transformer):
 @pytest.mark.slow
 @pytest.mark.timing
 def test_later_epochs_with_a_short_batch_are_as_fast_as_the_first_ones(transformer):
-    """10.5 batches an epoch, under inductor. The first epoch compiles, so the second is the first to compare with."""
+    """10.5 batches an epoch, under inductor. The first epoch compiles, so the second is the first to compare with.
+
+    In CPU seconds of one thread, which other processes hardly change.
+    """
     torch.compiler.reset()
     task = transformer(epochs=12, batch_size=64)
     short = torch.utils.data.Subset(task.train_data, [index % 96 for index in range(672)])
     program, rates = build(replace(task, train_data=short), [make_method("compile")]), []
     for _ in range(12):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in train_epoch(program):
             pass
-        rates.append(672 / (time.perf_counter() - began))
+        rates.append(672 / (time.process_time() - began))
     assert max(rates[4:]) >= 0.97 * max(rates[1:4]), rates

@@ -301,6 +301,11 @@ def _step_facts(result: Json) -> list[tuple[str, str]]:
             achieved, peak_gflops = formatting.plain(flops["achieved_gflops"]), formatting.plain(flops["peak_gflops"])
             peak = f" ({achieved} of {peak_gflops} GFLOP/s)"
         rows.append(("arithmetic", f"{formatting.percent(flops['share'])} of the measured peak{peak}"))
+    if flops["best_peak_gflops"] and flops["best_format"] != flops["format"]:
+        best = formatting.plain(flops["best_peak_gflops"])
+        rows.append(("fastest format", f"{flops['best_format']}, a peak of {best} GFLOP/s"))
+    if flops["copy_gb_per_second"]:
+        rows.append(("copying in memory", f"{formatting.plain(flops['copy_gb_per_second'])} GB/s"))
     for name, value in result["causes"].items():
         if value is not None:
             rows.append((name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)))
