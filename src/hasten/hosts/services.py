@@ -86,7 +86,7 @@ class ScriptTrial(Calls):
         """
         if horizon < 1:
             raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
-        return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, time_limit)
+        return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, target, time_limit)
 
     def check_exactness(self, base: dict[str, Any], exactness: str, seconds: float) -> dict[str, Any]:
         """Checks what the exactness class promises, against the methods ``base``; see ``hosts/exactness.py``."""

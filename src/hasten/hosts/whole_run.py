@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
+CHECKED_STEPS = 500  # of one request, where the run may be pruned
 HELD_OUT = ("validation", "test", "evaluation")
 
 
@@ -102,21 +103,32 @@ def lines_of(output: str, marks: list[list[Any]], seconds: float) -> list[Line]:
 
 
 def run_to_end(
-    script: ScriptRef, methods: dict[str, Any], device: str, seed: int, deadline: float | None, time_limit: float | None
+    script: ScriptRef,
+    methods: dict[str, Any],
+    device: str,
+    seed: int,
+    deadline: float | None,
+    target: float | None = None,
+    time_limit: float | None = None,
 ) -> dict[str, Any]:
     """Runs a script to its end: the keys of ``tuning.trial.Trial.run``.
+
+    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned. They begin when the
+    script has imported torch, as those of the evaluations do.
 
     Raises:
         RunError: The metric is missing, or a method has no effect.
     """
-    began = time.monotonic()
     with ScriptProcess(script, methods, device, seed, known_sites(script), deadline) as process:
         answer = process.wait_until_trained(None, deadline)
-        per_step = process.ask("describe", None, deadline)["samples_per_step"] or 1  # while the loaders exist
+        described = process.ask("describe", None, deadline)
+        per_step = described["samples_per_step"] or 1  # while the loaders exist
+        limit = None if time_limit is None else time.monotonic() - described["seconds"] + time_limit
         pruned = False
         while not answer.get("ended") and not pruned:
-            answer = process.ask("train", None, deadline, count=MOST_STEPS if time_limit is None else 1000)
-            pruned = time_limit is not None and time.monotonic() - began > time_limit
+            answer = process.ask("train", None, deadline, count=MOST_STEPS if limit is None else CHECKED_STEPS)
+            if limit is not None and time.monotonic() > limit and not answer.get("ended"):
+                limit, pruned = None, not _has_reached(script, process, target, deadline)
         described = process.ask("describe", None, deadline)
         found = find_metric(script, process, described)
     if found is None:
@@ -142,6 +154,13 @@ def run_to_end(
         "effects": {},
         "pruned": pruned,
     }
+
+
+def _has_reached(script: ScriptRef, process: ScriptProcess, target: float | None, deadline: float | None) -> bool:
+    """Whether some value of the metric so far is as good as the target."""
+    seen = seen_metric(script, process, process.ask("describe", None, deadline))
+    sign = 1 if seen["direction"] == "max" else -1
+    return target is not None and any(sign * value >= sign * target for value in seen["values"])
 
 
 def _is_held_out(found: Found | Ambiguous | None) -> bool:
