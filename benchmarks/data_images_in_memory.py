@@ -4,9 +4,6 @@ All loaders have one core, and yield float32 batches of the same shape. Where a 
 whole-batch function that a careful user would write (``Batched``): windows of a padded store by one advanced index, a
 ``where`` for the flip, one conversion. ``Bound`` gathers rows and converts them with torch's fastest operations only.
 
-hasten has two ways: ``augmented_images``, for arrays only, which stores the images twice, as they are and mirrored
-(building that store is part of the start-up), and maps, which work with any source.
-
 Figure: at least 500,000 images/s; at least 10 times a per-sample DataLoader; at least the best of the others.
 """
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
+from hasten.data.workers.timeout import timeout_message
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -98,12 +99,6 @@ def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
 def in_threads(runner: Runner) -> bool:
     """Whether batches are computed, or may later be computed, in threads of the training process."""
     return bool(runner.workers.threads) or "threads" in getattr(runner, "kinds", ())
-
-
-def timeout_message(index: int, seconds: float, worker: str) -> str:
-    """Returns the error message for a batch that exceeds the timeout; ``worker`` computes it."""
-    hint = "check what it waits for, or raise .prefetch(timeout=)"
-    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
 
 
 class _BatchTimeoutError(RunError):
