@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -89,8 +90,7 @@ def large() -> Task:
     width = 24_576  # 12 matrices of 2.4 GB; weights, gradients and momentum
     layers = [layer for _ in range(11) for layer in (nn.Linear(width, width, bias=False), nn.ReLU())]
     task = _task(lambda: nn.Sequential(*layers, nn.Linear(width, 10)), Random((width,), 4096), 16)
-    task.optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    return task
+    return replace(task, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9))
 
 
 def _convolutions(width: int) -> nn.Module:

@@ -27,11 +27,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device": str(device),
     }
     if torch.device(device).type == "cuda":
-        gpu: Any = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownMemberType]
+        gpu = torch.cuda.get_device_properties(device)  # pyright: ignore
+        name, total = str(getattr(gpu, "name", "")), int(getattr(gpu, "total_memory", 0))
         facts |= {
-            "gpu": gpu.name,
+            "gpu": name,
             "gpus": torch.cuda.device_count(),
-            "gpu_memory_gb": round(gpu.total_memory / 2**30, 1),
+            "gpu_memory_gb": round(total / 2**30, 1),
         }
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return facts

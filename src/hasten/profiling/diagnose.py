@@ -161,7 +161,8 @@ def diagnose(
         "metric": SeenMetric(
             **{"name": "", "direction": "", "values": [], "candidates": [], "why": ""} | profile.metric
         ),
-        **profile.code,
+        "synchronizations": profile.code["synchronizations"],
+        "functions": profile.code["functions"],
         "seconds": time.monotonic() - began,
     }
 

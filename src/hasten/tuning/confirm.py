@@ -334,7 +334,8 @@ def _measured(ends: Ends, counts: Counts) -> Ratio:
 def _whole_training_speedup(attempt: Confirmation, ends: Ends, paired: bool) -> Ratio:
     """The ratio of the seconds of whole trainings, by the clock that counts for the time to the target as well."""
     before, after = ([(run, run["evaluations"][-1]) for run, _ in arm] for arm in ends)
-    counts = Counts(*([(evaluation["samples"], 0) for _, evaluation in arm] for arm in (before, after)), paired)
+    samples = [[(evaluation["samples"], 0) for _, evaluation in arm] for arm in (before, after)]
+    counts = Counts(samples[0], samples[1], paired)
     if attempt.uses_measured:
         return _measured((before, after), counts)
     return time_to_target(attempt.comparison, counts)[0]

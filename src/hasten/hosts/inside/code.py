@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -47,7 +47,7 @@ class CodeObserver:
     def __init__(self, line: Callable[[FrameType | None], str | None], is_evaluating: Callable[[], bool]):
         self.line, self.is_evaluating = line, is_evaluating
         self.reads = Counter[tuple[str, str]]()  # by (site, call)
-        self.seconds = Counter[tuple[str, str]]()
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.loops = set[str]()  # functions that call the backward pass or the optimizer
         self.samples, self.is_reading = 0, False

@@ -395,6 +395,7 @@ class Session:
 
     def _tell_no_effect(self) -> None:
         """In a training for real, after the step that was observed."""
+        assert self.observer is not None, "only a training for real has it"
         if self.observer.running:
             self.observer.end()
         for name, why in self.observer.run.no_effect:
