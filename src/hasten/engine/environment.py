@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -27,12 +27,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device": str(device),
     }
     if torch.device(device).type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)  # pyright: ignore
-        name, total = str(getattr(gpu, "name", "")), int(getattr(gpu, "total_memory", 0))
+        gpu = cast(Any, torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
         facts |= {
-            "gpu": name,
+            "gpu": gpu.name,
             "gpus": torch.cuda.device_count(),
-            "gpu_memory_gb": round(total / 2**30, 1),
+            "gpu_memory_gb": round(gpu.total_memory / 2**30, 1),
         }
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return facts
