@@ -71,6 +71,7 @@ def test_attached_script_is_trained_in_blocks_with_the_time_of_its_batches():
         plan = arm.call("build")
         block = arm.call("train", count=20, timed=True)
     assert plan["samples_per_step"] == 8 and block["count"] == 20
+    assert 0 < block["issue_seconds"] <= block["seconds"]
     assert block["phases"]["input"] > 0 and block["phases"]["forward"] > 0
 
 

@@ -296,6 +296,7 @@ class Session:
         return result
 
     def _end_block(self) -> dict[str, Any]:
+        issued = time.perf_counter()
         _synchronize()
         now, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         block, self.block = self.block, None
@@ -305,6 +306,7 @@ class Session:
         result = {
             "count": self.steps.count - block["step"],
             "seconds": now - block["began"] - evaluated,
+            "issue_seconds": issued - block["began"] - evaluated,
             "untimed": evaluated,
             "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "system": after.ru_stime - before.ru_stime,
