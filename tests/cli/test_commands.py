@@ -412,3 +412,15 @@ def wait_for(ready, patience: float = TIMEOUT_S) -> None:
     while not ready():
         assert time.monotonic() < until, "it did not come in time"
         time.sleep(0.05)
+
+
+def test_compare_without_a_takes_the_baseline():
+    options = parse_arguments(["compare", "digits", "--b", "num_threads"])
+    assert options is not None and options.a == "baseline"
+
+
+def test_warnings_of_the_compiler_stay_out_of_the_terminal():
+    code = "import logging, hasten.cli.main as m; m._silence_libraries(); import torch; "
+    code += "logging.getLogger('torch._dynamo').warning('Graph break from Tensor.item()')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Graph break" not in done.stderr

@@ -12,7 +12,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.exactness import check_exactness
-from hasten.hosts.process import ScriptProcess
+from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
 
@@ -225,3 +225,49 @@ def test_script_arm_evaluates_again_after_the_script_has_ended():
     with arm(script("mnist.py", "--epochs", "4")) as worker:
         worker.call("build", with_evaluation=True)
         assert all(worker.call("evaluate") > 0 for _ in range(6))  # two more than the script has
+
+
+def test_trial_writes_nothing_outside_of_the_working_directory_either(tmp_path, monkeypatch):
+    home, other, project = (tmp_path / name for name in ("home", "other", "project"))
+    for folder in (home, other, project):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    text = f"""
+import os, torch
+os.makedirs(os.path.expanduser("~/cache"))
+model = torch.nn.Linear(2, 1)
+for step in range(5):
+    model(torch.ones(1, 2)).sum().backward()
+torch.save(model.state_dict(), {str(other / "w.pt")!r})
+torch.save(model.state_dict(), os.path.expanduser("~/cache/w.pt"))
+print(sorted(os.listdir({str(other)!r})), os.listdir(os.path.expanduser("~/cache")))
+"""
+    with ScriptProcess(written(project, text), {}, seed=0) as process:
+        process.wait_until_trained(120.0, None)
+        assert process.ask("train", 120.0, None, count=100)["ended"]
+        assert process.output() == "['w.pt'] ['w.pt']\n"
+    assert not list(home.iterdir()) and not list(other.iterdir())
+
+
+def test_processes_of_a_script_in_sessions_of_their_own_end_with_it(tmp_path):
+    text = """
+import os, subprocess, sys, torch
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+x = torch.ones(1, requires_grad=True)
+while True:
+    (x * 2).backward()
+"""
+    with ScriptProcess(written(tmp_path, text), {}, seed=0) as process:
+        process.wait_until_trained(120.0, None)
+        variable = f"HASTEN_HOST={process.folder}"
+        assert len(_processes_with(variable)) == 2
+    until = time.monotonic() + 10
+    while _processes_with(variable) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _processes_with(variable)
+
+
+def test_script_that_goes_to_the_background_is_refused(tmp_path):
+    ref = written(tmp_path, "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n")
+    with pytest.raises(ConfigurationError, match="continues in the background; start it in the foreground"):
+        watch_script(ref)
