@@ -52,7 +52,7 @@ def test_switches_are_restored():
 @pytest.mark.parametrize("kernel", ["cudnn", "efficient", "flash"])
 def test_choice_of_the_attention_kernel_keeps_the_formula(kernel):
     recipe = Recipe.coerce(f"sdpa:kernel={kernel}")
-    found = check_exactness(tasks.transformer(), Recipe(), recipe, Exactness.EQUIVALENT_MATH, device="cuda")
+    found = check_exactness(tasks.transformer(), Recipe(), recipe, Exactness.REDUCED_PRECISION, device="cuda")
     assert found.passed or "no effect" in found.why, found.why
 
 

@@ -230,4 +230,5 @@ def _run_round(done: Measurement, builder: ArmBuilder) -> None:
         with build_pair(builder, order_of(done.rounds + 1), builder.timeout) as pair:
             done.run_round(pair)
     except ArmsDoNotFitError:
-        done.run_sequentially()
+        if not done.is_over:  # else memory ran out in the look later in the training only
+            done.run_sequentially()

@@ -10,7 +10,7 @@ CHANGES_TRAINING   In float64 the weights or the plan must differ, or the method
 
 If the weights of a BIT_EXACT recipe differ, the base is run once more. A model that does not repeat itself is no fault
 of the recipe, which is then judged by what repeats: every batch is the same to the bit, and unless all that was added
-handles data only, the weights differ by no more than those of two runs of the base (``statistics``).
+handles data only, the weights differ by at most NOISE_FACTOR times as much as those of two runs (``statistics``).
 
 In all classes the validation data must be the same. The check fails closed: a run that raises, gives a NaN or has
 nothing to act on does not pass. Call it in a process of its own: it restores the global state that it knows of, but a
@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.equivalence_runs import (
     EquivalenceCase,
     EquivalenceRun,
@@ -59,6 +60,7 @@ SMALL_BATCH = 8  # rows, where a float64 run with whole batches fails
 ROUNDING_STEPS = 5  # of float32 runs: rounding grows with every step
 MAX_ROUNDING = 1e-3  # relative change by rounding, above which float32 runs show nothing
 TIMES_ROUNDING, LEAST_ROUNDING = 4.0, 1e-6  # a difference up to so many times the rounding is rounding
+LEAST_MOVEMENT = 10.0  # times that, which the weights must move in float32 for a difference to show
 MIN_ROUNDED_MOVEMENT_DB = 10.0  # of the weights in float32, where the method rounds them
 MAX_BATCHES = 25  # a dynamic loss scale may need 16 overflows to settle
 NOISE_FACTOR = 10.0  # times the distance of two runs of a model that does not repeat itself
@@ -72,7 +74,9 @@ class ExactnessCheck:
     Attributes:
         passed: whether the recipe is as exact as it claims; False also if the check could not be run.
         number: BIT_EXACT: number of tensors that differ. EQUIVALENT_MATH and CHANGES_TRAINING: relative difference in
-            float64. REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN without a measurement.
+            float64 (in float32 where the model does not run in float64; BIT_EXACT: of the weights, where the base does
+            not repeat itself). REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN without a
+            measurement.
         why: one sentence that contains the number.
         reproducible: whether the base repeats itself to the bit, as far as it was looked at.
         statistics: whether the result rests on the size of differences that are not reproducible: nothing is proven.
@@ -135,8 +139,19 @@ def _check(case: EquivalenceCase) -> ExactnessCheck:
     except Exception as error:
         if case.exactness is Exactness.BIT_EXACT or not case.ranks.is_single_process:
             raise
-        why = format_error(error, 120)
-    return _check_without_float64(case, why)  # outside of the exception, which holds the memory of the run
+        failure, why = error.with_traceback(None), format_error(error, 120)
+    _free_memory()  # outside of the exception, which held the memory of the run
+    if not is_out_of_memory(failure) and _base_runs_in_float64(case):
+        raise failure
+    return _check_without_float64(case, why)
+
+
+def _base_runs_in_float64(case: EquivalenceCase) -> bool:
+    """Whether the model is not the reason for a failure: a candidate that raises does not pass."""
+    with suppress(Exception):
+        run_arm(case, case.base, (RunConditions(double=True),), steps=1)
+        return True
+    return False
 
 
 def _measure_and_judge(case: EquivalenceCase) -> ExactnessCheck:
@@ -181,9 +196,12 @@ def _equivalent_math_in_float32(case: EquivalenceCase) -> ExactnessCheck:
     a, b, number, limit = _float32_runs(case)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
+    moved = _movement(a).norm().item() / (_flatten(a.weights).norm().item() or 1.0)
+    if not moved >= LEAST_MOVEMENT * limit:
+        return _not_passed(f"the weights move by {moved:.1e} only, of which rounding explains {limit:.1e}")
     relation = "within" if number <= limit else "beyond"
     why = f"the weights differ by {number:.1e} after {a.steps} steps, {relation} the {limit:.1e} that rounding explains"
-    return ExactnessCheck(number <= limit, number, why)
+    return ExactnessCheck(number <= limit, number, why, statistics=True)
 
 
 def _reduced_precision_in_float32(case: EquivalenceCase) -> ExactnessCheck:
@@ -243,9 +261,11 @@ def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun, control: Control | No
     total, different = len(a.weights), _different(a, b)
     if not different:
         return ExactnessCheck(True, 0, f"all {total} weights are identical to the bit after {a.steps} steps")
+    why = f"{len(different)} of {total} weights differ after {a.steps} steps, e.g. {different[0]}"
+    if control is not None and control.base.steps < a.steps:
+        return _not_passed(f"{why}; another run of the base reached only step {control.base.steps} in time")
     if control is not None and _different(a, control.base):
         return _judge_by_what_repeats(a, b, control)
-    why = f"{len(different)} of {total} weights differ after {a.steps} steps, e.g. {different[0]}"
     return _not_passed(why, len(different))
 
 

@@ -53,6 +53,7 @@ STDERR = 2  # file descriptor
 # a subclass before its base
 ERRORS = {kind.__name__: kind for kind in (ConfigurationError, PeerFailure, MemoryExhaustedError, RunError)}
 CLOSE_TIMEOUT_S = 5.0  # it takes milliseconds
+GROUP_END_TIMEOUT_S = 60.0  # a process that the kernel cannot end, such as in a driver, would be waited for for ever
 
 
 class DeadlineError(RunError):
@@ -253,11 +254,11 @@ class ForkServer:
 
         A process that gets SIGKILL holds its memory, also that of a GPU, for as long as the kernel takes to release it.
         """
-        self._wait({"wait_for": pid, "group": True})
+        self._wait({"wait_for": pid, "group": True}, GROUP_END_TIMEOUT_S)
 
-    def _wait(self, request: dict[str, Any]) -> int | None:
+    def _wait(self, request: dict[str, Any], timeout: float | None = None) -> int | None:
         try:
-            return self._request(request)
+            return self._request(request, timeout=timeout)
         except (OSError, RunError):
             return None
 

@@ -124,6 +124,8 @@ class Measurement:
 
     def run_sequentially(self) -> None:
         """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
+        if self.rounds:
+            self.budget = max(1.0, self.budget - (time.monotonic() - self.began))
         self.is_sequential, self.rounds, self.later_seconds = True, 0, 0.0
         for arm in self.arms:
             arm.plan, arm.blocks, arm.evaluations = {}, [], []

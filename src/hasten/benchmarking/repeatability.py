@@ -7,7 +7,9 @@ What repeats are the batches, to the bit, and the size of the difference between
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -82,21 +84,24 @@ def run_control(case: EquivalenceCase, first: EquivalenceRun) -> Control:
         fingerprints.append(observer.fingerprints)
     added = [make_method(name, case.candidate.methods[name]) for name in case.added]
     data_only = all(set(hooks_of(method)) <= {"data"} for method in added)
-    base, candidate = (run[: min(map(len, fingerprints))] for run in fingerprints)
+    count = min(map(len, fingerprints))
+    base, candidate = (run[:count] for run in fingerprints)
     differs = any(not torch.equal(first.weights[name], runs[0].weights[name]) for name in first.weights)
     blame = None
     if case.ranks.any(differs):
-        blame = find_nondeterministic_op(case.program(case.base), case.program(case.base))
-    return Control(runs[0], not case.ranks.any(base != candidate), data_only, blame)
+        blame = find_nondeterministic_op(partial(case.program, case.base))
+    batches_differ = case.ranks.any(count < first.steps or base != candidate)
+    return Control(runs[0], not batches_differ, data_only, blame)
 
 
-def find_nondeterministic_op(program: Program, same_program: Program) -> str | None:
+def find_nondeterministic_op(build: Callable[[], Program]) -> str | None:
     """The first operation, such as ``aten.index_add_``, that gives two outputs for the same inputs.
 
-    Trains the first WATCHED_STEPS steps of two equal programs. None where all their operations repeat: the difference
-    comes from a value that no operation of PyTorch has computed, or shows in few steps only.
+    Trains the first WATCHED_STEPS steps of two equal programs, each built just before: building sets the seeds. None
+    where all their operations repeat: the difference comes from a value that no operation of PyTorch has computed, or
+    shows in few steps only.
     """
-    for (name, inputs, outputs), (other_name, *other) in zip(_record(program), _record(same_program), strict=False):
+    for (name, inputs, outputs), (other_name, *other) in zip(_record(build()), _record(build()), strict=False):
         if name != other_name:
             return None  # another path through the model
         if inputs == other[0] and outputs != other[1] and not name.partition(".")[2].startswith(UNINITIALIZED):

@@ -87,4 +87,4 @@ def largest_batch(batch_size: int, peaks: Sequence[MemoryPeak]) -> int | None:
     for peak in peaks:
         per_sample = max(1.0, (peak["allocated"] - peak["current"]) / share)
         limits.append((USABLE * peak["available"] - peak["current"]) / per_sample)
-    return max(0, int(min(limits) * len(peaks)))
+    return max(batch_size, int(min(limits) * len(peaks)))  # the one that ran does fit

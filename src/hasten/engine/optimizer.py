@@ -39,6 +39,10 @@ def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContex
     def make(model: torch.nn.Module) -> Any:
         made = make_optimizer(model)
         _, schedule = optimizer_and_schedule(made)
+        several = getattr(schedule, "schedules", ())
+        if any(isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) for one in several):
+            advice = "use schedules that count steps or epochs"
+            raise ConfigurationError(f"ReduceLROnPlateau cannot be one of several schedules; {advice}")
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             run.plan.schedule_interval = "evaluation"
             mode = "max" if run.services.higher_is_better() else "min"

@@ -1,5 +1,6 @@
 """The allocator of GPU memory extends its segments, instead of leaving gaps between segments of fixed size."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ class ExpandableSegments(Method):
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
             run.report_no_effect(self, f"it is about GPU memory; this run is on {run.device}")
+            return context
+        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            run.report_no_effect(self, "PYTORCH_CUDA_ALLOC_CONF has switched it on already")
             return context
 
         @contextmanager

@@ -40,12 +40,12 @@ class FusedOptimizer(Method):
         def make_fused(model: torch.nn.Module) -> Any:
             made = make(model)
             optimizer, _ = optimizer_and_schedule(made)
-            for one in getattr(optimizer, "optimizers", [optimizer]):  # several, in an OptimizerList
-                if obstacle := _obstacle(one):
-                    run.report_no_effect(self, obstacle)
-                    break
-                _fuse(one)
+            optimizers = getattr(optimizer, "optimizers", [optimizer])  # several, in an OptimizerList
+            if obstacle := next(filter(None, map(_obstacle, optimizers)), None):
+                run.report_no_effect(self, obstacle)
             else:
+                for one in optimizers:
+                    _fuse(one)
                 run.observe_effect(self, partial(_observe, optimizer))
             return made
 

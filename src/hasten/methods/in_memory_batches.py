@@ -103,14 +103,15 @@ class InMemoryBatches(Method):
 
     def _obstacle(self, spec: LoaderSpec | None, run: RunContext) -> str:
         """Why these samples cannot be stacked, such as random ones; empty if they can."""
-        if self.place == "device" and run.device.type != "cuda":
+        on_gpu = self.place == "device"
+        if on_gpu and run.device.type != "cuda":
             return f"place=device is for GPUs; this run is on {run.device}"
         if spec is None:
             return "the data cannot be read sample by sample"
         if spec.collate not in (None, default_collate):
             return "the task has its own collate function"
-        if contiguous_tensors(spec.dataset):
-            return ""
+        if tensors := contiguous_tensors(spec.dataset):
+            return self._lack_of_memory(sum(tensor.nbytes for tensor in tensors) / 1e9, run) if on_gpu else ""
         if not is_deterministic(spec):
             return "the samples are random: they differ each time they are read"
         try:
@@ -121,6 +122,9 @@ class InMemoryBatches(Method):
         if not all_tensors(fields):
             return "the samples hold something that is no tensor"
         gigabytes = sum(field.nbytes for field in batch_tensors(fields)) / len(samples) * len(spec.dataset) / 1e9
+        return self._lack_of_memory(gigabytes, run)
+
+    def _lack_of_memory(self, gigabytes: float, run: RunContext) -> str:
         if gigabytes > self.gigabytes:
             return f"the samples need {gigabytes:.1f} GB, more than gigabytes={self.gigabytes:g}"
         if self.place == "device" and not fits_beside(gigabytes, torch.cuda.mem_get_info(run.device)[0] / 1e9):

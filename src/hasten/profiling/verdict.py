@@ -105,6 +105,8 @@ def memory_sentence(batch_size: int, largest: int | None) -> str:
     """What the largest batch that fits, by estimate, makes possible; "" where it is unknown."""
     if largest is None:
         return ""
+    if largest == batch_size:
+        return f"a larger batch fits with {remedies('out_of_memory')}"
     rounded = largest - largest % batch_size if largest >= 2 * batch_size else largest
     return f"a batch of about {rounded} fits instead of {batch_size}; a larger one with {remedies('out_of_memory')}"
 
