@@ -37,7 +37,10 @@ def speedup(folder: Path) -> dict[str, float]:
     if isinstance(result.get("samples_compared"), dict):
         arms = [numpy.array(result["samples_compared"][arm], float) for arm in ("baseline", "tuned")]
         seconds = (start["a"] + arms[0][:, 0] * seconds_a, start["b"] + arms[1][:, 0] * seconds_b)
-        center, seed_error = _independent(*map(numpy.log, seconds), *(arm[:, 1] / arm[:, 0] for arm in arms))
+        if result["samples_compared"]["paired"]:
+            center, seed_error = _paired(numpy.log(seconds[0] / seconds[1]), 0.0)
+        else:
+            center, seed_error = _independent(*map(numpy.log, seconds), *(arm[:, 1] / arm[:, 0] for arm in arms))
     else:
         samples = _samples(result)
         logs = numpy.log([(start["a"] + row[0] * seconds_a) / (start["b"] + row[1] * seconds_b) for row in samples])

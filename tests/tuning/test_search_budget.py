@@ -66,7 +66,7 @@ def test_findings_recommend_the_fastest_with_enough_evidence():
     def found(text, evidence, median, mean=None):
         quality = None if mean is None else {"mean": mean, "low": mean - 0.01, "high": mean + 0.01}
         ratio = Ratio(median, 0.9 * median, 1.1 * median)
-        return Finding(Recipe.parse(text), evidence, ratio, "planted", quality)
+        return Finding(Recipe.parse(text), evidence, ratio, "planted", quality=quality)
 
     exact, proven = found("fused_optimizer", EXACT, 1.5), found("ema", PROVEN, 3.0, 0.01)
     estimated, slow = found("znorm", ESTIMATED, 5.0, -0.01), found("num_threads", PROVEN, 1.2, -0.01)

@@ -47,6 +47,8 @@ def _run_script(options: Namespace) -> CommandResult:
     from hasten.hosts.script_patch import patch_script
 
     recipe = recipe_from_options(options)
+    if not recipe and options.recipe:
+        raise ConfigurationError(f"the recipe {options.recipe} has no method, so there is nothing to change")
     if not recipe:
         raise ConfigurationError("eject of a command needs a recipe; add --recipe FILE or --with METHOD")
     patch = patch_script(options.task, recipe, options.recipe, options.device)

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from hasten.core.errors import ConfigurationError, HastenWarning
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation
 from hasten.core.types import Batch
@@ -213,9 +214,13 @@ class Persistence:
         folder = checkpoint.find_shared_directory(self.ranks, self.folder and self.folder.path / "checkpoints")
         if folder is None or not save:
             return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
-        if state is not None:
-            return state
-        return checkpoint.Checkpoints(folder).newest(lambda other: other["save"] == save)
+        found = state
+        if found is None:
+            with suppress(RunError):
+                found = checkpoint.Checkpoints(folder).newest(lambda other: other["save"] == save)
+        if self.ranks.any(found is None):  # a shared file system may show the folder before its files
+            return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
+        return found
 
     def _newest(self) -> dict[str, Any] | None:
         """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank

@@ -122,6 +122,7 @@ class FrontierRecipe(TypedDict, total=False):
     role: Text
     evidence: Text
     speedup: Interval | None
+    training_speedup: Interval | None
     quality: Difference | None
     why: Text
     to_prove: Text  # what is missing, such as "5 more seeds, about 12 min: --budget +12m"

@@ -21,7 +21,14 @@ def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
         row for row in earlier.get("frontier", ()) if row["recipe"] and row["evidence"] in (EXACT, PRECISION, PROVEN)
     ]
     return [
-        Finding(Recipe(row["recipe"]), row["evidence"], Ratio(**row["speedup"]), row["why"], row["quality"])
+        Finding(
+            Recipe(row["recipe"]),
+            row["evidence"],
+            Ratio(**row["speedup"]),
+            row["why"],
+            Ratio(**row["training_speedup"]) if row.get("training_speedup") else None,
+            row["quality"],
+        )
         for row in rows
     ]
 

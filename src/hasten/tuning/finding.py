@@ -25,6 +25,7 @@ class Finding:
     evidence: str  # one of EVIDENCE_LEVELS
     speedup: Ratio
     why: str
+    training_speedup: Ratio | None = None  # of the whole training, where ``speedup`` is that of the time to the target
     quality: dict[str, float] | None = None  # difference of the metric: mean, low, high; positive is better
     to_prove: str = ""  # what the next level of evidence would take
     comparison: dict[str, Any] = field(default_factory=dict)  # of speed with the baseline, see ``Study.compare_speed``
@@ -72,6 +73,7 @@ def _row(finding: Finding, role: str) -> FrontierRecipe:
         role=role,
         evidence=finding.evidence,
         speedup=finding.speedup.to_json(),
+        training_speedup=finding.training_speedup and finding.training_speedup.to_json(),
         quality=finding.quality,  # pyright: ignore[reportArgumentType]
         why=finding.why,
         to_prove=finding.to_prove,

@@ -109,7 +109,7 @@ def result_of(
     recipe = chosen.recipe if chosen else Recipe()
     findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
-    seconds = _training_seconds(state, chosen, winner)
+    seconds = _training_seconds(state, chosen)
     saved = seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
     result: Any = {
         "kind": "tune",
@@ -158,13 +158,13 @@ def result_of(
     return result
 
 
-def _training_seconds(state: SearchState, chosen: Finding | None, winner: Confirmation | None) -> Any:
+def _training_seconds(state: SearchState, chosen: Finding | None) -> Any:
     """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown."""
     if state.run_seconds is None:
         return None
     seconds: dict[str, float | None] = {"baseline": state.run_seconds, "tuned": None, "low": None, "high": None}
     if chosen:
-        ratio = (winner and winner.training_speedup) or chosen.speedup
+        ratio = chosen.training_speedup or chosen.speedup
         seconds |= {"tuned": state.run_seconds / ratio.median, "low": state.run_seconds / ratio.high}
         seconds["high"] = state.run_seconds / ratio.low
     return seconds

@@ -7,7 +7,7 @@ other. Nothing found here is reported: ``confirm_speed`` measures the best recip
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
@@ -21,6 +21,7 @@ from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
+from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import Finding
 from hasten.tuning.study import BASE_FAILED, Study, exactness_of
 from hasten.utils.op_recorder import NOT_CHECKED
@@ -142,6 +143,14 @@ def _try_recipe(
         unknown = [f"; {name}: {what}" for name, what in seen if NOT_CHECKED in what and name not in base.methods]
         study.note(text, _stage(exactness), verdict, why + "".join(unknown), ratio=ratio, seconds=spent)
 
+    def unless_budget_ends(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A further measurement of the recipe; if the budget ends in it, what is known by then is noted."""
+        try:
+            return measure()
+        except OutOfBudgetError:
+            note(outcome["verdict"], f"{outcome['why']}; the budget ended before more was measured")
+            raise
+
     if check_first:
         check = study.check_exactness(base, recipe, exactness)
         spent += check["trial_seconds"]
@@ -150,7 +159,8 @@ def _try_recipe(
     outcome = study.compare_speed(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
-        outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer")
+        ratio = outcome["ratio"]
+        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer"))
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
@@ -161,7 +171,7 @@ def _try_recipe(
     if gain < MIN_GAIN:
         longer = outcome["start_seconds"]["b"] - outcome["start_seconds"]["a"]
         return note("no gain", f"its start takes {longer:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
-    check = study.check_exactness(base, recipe, exactness)
+    check = unless_budget_ends(lambda: study.check_exactness(base, recipe, exactness))
     spent += 0.0 if check_first else check["trial_seconds"]
     if not check.get("passed"):
         return note(*check_verdict(check))

@@ -7,7 +7,7 @@ seed; the seconds per sample come from the interleaved comparison, which knows t
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
 from scipy.special import stdtrit
@@ -38,7 +38,7 @@ class Counts:
 
 
 def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, float]:
-    """(speed-up in the time to the target, mean seconds of a, mean seconds of b) of two recipes.
+    """(speed-up in the time to the target, geometric mean seconds of a, of b) of two recipes.
 
     The interval of the speed-up adds the spread over the seeds and the interval of the comparison, as independent
     errors of a logarithm.
@@ -53,11 +53,11 @@ def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, floa
     times_a = [start["a"] + samples * a for samples, _ in counts.baseline]
     times_b = [start["b"] + samples * b for samples, _ in counts.tuned]
     half_width = (math.log(ratio["high"]) - math.log(ratio["low"])) / 2
-    return mean_ratio(times_a, times_b, counts, half_width), fmean(times_a), fmean(times_b)
+    return mean_ratio(times_a, times_b, counts, half_width), geometric_mean(times_a), geometric_mean(times_b)
 
 
 def mean_ratio(a: Sequence[float], b: Sequence[float], counts: Counts, half_width: float = 0.0) -> Ratio:
-    """The ratio of the mean times of two arms, one time a run, with its 95 % interval.
+    """The ratio of the geometric mean times of two arms, one time a run, with its 95 % interval.
 
     Paired arms: Student's t of the log ratios. Independent arms: Welch's t of the logs, where the metric is evaluated
     now and then, so that each count is rounded up to the next evaluation: three equal counts leave 0.7 of the distance

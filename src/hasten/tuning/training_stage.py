@@ -176,7 +176,8 @@ def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whol
         else f"in {study.horizon:.2g} of the training, with its schedule compressed: {attempt.why}"
     )
     quality = attempt.gate.difference
-    found = Finding(attempt.recipe, PROVEN if is_proven else ESTIMATED, attempt.speedup, why, quality)
+    level, whole = (PROVEN if is_proven else ESTIMATED), attempt.training_speedup
+    found = Finding(attempt.recipe, level, attempt.speedup, why, whole, quality)
     found.comparison = attempt.comparison
     if not is_proven:
         found.to_prove = _to_prove(state, attempt, is_whole)
