@@ -150,8 +150,11 @@ def import_file(path: Path) -> ModuleType:
 
 
 def line_in(error: BaseException, path: str | Path) -> str:
-    """`` (line 12)``: the line of the user's file in which the error was raised; empty if it was raised elsewhere."""
-    line, traceback = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None, error.__traceback__
+    """`` (line 12)``: the line of the user's file in which the error was raised; empty if it was raised elsewhere.
+
+    The text of a SyntaxError has its line already.
+    """
+    line, traceback = None, error.__traceback__
     while traceback:
         if traceback.tb_frame.f_code.co_filename == str(path):
             line = traceback.tb_lineno

@@ -137,7 +137,7 @@ def profile_steps(
         step=seconds / (count * len(plain)),
         sample=seconds / samples,
         evaluation=evaluation,
-        timing_cost=timing_costs[len(timing_costs) // 2] - 1,
+        timing_cost=max(0.0, timing_costs[len(timing_costs) // 2] - 1),  # below zero it is noise
         faults_per_step=_sum(both, "faults") / (count * len(both)),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
         issue_share=_sum(plain, "issue_seconds") / seconds,

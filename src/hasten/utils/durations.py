@@ -27,7 +27,7 @@ def parse_budget(budget: float | str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a rounded text such as ``75 s``, ``12 min`` or ``3.5 h``."""
-    if seconds < 90:
+    """Seconds as a rounded text such as ``105 s``, ``12 min`` or ``3.5 h``."""
+    if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
