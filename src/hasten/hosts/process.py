@@ -158,7 +158,7 @@ class ScriptProcess:
 
     def _explain_end(self) -> NoReturn:
         """Raises the error that says how the script ended."""
-        wait([self.exit], END_S)
+        ended = wait([self.exit], END_S)
         self.kill()
         code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
         if (self.folder / FAILURE).exists():
@@ -173,11 +173,13 @@ class ScriptProcess:
             raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
         if code == 0 and not (self.folder / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
-        if code is not None and code < 0:
+        if not ended:  # the signal was sent here
+            text = f"{name} failed: {_reason(output)}"
+        elif code is not None and code < 0:
             text = f"{name} was ended by {signal.Signals(-code).name}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
-        if code == -signal.SIGKILL or is_out_of_memory(RuntimeError(_reason(output))):
+        if (ended and code == -signal.SIGKILL) or is_out_of_memory(RuntimeError(_reason(output))):
             raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))

@@ -28,7 +28,7 @@ class Calls:
     """An object in this process that is used like a worker."""
 
     def __init__(self, script: ScriptRef, *, timeout: float | None = None, deadline: float | None = None):
-        self.script, self.timeout, self.deadline = script, timeout, deadline
+        self.script, self.deadline = script, deadline
 
     def call(
         self,
@@ -39,7 +39,7 @@ class Calls:
         watch: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
-        """Calls a method; see ``Worker.call``."""
+        """Calls a method, as ``Worker.call`` does; only the deadline limits it, since a script is silent for long."""
         self.deadline = self.deadline if deadline is None else deadline
         return getattr(self, method)(**arguments)
 
@@ -61,7 +61,7 @@ class ScriptDescription(Calls):
             warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
-            "fingerprint": self.script.fingerprint(),
+            "fingerprint": [self.script.fingerprint(), self.script.metric, list(self.script.vary)],
             "has_validation": metric is not None,
             "higher_is_better": metric is None or metric["direction"] == "max",
             "metric": metric["name"] if metric else "",
