@@ -21,7 +21,6 @@ WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
 WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
-WATCH_CHUNK_S = 0.5
 
 
 class Calls:
@@ -104,12 +103,9 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         early = process.ask("describe", None, deadline)  # while the loaders exist
         watched = WHOLE_SHARE * left if script.vary else min(WATCH_S, WATCH_SHARE * left)
-        end, count = time.monotonic() + watched, 1
+        end, chunks = time.monotonic() + watched, process.train_in_chunks(deadline)
         while time.monotonic() < end and not answer.get("ended"):
-            began = time.monotonic()
-            answer = process.ask("train", None, deadline, count=count)
-            step = (time.monotonic() - began) / max(1, answer["count"])
-            count = max(1, min(10 * count, int(WATCH_CHUNK_S / max(step, 1e-6))))
+            answer = next(chunks)
         described = process.ask("describe", None, deadline)
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
