@@ -1,4 +1,4 @@
-"""Scripts that are stopped early, and processes of a script that have groups of their own."""
+"""How a script ends: stopped early, killed, with processes in groups of their own."""
 
 import sys
 import time
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError
+from hasten.hosts import process
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.whole_run import run_to_end
@@ -23,11 +25,20 @@ for step in range({steps}):
     time.sleep({pause})
 print("val loss 0.5")
 """
+CONNECTS = """
+import os, socket, time
+made = socket.socket(socket.AF_UNIX)
+made.connect(os.environ["HASTEN_HOST"] + "/socket")
+"""
+
+
+def command(folder: Path, text: str) -> ScriptRef:
+    (folder / "train.py").write_text(text)
+    return ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
 
 
 def written(folder: Path, steps: int, first: str = "", second: str = "", pause: float = 0.0) -> ScriptRef:
-    (folder / "train.py").write_text(TRAINS.format(steps=steps, first=first, second=second, pause=pause))
-    return ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
+    return command(folder, TRAINS.format(steps=steps, first=first, second=second, pause=pause))
 
 
 def test_run_that_is_stopped_before_its_first_metric_is_pruned(tmp_path):
@@ -71,3 +82,29 @@ def _reaches(pid: int, state: str) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_model_that_was_called_as_a_part_of_another_is_taken_once_it_is_attached(tmp_path):
+    second = """
+import hasten
+holder = torch.nn.ModuleList([model])
+model(torch.ones(1, 2))
+hasten.attach(model, optimizer, [1])
+"""
+    with ScriptProcess(written(tmp_path, 20, second=second), {}) as process:
+        process.wait_until_trained(120.0, None)
+        models = process.ask("describe", 60.0, None)["sites"]["models"]
+    assert ("Linear", True) in [(model["type"], model["called"]) for model in models]
+
+
+def test_process_that_is_killed_here_after_its_connection_broke_is_not_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "END_S", 0.3)
+    ref = command(tmp_path, f"{CONNECTS}made.close()\nprint('cleaning up', flush=True)\ntime.sleep(600)")
+    with ScriptProcess(ref, {}) as run, pytest.raises(ConfigurationError, match=r"^train failed: cleaning up$"):
+        run.wait_until_trained(60.0, None)
+
+
+def test_process_that_the_kernel_kills_is_out_of_memory(tmp_path):
+    ref = command(tmp_path, f"{CONNECTS}os.kill(os.getpid(), 9)")
+    with ScriptProcess(ref, {}) as run, pytest.raises(MemoryExhaustedError, match="was ended by SIGKILL"):
+        run.wait_until_trained(60.0, None)

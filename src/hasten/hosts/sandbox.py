@@ -9,7 +9,8 @@ An overlay file system covers the working directory and every other place where 
 home directories, /tmp, data disks; not the system's own directories), in a mount namespace of the command alone: it
 reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so a script
 that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
-user a user namespace as well, in which the command keeps its user id. A place that no overlay can cover is named in a warning.
+user a user namespace as well, in which the command keeps its user id. A warning names the places that no overlay
+can cover.
 
 Where namespaces are not permitted, the command runs in a copy of its working directory. A copy protects what the
 command reaches by relative paths and by paths in its arguments and PYTHONPATH. It cannot protect directories outside,
@@ -85,9 +86,7 @@ class Sandbox:
 
     @staticmethod
     @contextmanager
-    def for_directory(
-        cwd: str | Path, places: Sequence[str] = ()
-    ) -> "Iterator[Sandbox]":
+    def for_directory(cwd: str | Path, places: Sequence[str] = ()) -> "Iterator[Sandbox]":
         """Context manager: a sandbox over the working directory and further directories that the command may write to.
 
         Args:

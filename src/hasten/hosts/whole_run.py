@@ -112,8 +112,8 @@ def run_to_end(
 ) -> dict[str, Any]:
     """Runs a script to its end: the keys of ``tuning.trial.Trial.run``.
 
-    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned, and has no metric if that
-    was before its first value. The seconds begin when the script has imported torch, as those of the evaluations do.
+    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned; it has no metric if it
+    has measured none by then. The seconds begin when the script has imported torch, as those of the evaluations do.
 
     Raises:
         RunError: The metric is missing, or a method has no effect.

@@ -67,7 +67,7 @@ class Session:
         except Exception as error:
             self._fail(error)
         if spec["mode"] != "train":
-            after_parsing(lambda parsed: self.arguments.update(_plain(getattr(parsed, "__dict__", {}))))  # after those that methods change
+            after_parsing(self._note_arguments)  # after those that methods change
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
@@ -139,6 +139,9 @@ class Session:
         else:
             (self.folder / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
         os._exit(2)
+
+    def _note_arguments(self, parsed: Any) -> None:
+        self.arguments |= _plain(getattr(parsed, "__dict__", {}))
 
     def _note_seed(self, name: str, seeded: list[str]) -> None:
         if name not in seeded:
