@@ -13,6 +13,7 @@ from hasten.core.recipe import Recipe
 from hasten.export.patch import line_of_model
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.inside.attach import SESSION
+from hasten.hosts.inside.loaders import AttachedBatches
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
@@ -104,3 +105,15 @@ def test_model_of_a_patch_is_the_one_that_is_attached():
     ) + 1
     assert line_of_model(SCRIPTS, "attached.py", line) == 0  # two models are assigned in one statement
     assert line_of_model(EXAMPLES, "attach.py", 41) == 37
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A dataset of unknown length."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_batches_of_a_stream_that_has_no_length_are_attached():
+    loader = torch.utils.data.DataLoader(Stream())  # it has ``__len__``, which raises TypeError
+    assert AttachedBatches(loader, None).source.length is None

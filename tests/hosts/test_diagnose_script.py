@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.whole_run import seen_metric
 from hasten.reporting import view_model
 from hasten.reporting.terminal import diagnose_answer
@@ -109,3 +111,14 @@ def test_terminal_shows_what_was_found_in_a_script(slow_code):
     text = capture.get()
     assert "val loss, lower is better" in text and "get_batch" in text and ".item()" in text
     assert "Adam" in text and "on a GPU, the CPU would wait there" in text
+
+
+def test_methods_of_tensors_that_a_script_has_replaced_are_there_after_it_was_observed(monkeypatch):
+    own = {"item": lambda tensor: 7, "__repr__": lambda tensor: "mine"}
+    for name, function in own.items():
+        monkeypatch.setattr(torch.Tensor, name, function)
+    observer = CodeObserver(lambda frame: None, lambda: False)
+    during = torch.ones(1).item()
+    observer.stop(1)
+    assert during == 7 and all(vars(torch.Tensor)[name] is function for name, function in own.items())
+    assert "tolist" not in vars(torch.Tensor)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.hosts import sandbox
 from hasten.hosts.sandbox import Sandbox
 from helpers.process import join_process, start_process
@@ -123,7 +123,7 @@ def test_trial_that_writes_leaves_the_directory_as_it_was_and_finds_no_earlier_t
 
 
 def read_and_write(project: Path, other: Path) -> None:
-    with Sandbox.for_directory(project, extra_writable=[other / "made later/log.txt", "/dev/null"]) as box:
+    with Sandbox.for_directory(project, places=[str(other)]) as box:
         script = f"cat train.py; echo changed > '{other}/log.txt'; cat '{other}/log.txt'; id -u; echo x > /dev/null"
         result = shell(box, project, script)
     assert result.stderr == ""
@@ -277,10 +277,10 @@ IN_A_COPY = """
 import json, os, subprocess, sys
 from hasten.core.errors import ConfigurationError
 from hasten.hosts import sandbox
-project, limit, others = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+project, limit = sys.argv[1], int(sys.argv[2])
 sandbox.MAX_COPY_BYTES = limit
 try:
-    with sandbox.Sandbox.for_directory(project, others) as box:
+    with sandbox.Sandbox.for_directory(project) as box:
         argv = ["sh", "-c", sys.stdin.read(), project + "/train.py", "--data=" + project, project + "s/not"]
         for _ in range(2):
             result = subprocess.run(box.wrap(argv), cwd=project, stdout=subprocess.PIPE, text=True)
@@ -290,11 +290,11 @@ except ConfigurationError as error:
 """
 
 
-def without_namespaces(project: Path, script: str = "", limit: int = 10**6, others: tuple = ()) -> list:
+def without_namespaces(project: Path, script: str = "", limit: int = 10**6) -> list:
     """Runs IN_A_COPY where the kernel permits no further namespaces."""
     if os.geteuid() == 0:
         subprocess.run(["chown", "-R", "0:0", str(project.parent)], check=True)
-    python = [sys.executable, "-c", IN_A_COPY, str(project), str(limit), *map(str, others)]
+    python = [sys.executable, "-c", IN_A_COPY, str(project), str(limit)]
     command = ["unshare", "-Ur", "sh", "-c", FORBID_NAMESPACES + 'exec "$@"', "sh", *python]
     environment = {**os.environ, "TMPDIR": str(project.parent / "tmp")}
     result = subprocess.run(command, input=script, capture_output=True, text=True, env=environment)
@@ -316,14 +316,26 @@ def test_without_namespaces_the_command_runs_in_a_copy(place):
     assert {path: content for path, (*_, content) in snapshot(project).items()} == before
 
 
-@pytest.mark.parametrize(
-    ("limit", "others", "reason"),
-    [(10, (), "too large to copy for each trial"), (10**6, ("/var/lib",), "cannot protect /var/lib, to which")],
-)
-def test_without_namespaces_what_a_copy_cannot_protect_is_refused_with_the_reason(place, limit, others, reason):
-    outcome, message = without_namespaces(place / "project", limit=limit, others=others)
-    assert outcome == "refused" and reason in message and "namespaces are not permitted" in message
+def test_without_namespaces_a_directory_that_is_too_large_to_copy_is_refused_with_the_reason(place):
+    outcome, message = without_namespaces(place / "project", limit=10)
+    assert outcome == "refused" and "too large to copy for each trial" in message
+    assert "namespaces are not permitted" in message
     assert "permit user namespaces" in message and "\n" not in message
+
+
+def test_place_that_no_overlay_can_cover_is_named_and_the_others_are_covered(place):
+    project, other, missing = (str(place / name) for name in ("project", "other", "missing"))
+    os.mkdir(other)
+    why = f"what trials write to {missing}, outside of {project}, is kept: "
+    with pytest.warns(HastenWarning, match=why), Sandbox.for_directory(project, [missing, other]) as box:
+        assert box.isolation == "overlay" and set(box.directories) == {project, other}
+        assert shell(box, project, f"echo changed > '{other}/log.txt'").returncode == 0
+    assert os.listdir(other) == []
+
+
+def test_writable_places_include_a_home_directory_below_one_of_the_system(monkeypatch):
+    monkeypatch.setenv("HOME", "/usr/share")
+    assert "/usr/share" in sandbox.writable_places()
 
 
 def test_root_directory_and_missing_directory_are_refused(place):

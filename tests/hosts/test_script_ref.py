@@ -11,6 +11,7 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
+from hasten.hosts import site_map
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.script_ref import ScriptRef
 from hasten.tuning.budget import Budget
@@ -148,3 +149,18 @@ def test_candidates_that_a_script_cannot_run_are_left_out_with_the_reason(tmp_pa
     assert [item.name for item in found.systems] == ["in_memory_batches"] and not found.training
     ((name, why),) = found.not_tried
     assert name == "batch_size" and "the hook plan" in why and "train.py owns its training loop" in why
+
+
+def test_site_map_on_disk_holds_no_parsed_argument(tmp_path):
+    (tmp_path / "train.py").touch()
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    site_map.remember(ref, {"sites": {}, "arguments": {"hub_token": "hf_secret"}})
+    ref.write_sites(tmp_path)
+    assert "secret" not in (tmp_path / site_map.FILE).read_text()
+    assert site_map.read_beside(str(tmp_path / "recipe.toml"))["fingerprint"] == ref.fingerprint()
+
+
+def test_time_stamp_among_the_arguments_is_no_other_length_of_the_training():
+    before = {"epochs": 3, "run_name": "10:31:05"}
+    assert site_map.changed_numbers(before, {"epochs": 3, "run_name": "10:31:09"}) == {}
+    assert site_map.changed_numbers(before, {"epochs": 2, "run_name": "10:31:09"}) == {"epochs": 2}

@@ -49,3 +49,14 @@ def test_arguments_that_were_parsed_before_are_seen_where_they_are_held(seen):
 
     imports_torch()
     assert arguments.epochs == 1
+
+
+def test_object_that_is_made_lazily_is_left_alone(seen):
+    class Lazy:
+        @property
+        def __class__(self):
+            raise RuntimeError("made too early")
+
+    lazy = Lazy()
+    after_parsing(lambda held: None)
+    assert type(lazy) is Lazy

@@ -18,7 +18,7 @@ from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.process import ScriptProcess
-from hasten.hosts.site_map import known_sites, remember
+from hasten.hosts.site_map import changed_numbers, known_sites, remember
 from hasten.hosts.whole_run import seen_metric
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class ScriptArm:
         if missing := missing_sites(known, described["sites"]):
             raise RunError(f"{missing}: this run of {self.script.name} is not the one that was watched")
         self.samples_per_step = described["samples_per_step"] or 1
-        has_same_length = known.get("arguments", described["arguments"]) == described["arguments"]
-        self.total = known.get("total_steps") if has_same_length else None
+        is_changed = "arguments" in known and changed_numbers(known["arguments"], described["arguments"])
+        self.total = None if is_changed else known.get("total_steps")
         self._warm_up()
         effects = self._observe() if self.methods else {}
         rounds = [self.train(WARM_UP_STEPS)]

@@ -33,7 +33,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.engine.effects import NO_EFFECT
 from hasten.hosts.process import ScriptProcess
-from hasten.hosts.site_map import known_sites
+from hasten.hosts.site_map import changed_numbers, known_sites
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -214,9 +214,9 @@ def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any])
     a, b = runs.run(base, keep=True), runs.run(candidate)
     number = _difference(a.weights, b.weights)
     why = f"the weights differ by {number:.1e} after {STEPS} steps"
-    if a.arguments != b.arguments:  # such as the length of the training, which the first steps do not show
-        changed = [f"{name} {value}" for name, value in b.arguments.items() if a.arguments.get(name) != value]
-        return _result(True, number, f"the script trains with {', '.join(changed)}; {why}")
+    if changed := changed_numbers(a.arguments, b.arguments):  # such as its length, which the first steps do not show
+        changes = ", ".join(f"{name} {value}" for name, value in changed.items())
+        return _result(True, number, f"the script trains with {changes}; {why}")
     return _result(number > 0, number, why if number > 0 else f"it has no effect: {why}")
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 INJECTED = str(Path(__file__).with_name("inject"))
 END_S = 10.0  # for a process to end after its connection broke
+CHUNK_S = 0.5  # of training between two looks at the clock
 OUTPUT_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
 NOT_LOADED = (
     "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
@@ -64,6 +66,7 @@ class ScriptProcess:
         left = seconds_to_wait(None, deadline)
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
+        self.groups = set[int]()  # process groups of the command, and of its process that trains
         with ExitStack() as stack:
             box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
             self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
@@ -78,6 +81,7 @@ class ScriptProcess:
             self.server = clean_server()
             output = str(self.folder / "output")
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
+            self.groups.add(self.pid)
             stack.callback(self._end)
             self.exit = os.pidfd_open(self.pid)
             stack.callback(os.close, self.exit)
@@ -104,7 +108,19 @@ class ScriptProcess:
         if not wait([self.listener], 0):
             self._explain_end()
         self.connection = Connection(self.listener.accept()[0].detach())
-        return self._receive(timeout, deadline)
+        answer = self._receive(timeout, deadline)
+        self.groups.add(answer.pop("group"))
+        return answer
+
+    def train_in_chunks(self, deadline: float | None) -> Iterator[dict[str, Any]]:
+        """Trains on in requests of about ``CHUNK_S`` seconds. Yields each answer; the last one has ``ended``."""
+        count, answer = 1, dict[str, Any]()
+        while not answer.get("ended"):
+            began = time.monotonic()
+            answer = self.ask("train", None, deadline, count=count)
+            step = (time.monotonic() - began) / max(1, answer["count"])
+            count = max(1, min(10 * count, int(CHUNK_S / max(step, 1e-6))))
+            yield answer
 
     def ask(self, call: str, timeout: float | None = None, deadline: float | None = None, **arguments: Any) -> dict:
         """Sends a request to the session and waits for its answer.
@@ -158,7 +174,7 @@ class ScriptProcess:
 
     def _explain_end(self) -> NoReturn:
         """Raises the error that says how the script ended."""
-        wait([self.exit], END_S)
+        ended = wait([self.exit], END_S)
         self.kill()
         code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
         if (self.folder / FAILURE).exists():
@@ -173,11 +189,13 @@ class ScriptProcess:
             raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
         if code == 0 and not (self.folder / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
-        if code is not None and code < 0:
+        if not ended:  # the signal was sent here
+            text = f"{name} failed: {_reason(output)}"
+        elif code is not None and code < 0:
             text = f"{name} was ended by {signal.Signals(-code).name}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
-        if code == -signal.SIGKILL or is_out_of_memory(RuntimeError(_reason(output))):
+        if (ended and code == -signal.SIGKILL) or is_out_of_memory(RuntimeError(_reason(output))):
             raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))
@@ -193,14 +211,18 @@ class ScriptProcess:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        for group in self.groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
 
     def _end(self) -> None:
         self.kill()
-        for pid in _processes_with(f"{SESSION}={self.folder}"):  # in groups of their own: ranks of torchrun, daemons
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + END_S
+        while (left := _processes_with(f"{SESSION}={self.folder}")) and time.monotonic() < until:
+            for pid in left:  # in groups of their own: ranks of torchrun, daemons
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         if self.connection is not None:
             self.connection.close()
         self.server.wait_for_group(self.pid)

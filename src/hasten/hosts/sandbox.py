@@ -2,14 +2,15 @@
 
 ::
 
-    with Sandbox.for_directory(cwd, extra_writable=["/data/runs"]) as box:
+    with Sandbox.for_directory(cwd, places=writable_places()) as box:
         process = subprocess.Popen(box.wrap(command), env=box.environment(os.environ), cwd=cwd)
 
 An overlay file system covers the working directory and every other place where programs write (``writable_places``:
 home directories, /tmp, data disks; not the system's own directories), in a mount namespace of the command alone: it
 reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so a script
 that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
-user a user namespace as well, in which the command keeps its user id.
+user a user namespace as well, in which the command keeps its user id. A warning names the places that no overlay
+can cover.
 
 Where namespaces are not permitted, the command runs in a copy of its working directory. A copy protects what the
 command reaches by relative paths and by paths in its arguments and PYTHONPATH. It cannot protect directories outside,
@@ -22,6 +23,7 @@ whole, which takes time and disk space for a large one.
 """
 
 import fcntl
+import functools
 import getpass
 import os
 import shutil
@@ -29,14 +31,16 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 
 MAX_COPY_BYTES = 200 * 10**6
+PROBE_TIMEOUT_S = 10.0  # of a mount, which a file system that hangs would never end
 PREFIX = "hasten-sandbox-"
 INTERPRETER = sys.executable or "python3"
 ENTER = Path(__file__).with_name("enter_sandbox.py")
@@ -82,15 +86,12 @@ class Sandbox:
 
     @staticmethod
     @contextmanager
-    def for_directory(
-        cwd: str | Path, extra_writable: Iterable[str | Path] = (), places: Sequence[str] = ()
-    ) -> "Iterator[Sandbox]":
-        """Context manager: a sandbox over the working directory and further directories that the command writes to.
+    def for_directory(cwd: str | Path, places: Sequence[str] = ()) -> "Iterator[Sandbox]":
+        """Context manager: a sandbox over the working directory and further directories that the command may write to.
 
         Args:
             cwd: Working directory of the command.
-            extra_writable: Further files or directories that it writes to, which need not exist yet.
-            places: Directories that it may write to; covered if overlays over all of them are possible.
+            places: Real paths of the further directories; HastenWarning names those that no overlay can cover.
 
         Raises:
             ConfigurationError: The directory cannot be isolated; the message has the reason.
@@ -98,22 +99,12 @@ class Sandbox:
         cwd = os.path.realpath(cwd)
         if not os.path.isdir(cwd):
             raise ConfigurationError(f"cannot isolate a trial in {cwd}: it is not a directory")
-        needed = [cwd, *map(_existing_directory, extra_writable)]
-        if "/" in needed:
+        if cwd == "/":
             raise ConfigurationError("cannot isolate a trial in /; start the command in the directory of the script")
-        directories = _outermost([*needed, *places])
-        base = _base_outside(directories)
+        base = _base_outside(_outermost([cwd, *places]))
         _remove_stale(base)
         with _locked_folder(base) as folder:
-            shared = [path for path in _caches() if _covers(directories, path)] if places else []
-            box = Sandbox(cwd, directories, folder, tuple(shared))
-            if (obstacle := _overlay_obstacle(box)) and places:
-                box = Sandbox(cwd, _outermost(needed), folder)
-                obstacle = _overlay_obstacle(box)
-            if obstacle:
-                _check_copy_is_possible(box, obstacle)
-                box = replace(box, isolation="copy", obstacle=obstacle)
-            yield box
+            yield _isolate(cwd, folder, places)
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         """The command that runs ``argv`` in this sandbox. It becomes ``argv`` (exec): process id, process group,
@@ -141,7 +132,39 @@ def writable_places() -> list[str]:
             for entry in entries
             if entry.name not in OF_THE_SYSTEM.split() and entry.is_dir(follow_symlinks=False)
         ]
-    return sorted(path for path in found if os.access(path, os.R_OK | os.X_OK))
+    found.append(os.path.realpath(os.path.expanduser("~")))  # which may be below a directory of the system
+    return sorted(path for path in found if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and path != "/")
+
+
+def _isolate(cwd: str, folder: Path, places: Sequence[str]) -> Sandbox:
+    """The sandbox over the directory and as many of the places as possible; see ``Sandbox.for_directory``."""
+
+    def over(covered: Sequence[str]) -> Sandbox:
+        directories = _outermost([cwd, *covered])
+        shared = [path for path in _caches() if _covers(directories, path)] if covered else []
+        return Sandbox(cwd, directories, folder, tuple(shared))
+
+    box = over(places)
+    if not (obstacle := _overlay_obstacle(box)):
+        return box
+    box, covered = over([]), list[str]()
+    if reason := _overlay_obstacle(box):
+        _check_copy_is_possible(cwd, reason)
+        box = replace(box, isolation="copy", obstacle=reason)
+    else:
+        for place in places:
+            if not _overlay_obstacle(over([*covered, place])):
+                covered.append(place)
+        box = over(covered)
+    if lost := [place for place in places if place not in covered]:
+        _warn_once(f"what trials write to {', '.join(lost)}, outside of {cwd}, is kept: {obstacle}")
+    return box
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Warns of what holds for every trial at the first one only."""
+    warnings.warn(text, HastenWarning, stacklevel=2)
 
 
 def _inductor_cache() -> str:
@@ -158,14 +181,6 @@ def _caches() -> list[str]:
     with suppress(OSError):
         os.makedirs(_inductor_cache(), exist_ok=True)
     return [path for path in (_inductor_cache(), MPS_PIPES) if os.path.isdir(path)]
-
-
-def _existing_directory(path: str | Path) -> str:
-    """The directory itself, or the nearest parent that exists of a file or of a path that does not exist yet."""
-    path = os.path.realpath(path)
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def _outermost(directories: list[str]) -> tuple[str, ...]:
@@ -243,7 +258,10 @@ def _remove(folder: str) -> None:
 
 def _overlay_obstacle(box: Sandbox) -> str:
     """Why overlays over the sandbox's directories are not possible; empty if they are."""
-    probe = subprocess.run(box.wrap(["true"]), capture_output=True, text=True, cwd="/")
+    try:
+        probe = subprocess.run(box.wrap(["true"]), capture_output=True, text=True, cwd="/", timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"an overlay took longer than {PROBE_TIMEOUT_S:.0f} s"
     return (
         ""
         if probe.returncode == 0
@@ -251,14 +269,11 @@ def _overlay_obstacle(box: Sandbox) -> str:
     )
 
 
-def _check_copy_is_possible(box: Sandbox, obstacle: str) -> None:
+def _check_copy_is_possible(cwd: str, obstacle: str) -> None:
     """Raises ConfigurationError if a copy cannot isolate the command, either."""
-    if others := [directory for directory in box.directories if directory != box.cwd]:
-        reason = f"a copy of {box.cwd} cannot protect {', '.join(others)}, to which the command writes"
-    elif _size_above(box.cwd, MAX_COPY_BYTES) > MAX_COPY_BYTES:
-        reason = f"{box.cwd} holds more than {MAX_COPY_BYTES // 10**6} MB, which is too large to copy for each trial"
-    else:
+    if _size_above(cwd, MAX_COPY_BYTES) <= MAX_COPY_BYTES:
         return
+    reason = f"{cwd} holds more than {MAX_COPY_BYTES // 10**6} MB, which is too large to copy for each trial"
     remedy = "permit user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container, "
     remedy += "--security-opt seccomp=unconfined or --privileged)"
     raise ConfigurationError(f"cannot isolate a trial: {obstacle}, and {reason}; {remedy}")

@@ -21,14 +21,13 @@ WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
 WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
-WATCH_CHUNK_S = 0.5
 
 
 class Calls:
     """An object in this process that is used like a worker."""
 
     def __init__(self, script: ScriptRef, *, timeout: float | None = None, deadline: float | None = None):
-        self.script, self.timeout, self.deadline = script, timeout, deadline
+        self.script, self.deadline = script, deadline
 
     def call(
         self,
@@ -39,7 +38,7 @@ class Calls:
         watch: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
-        """Calls a method; see ``Worker.call``."""
+        """Calls a method, as ``Worker.call`` does; only the deadline limits it, since a script is silent for long."""
         self.deadline = self.deadline if deadline is None else deadline
         return getattr(self, method)(**arguments)
 
@@ -61,7 +60,7 @@ class ScriptDescription(Calls):
             warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
-            "fingerprint": self.script.fingerprint(),
+            "fingerprint": [self.script.fingerprint(), self.script.metric, list(self.script.vary)],
             "has_validation": metric is not None,
             "higher_is_better": metric is None or metric["direction"] == "max",
             "metric": metric["name"] if metric else "",
@@ -104,12 +103,9 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         early = process.ask("describe", None, deadline)  # while the loaders exist
         watched = WHOLE_SHARE * left if script.vary else min(WATCH_S, WATCH_SHARE * left)
-        end, count = time.monotonic() + watched, 1
+        end, chunks = time.monotonic() + watched, process.train_in_chunks(deadline)
         while time.monotonic() < end and not answer.get("ended"):
-            began = time.monotonic()
-            answer = process.ask("train", None, deadline, count=count)
-            step = (time.monotonic() - began) / max(1, answer["count"])
-            count = max(1, min(10 * count, int(WATCH_CHUNK_S / max(step, 1e-6))))
+            answer = next(chunks)
         described = process.ask("describe", None, deadline)
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]

@@ -43,6 +43,12 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
     return site_map
 
 
+def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """The parsed arguments that are numbers and differ from ``before``; a text may hold the time of the start."""
+    numbers = {name: value for name, value in after.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if before.get(name) != value}
+
+
 def known_sites(script: ScriptRef) -> dict[str, Any] | None:
     """What earlier runs of this command have shown; None before the first one."""
     return _known.get(script.fingerprint())
@@ -52,7 +58,8 @@ def write(folder: Path, script: ScriptRef) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
     if site_map is not None:
-        text = json.dumps({"fingerprint": script.fingerprint(), **site_map}, indent=1)
+        kept = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
+        text = json.dumps({"fingerprint": script.fingerprint(), **kept}, indent=1)
         (folder / FILE).write_text(text, encoding="utf-8")
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
-CHECKED_STEPS = 500  # of one request, where the run may be pruned
 HELD_OUT = ("validation", "test", "evaluation")
 
 
@@ -113,8 +112,8 @@ def run_to_end(
 ) -> dict[str, Any]:
     """Runs a script to its end: the keys of ``tuning.trial.Trial.run``.
 
-    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned. They begin when the
-    script has imported torch, as those of the evaluations do.
+    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned; it has no metric if it
+    has measured none by then. The seconds begin when the script has imported torch, as those of the evaluations do.
 
     Raises:
         RunError: The metric is missing, or a method has no effect.
@@ -124,28 +123,30 @@ def run_to_end(
         described = process.ask("describe", None, deadline)
         per_step = described["samples_per_step"] or 1  # while the loaders exist
         limit = None if time_limit is None else time.monotonic() - described["seconds"] + time_limit
-        pruned = False
+        pruned, chunks = False, process.train_in_chunks(deadline)
         while not answer.get("ended") and not pruned:
-            answer = process.ask("train", None, deadline, count=MOST_STEPS if limit is None else CHECKED_STEPS)
+            to_end = limit is None
+            answer = process.ask("train", None, deadline, count=MOST_STEPS) if to_end else next(chunks)
             if limit is not None and time.monotonic() > limit and not answer.get("ended"):
                 limit, pruned = None, not _has_reached(script, process, target, deadline)
         described = process.ask("describe", None, deadline)
-        found = find_metric(script, process, described)
-    if found is None:
+        has_metric = not pruned or seen_metric(script, process, described)["name"]  # a pruned run may end before it
+        found = find_metric(script, process, described) if has_metric else None
+    if found is None and not pruned:
         raise RunError("the metric is missing")
     marks = described["marks"]
     times = [mark[0] for mark in marks]
     rows = []
-    for at, value in zip(found.seconds, found.values, strict=True):
+    for at, value in zip(found.seconds, found.values, strict=True) if found else ():
         index = bisect_right(times, at) - 1
         step = marks[index][1] if index >= 0 else 0
         rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": value})
-    sign = 1 if found.direction == "max" else -1
+    best = max if found and found.direction == "max" else min
     return {
-        "metric": rows[-1]["metric"],
-        "best_metric": sign * max(sign * row["metric"] for row in rows),
+        "metric": rows[-1]["metric"] if rows else None,
+        "best_metric": best((row["metric"] for row in rows), default=None),
         "evaluations": rows,
-        "resolution": found.resolution,
+        "resolution": found.resolution if found else 0.0,
         "steps": answer["steps"],
         "samples": answer["steps"] * per_step,
         "seconds": described["seconds"],

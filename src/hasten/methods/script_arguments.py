@@ -39,7 +39,7 @@ class ScriptArguments(Method):
         before: dict[str, Any] = {}
 
         def replace(arguments: Namespace) -> None:
-            for name in self.values.keys() & vars(arguments).keys():
+            for name in self.values.keys() & getattr(arguments, "__dict__", {}).keys():
                 before[name] = getattr(arguments, name)
                 setattr(arguments, name, self.values[name])
 

@@ -38,6 +38,7 @@ def _held_by_callers() -> list[Namespace]:
     frame = inspect.currentframe()
     while frame is not None:
         values = (*frame.f_globals.values(), *frame.f_locals.values())
-        found |= {id(value): value for value in values if isinstance(value, Namespace)}
+        # not isinstance, which would run the properties of objects that are made lazily
+        found |= {id(value): value for value in values if issubclass(type(value), Namespace)}
         frame = frame.f_back
     return list(found.values())

@@ -30,7 +30,6 @@ READS = {  # attribute of torch.Tensor -> how a script writes the call
     "__repr__": "print(tensor)",
     "__format__": "print(tensor)",
 }
-ORIGINALS = {name: getattr(torch.Tensor, name) for name in READS}
 LOADERS = f"{__package__}.loaders"  # on the stack while the script waits for a batch
 CALLS_OF_ROOTS, BACKWARD = f"{__package__}.models", f"{__package__}.steps"  # on the stack in a forward, a backward pass
 LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], "<frozen ")
@@ -51,8 +50,9 @@ class CodeObserver:
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.loops = set[str]()  # functions that call the backward pass or the optimizer
         self.samples, self.is_reading = 0, False
+        self.own = {name: vars(torch.Tensor).get(name) for name in READS}  # perhaps the script's; None if inherited
         for name, call in READS.items():
-            setattr(torch.Tensor, name, self._timed(ORIGINALS[name], call))
+            setattr(torch.Tensor, name, self._timed(getattr(torch.Tensor, name), call))
         self.synchronize = torch.cuda.synchronize
         torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
         self.thread, self.stopped = threading.get_ident(), threading.Event()
@@ -62,10 +62,11 @@ class CodeObserver:
         """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
         self.stopped.set()
         torch.cuda.synchronize = self.synchronize
-        for name, original in ORIGINALS.items():
-            delattr(torch.Tensor, name)
-            if getattr(torch.Tensor, name) is not original:  # it is not inherited
-                setattr(torch.Tensor, name, original)
+        for name, own in self.own.items():
+            if own is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, own)
         synchronizations = [
             {
                 "site": site,

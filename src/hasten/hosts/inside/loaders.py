@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -142,7 +143,9 @@ class AttachedBatches:
 
     def __init__(self, iterable: Any, seam: LoaderSeam):
         self._iterable, self._seam, self.batch_size = iterable, seam, None
-        length = len(iterable) if hasattr(iterable, "__len__") else None
+        length = None
+        with suppress(TypeError, NotImplementedError):  # a loader of a stream may have ``__len__`` nevertheless
+            length = len(iterable)
         self.source = BatchSource(self._epoch, length, seekable=False)
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Any]:

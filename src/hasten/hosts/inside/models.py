@@ -108,7 +108,7 @@ class ModelSeam:
 
     def attach(self, module: nn.Module) -> None:
         """Takes a module that the script names, whatever it is a part of."""
-        if id(module) not in self.known:
+        if not any(module is root for root in self.roots):  # known are also those that were called and rejected
             self.known.add(id(module))
             self._take(module)
 

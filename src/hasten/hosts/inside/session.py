@@ -67,7 +67,7 @@ class Session:
         except Exception as error:
             self._fail(error)
         if spec["mode"] != "train":
-            after_parsing(lambda parsed: self.arguments.update(_plain(vars(parsed))))  # after those that methods change
+            after_parsing(self._note_arguments)  # after those that methods change
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
@@ -140,6 +140,9 @@ class Session:
             (self.folder / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
         os._exit(2)
 
+    def _note_arguments(self, parsed: Any) -> None:
+        self.arguments |= _plain(getattr(parsed, "__dict__", {}))
+
     def _note_seed(self, name: str, seeded: list[str]) -> None:
         if name not in seeded:
             seeded.append(name)
@@ -159,7 +162,8 @@ class Session:
         for one in model if isinstance(model, (list, tuple)) else [model]:
             self.models.attach(one)
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.steps.leading |= {id(one) for one in optimizers if one is not None}
+        inner = [getattr(one, "optimizer", one) for one in optimizers]  # of a wrapper, as accelerate and Fabric make
+        self.steps.leading |= {id(one) for one in (*optimizers, *inner) if one is not None}
         return self.loaders.attach(loader)
 
     def report(self, name: str, value: Any, higher_is_better: bool | None) -> None:
@@ -214,7 +218,7 @@ class Session:
             self.steps.remaining = 1
             return None
         if is_real:
-            return self._tell_no_effect()
+            return self._report_no_effect()
         self._answer(self._result())
         return self._serve()
 
@@ -282,6 +286,7 @@ class Session:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
+        result["group"] = os.getpgrp()  # torchrun starts each rank in a session of its own
         if self.block is not None:
             result |= self._end_block()
         if self.observer is not None:
@@ -395,7 +400,7 @@ class Session:
                 f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
             )
 
-    def _tell_no_effect(self) -> None:
+    def _report_no_effect(self) -> None:
         """In a training for real, after the step that was observed."""
         assert self.observer is not None, "only a training for real has it"
         if self.observer.running:

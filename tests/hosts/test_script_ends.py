@@ -1,0 +1,110 @@
+"""How a script ends: stopped early, killed, with processes in groups of their own."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError
+from hasten.hosts import process
+from hasten.hosts.process import ScriptProcess
+from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.whole_run import run_to_end
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+TRAINS = """
+import os, time, torch
+{first}
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+{second}
+for step in range({steps}):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep({pause})
+print("val loss 0.5")
+"""
+CONNECTS = """
+import os, socket, time
+made = socket.socket(socket.AF_UNIX)
+made.connect(os.environ["HASTEN_HOST"] + "/socket")
+"""
+
+
+def command(folder: Path, text: str) -> ScriptRef:
+    (folder / "train.py").write_text(text)
+    return ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
+
+
+def written(folder: Path, steps: int, first: str = "", second: str = "", pause: float = 0.0) -> ScriptRef:
+    return command(folder, TRAINS.format(steps=steps, first=first, second=second, pause=pause))
+
+
+def test_run_that_is_stopped_before_its_first_metric_is_pruned(tmp_path):
+    ref = written(tmp_path, 600, pause=0.1)  # 60 s
+    began = time.monotonic()
+    run = run_to_end(ref, {}, "cpu", 0, None, target=0.1, time_limit=1.5)
+    assert run["pruned"] and run["metric"] is None and run["evaluations"] == []
+    assert time.monotonic() - began < 20
+
+
+def test_steps_of_an_optimizer_that_accelerate_wraps_are_counted(tmp_path):
+    second = """
+import accelerate, hasten
+model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+hasten.attach(model, optimizer, [1])
+"""
+    with ScriptProcess(written(tmp_path, 20, second=second), {}) as process:
+        assert process.wait_until_trained(120.0, None)["steps"] == 1
+        assert process.ask("train", 120.0, None, count=100)["steps"] == 20
+
+
+def test_process_that_trains_in_a_group_of_its_own_is_suspended(tmp_path):
+    """As a rank of torchrun: its parent waits for it."""
+    first = "if pid := os.fork():\n    os.waitpid(pid, 0)\n    os._exit(0)\nos.setsid()"
+    second = "open(os.environ['HASTEN_HOST'] + '/pid', 'w').write(str(os.getpid()))"
+    with ScriptProcess(written(tmp_path, 10**9, first, second), {}) as process:
+        process.wait_until_trained(120.0, None)
+        process.suspend()
+        pid = int((process.folder / "pid").read_text())
+        assert _reaches(pid, "T")
+        assert process.ask("train", 60.0, None, count=3)["count"] == 3
+    assert _reaches(pid, "Z")
+
+
+def _reaches(pid: int, state: str) -> bool:
+    """Whether a process is in this state within 5 s; "Z" holds for one that is gone, too."""
+    path, until = Path(f"/proc/{pid}/stat"), time.monotonic() + 5
+    while time.monotonic() < until:
+        found = path.read_text().rpartition(")")[2].split()[0] if path.exists() else "Z"
+        if found == state:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_model_that_was_called_as_a_part_of_another_is_taken_once_it_is_attached(tmp_path):
+    second = """
+import hasten
+holder = torch.nn.ModuleList([model])
+model(torch.ones(1, 2))
+hasten.attach(model, optimizer, [1])
+"""
+    with ScriptProcess(written(tmp_path, 20, second=second), {}) as process:
+        process.wait_until_trained(120.0, None)
+        models = process.ask("describe", 60.0, None)["sites"]["models"]
+    assert ("Linear", True) in [(model["type"], model["called"]) for model in models]
+
+
+def test_process_that_is_killed_here_after_its_connection_broke_is_not_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "END_S", 0.3)
+    ref = command(tmp_path, f"{CONNECTS}made.close()\nprint('cleaning up', flush=True)\ntime.sleep(600)")
+    with ScriptProcess(ref, {}) as run, pytest.raises(ConfigurationError, match=r"^train failed: cleaning up$"):
+        run.wait_until_trained(60.0, None)
+
+
+def test_process_that_the_kernel_kills_is_out_of_memory(tmp_path):
+    ref = command(tmp_path, f"{CONNECTS}os.kill(os.getpid(), 9)")
+    with ScriptProcess(ref, {}) as run, pytest.raises(MemoryExhaustedError, match="was ended by SIGKILL"):
+        run.wait_until_trained(60.0, None)
