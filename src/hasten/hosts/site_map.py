@@ -58,8 +58,8 @@ def write(folder: Path, script: ScriptRef) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
     if site_map is not None:
-        kept = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
-        text = json.dumps({"fingerprint": script.fingerprint(), **kept}, indent=1)
+        sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
+        text = json.dumps({"fingerprint": script.fingerprint(), **sites}, indent=1)
         (folder / FILE).write_text(text, encoding="utf-8")
 
 
