@@ -412,5 +412,5 @@ def assert_one_line(argv: str, message: str, code: int, expected: int, capfd) ->
     assert code == expected, f"hasten {argv}: exit code {code}, stderr {err!r}"
     assert err.count("\n") == 1 and err.startswith("hasten: "), f"hasten {argv}: not one line but {err!r}"
     assert message.lower() in err.lower(), f"hasten {argv}: {err!r} does not contain {message!r}"
-    assert "Traceback" not in err and "internal error" not in err and len(err) < 800
+    assert "Traceback" not in err and "internal error" not in err and len(err) < 500
     assert out == ""

@@ -7,6 +7,8 @@ exception is a bug of hasten and keeps its traceback.
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+MAX_NAMED = 15  # words of a list in a message
+
 
 class ConfigurationError(ValueError):
     """A wrong request: nothing was started, nothing was changed. Exit code 2."""
@@ -60,7 +62,10 @@ def format_error(error: BaseException, limit: int = 300) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """End of an error message: `` (did you mean a, b?)``, or the list of known words if none is like ``word``."""
+    """End of an error message: `` (did you mean a, b?)``; if no known word is like ``word``, the first ones of them."""
     words = sorted(known)
     close = get_close_matches(word, words, n=3, cutoff=0.5)
-    return f" (did you mean {', '.join(close)}?)" if close else f" (there is: {', '.join(words)})"
+    if close:
+        return f" (did you mean {', '.join(close)}?)"
+    rest = f" and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
+    return f" (there is: {', '.join(words[:MAX_NAMED])}{rest})"

@@ -42,7 +42,8 @@ def method_class(name: str) -> type[Method]:
     if point := _installed().get(name):
         return _checked(name, _import(name, point.load))
     if name not in _method_files():
-        raise ConfigurationError(f"no method is called {name!r}{suggest(name, method_names())}")
+        advice = suggest(name, method_names())
+        raise ConfigurationError(f"no method is called {name!r}{advice}; `hasten methods` lists all")
     folders = _method_files()[name].relative_to(_methods_folder()).parent.parts
     module = importlib.import_module(".".join(("hasten.methods", *folders, name)))
     return next(cls for cls in _method_classes(module) if cls.__module__ == module.__name__)
