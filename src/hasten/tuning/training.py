@@ -121,7 +121,7 @@ class Outcome:
         if "failed" in run:
             return outcome(failure_verdict(run["failed"]), run["failed"])
         if run["pruned"]:
-            last = run["evaluations"][-1] if run["evaluations"] else run  # before its first evaluation, it has no metric
+            last = run["evaluations"][-1] if run["evaluations"] else run  # no metric before its first evaluation
             end = f" at {run['metric']:.4g}" if run["evaluations"] else ""
             why = f"was stopped after {last['seconds']:.1f} s{end}: it could no longer win"
             return outcome("no gain", why)
