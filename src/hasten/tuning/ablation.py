@@ -91,7 +91,7 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
             reduced = study.run(without, seed, time_limit=round(LONGEST * seconds, 2))
         except OutOfBudgetError:
             break
-        if "failed" in reduced:
+        if "failed" in reduced or not reduced["evaluations"]:  # stopped before its first evaluation
             break
         ends = [reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"], full["samples_to_target"]]
         for arm, run, end in zip((counts.baseline, counts.tuned), (reduced, full), ends, strict=True):

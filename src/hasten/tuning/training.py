@@ -121,9 +121,9 @@ class Outcome:
         if "failed" in run:
             return outcome(failure_verdict(run["failed"]), run["failed"])
         if run["pruned"]:
-            ends = [f" at {row['metric']:.4g}" for row in run["evaluations"][-1:]]  # none before the first evaluation
-            seconds = run["evaluations"][-1]["seconds"] if ends else run["seconds"]
-            why = f"was stopped after {seconds:.1f} s{''.join(ends)}: it could no longer win"
+            last = run["evaluations"][-1] if run["evaluations"] else run  # no metric before its first evaluation
+            end = f" at {run['metric']:.4g}" if run["evaluations"] else ""
+            why = f"was stopped after {last['seconds']:.1f} s{end}: it could no longer win"
             return outcome("no gain", why)
         if run["seconds_to_target"] is None:
             why = f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
