@@ -37,12 +37,8 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
     [
         ({"failed": "ema has no effect: no weights"}, "no effect", "no weights"),
         ({"failed": "ran out of memory"}, "failed", "memory"),
-<<<<<<< HEAD
-        ({"pruned": True, "evaluations": [{"seconds": 8.2, "metric": 0.95}]}, "no gain", "stopped after 8.2 s at 0.95"),
-=======
         ({"pruned": True, "evaluations": [{"seconds": 8.2}]}, "no gain", "stopped after 8.2 s at 0.95"),
         ({"pruned": True, "evaluations": [], "metric": None, "seconds": 9.0}, "no gain", "stopped after 9.0 s: it"),
->>>>>>> script
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
         ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
         ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),
