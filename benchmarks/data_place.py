@@ -33,7 +33,9 @@ class ReadyRunner:
     """A runner whose batches exist already."""
 
     def __init__(self, batch):
-        self.batch = batch
+        from hasten.core.data import WorkerConfig
+
+        self.batch, self.workers = batch, WorkerConfig()
 
     def __call__(self, make, indices):
         return ((self.batch, ()) for _ in indices)
