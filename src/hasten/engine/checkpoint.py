@@ -247,7 +247,7 @@ def to_safetensors(weights: State) -> bytes:
             aliases[name] = names[memory]
         else:
             names[memory] = name
-            cpu_copy = tensor.detach().to("cpu", copy=True)  # one at a time: a GPU may have no room for a second model
+            cpu_copy = tensor.detach().to("cpu", copy=True)  # one at a time: a GPU may not hold a second model
             stored[name] = cpu_copy.contiguous()
     return save(stored, metadata=aliases or None)
 
