@@ -71,6 +71,7 @@ class Planted:
             "metric": metric,
             "best_metric": metric,
             "samples": 2 * samples,
+            "seconds": 2 * seconds,
             "pruned": late,
             "trial_seconds": TRIAL,
         }
@@ -150,11 +151,20 @@ def searched_training(study: Planted, item: Candidate = CLIPPING) -> Incumbents:
     return incumbents
 
 
-def outcome(*seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC) -> Outcome:
-    """Returns the outcome of one run per seed."""
+def outcome(
+    *seconds: float | None, samples: tuple[int | None, ...] = (), metric: float = METRIC, whole: int = 2 * SAMPLES
+) -> Outcome:
+    """Returns the outcome of one run per seed, which trains ``whole`` samples in all, in milliseconds."""
     samples = samples or (SAMPLES,) * len(seconds)
     runs = [
-        {"seconds_to_target": s, "samples_to_target": n, "metric": metric}
+        {
+            "seconds_to_target": s,
+            "samples_to_target": n,
+            "metric": metric,
+            "samples": whole,
+            "seconds": whole / 1000,
+            "evaluations": [],
+        }
         for s, n in zip(seconds, samples, strict=True)
     ]
     return Outcome("kept", "", tuple(runs))

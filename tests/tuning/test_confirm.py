@@ -235,7 +235,7 @@ def test_confirm_two_worse_seeds_fail_despite_an_exactness_check():
 
 
 def test_confirm_of_several_passing_recipes_the_fastest_wins():
-    in_doubt, slowed = 0.8905, 3.4
+    in_doubt, slowed = 0.8905, 5.0
     cost = {"baseline": 10.0, str(ONE): 5.0, str(FAST): 3.0, str(FASTER): 2.0}
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): 0.9, str(FASTER): in_doubt}
     study = Planted(metric, cost=cost, unseen={str(FAST): slowed})

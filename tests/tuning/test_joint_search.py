@@ -8,9 +8,9 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
-from hasten.tuning.joint_search import POINTS, Space, search_jointly, split_joint
+from hasten.tuning.joint_search import POINTS, Space, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
-from hasten.tuning.training import Baseline, first_outcome
+from hasten.tuning.training import Baseline, first_outcome, run_seeds
 from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
 
@@ -89,11 +89,27 @@ def test_joint_search_finds_a_short_training_near_the_best_peak():
     assert len(longer) == len(first_length) // 2 + 1, "the better half, and one point between the two best"
 
 
-def test_joint_search_keeps_a_slower_recipe_to_fall_back_on():
-    recipes = searched(Simulated())
-    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in recipes if recipe]
-    assert len(lengths) > 1
-    assert lengths[-1] < lengths[0], "the fastest is the last incumbent"
+def test_shorten_finds_the_least_length_that_ends_as_well():
+    study, seeds = Simulated(shortest=0.3), [0, 1, 2]
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    whole = first_outcome(study, Incumbents(), baseline)
+    recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
+    incumbents = Incumbents([Recipe(), recipe])
+    best = shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
+    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in incumbents.recipes if recipe]
+    assert lengths == [0.64, 0.45, 0.32, 0.27], "each is a recipe to fall back on"
+    assert best.gain_over(whole) == pytest.approx(1 / 0.27, rel=0.01)
+    assert shorten(study, Incumbents(), ITEMS, baseline, whole) is whole, "the task as it is has no length to change"
+
+
+def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():
+    study, seeds = Simulated(shortest=0.5), [0, 1, 2]
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    recipe = Recipe({"budgeted_schedule": {"factor": 0.4, "peak": BEST_PEAK}})
+    best = run_seeds(study, recipe, first_outcome(study, Incumbents(), baseline), baseline, [])
+    search_jointly(study, Incumbents([Recipe(), recipe]), ITEMS, baseline, best)
+    assert any("factor=0.32" in text for text, _ in study.ran)
+    assert not any("factor=0.64" in text for text, _ in study.ran)
 
 
 def test_joint_search_without_a_length_that_suffices_changes_nothing():
@@ -103,7 +119,7 @@ def test_joint_search_without_a_length_that_suffices_changes_nothing():
 def test_joint_search_at_the_end_of_the_budget_keeps_what_it_found():
     ample = Simulated(shortest=0.05)
     searched(ample)
-    seconds = 3 * SECONDS + 0.6 * (ample.budget.charged - 3 * SECONDS)
+    seconds = 3 * SECONDS + 0.9 * (ample.budget.charged - 3 * SECONDS)
     short = Simulated(shortest=0.05, budget=frozen(seconds))
     assert len(searched(short)) > 1
 

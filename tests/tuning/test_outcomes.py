@@ -4,7 +4,7 @@ import pytest
 
 from hasten.tuning.study import is_in
 from hasten.tuning.systems import check_verdict
-from hasten.tuning.training import Baseline, Outcome
+from hasten.tuning.training import Baseline, Outcome, seconds_of
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
@@ -25,6 +25,18 @@ def test_samples_are_compared_on_the_same_seeds():
     assert outcome(10.0, samples=(500,)).needs_fewer(outcome(None, samples=(None,)))
 
 
+def test_recipes_of_other_lengths_are_compared_by_the_whole_training():
+    long, short = outcome(10.0, whole=20_000), outcome(9.5, whole=8_000)
+    assert short.gain_over(long) == pytest.approx(2.5), "not 10 / 9.5, the time to the target"
+    assert short.needs_fewer(long) and not long.needs_fewer(short)
+
+
+def test_seconds_of_a_run_with_a_passing_disturbance_are_those_of_its_median_pace():
+    rows = [{"samples": 100 * n, "seconds": 5.0 + n + (8.0 if n > 3 else 0.0)} for n in range(1, 11)]
+    assert seconds_of({"evaluations": rows, "seconds": 23.0}) == pytest.approx(15.0)
+    assert seconds_of({"evaluations": rows[:1], "seconds": 6.0}) == 6.0
+
+
 def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
     runs = [{**run, "pruned": False} for run in outcome(9.9, 30.0, 30.0).runs]
     judged = Outcome.of(runs, baseline_of(Planted()), outcome(10.0))
@@ -42,7 +54,7 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
         ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
         ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),
-        ({"seconds_to_target": 5.0}, "kept", "5.00 s"),
+        ({"seconds_to_target": 5.0}, "kept", "trained in 20.00 s"),
     ],
 )
 def test_run_outcomes_are_classified(run, verdict, message):
@@ -51,6 +63,8 @@ def test_run_outcomes_are_classified(run, verdict, message):
         "seconds_to_target": 5.0,
         "samples_to_target": SAMPLES,
         "metric": METRIC,
+        "samples": 2 * SAMPLES,
+        "seconds": 2 * SAMPLES / 1000,
         "trial_seconds": TRIAL,
     }
     judged = Outcome.of([usual | run], baseline_of(Planted()), outcome(10.0))

@@ -17,7 +17,7 @@ from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning import gate
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.finding import SURELY_FASTER
+from hasten.tuning.finding import SURELY_FASTER, surest
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
@@ -63,9 +63,14 @@ class Confirmation:
         return [seed for seed in self.baseline_runs if seed in self.tuned_runs]
 
     @property
+    def gain(self) -> Ratio | None:
+        """The speed-up that counts: to the target or of the whole training, whichever is surer."""
+        return self.speedup and surest(self.speedup, self.training_speedup)
+
+    @property
     def passed(self) -> bool:
         """Whether the recipe passed the quality gate and is surely faster."""
-        return self.gate.passed and self.speedup is not None and self.speedup.low > SURELY_FASTER
+        return self.gate.passed and self.gain is not None and self.gain.low > SURELY_FASTER
 
     def finish(self, why: str) -> None:
         self.over, self.why = True, why
@@ -91,12 +96,12 @@ def confirm(
         if attempt.comparison and not attempt.over:
             why = ended if _worth_proving(index, attempts) else "another recipe that passed is as fast, or nearly"
             attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
-    speedups = {i: attempt.speedup.median for i, attempt in enumerate(attempts) if attempt.passed and attempt.speedup}
+    speedups = {i: attempt.gain.median for i, attempt in enumerate(attempts) if attempt.passed and attempt.gain}
     winner = attempts[max(speedups, key=speedups.__getitem__)] if speedups else None
     for attempt in attempts:
         lost = "slower" if attempt.passed else "refused" if attempt.why else "not tried"
         why = attempt.why or ("a faster one passed" if winner else "the budget ended before it was tried")
-        ratio = attempt.speedup and attempt.speedup.to_json()
+        ratio = attempt.gain and attempt.gain.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
     return sorted(attempts, key=lambda attempt: attempt is not winner)
 
@@ -147,10 +152,10 @@ def _promising(attempt: Confirmation) -> bool:
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
     """Whether attempt ``index`` could still win: none that is faster, or nearly as fast, has passed."""
-    speedup = attempts[index].speedup
-    passed = max((other.speedup.median for other in attempts if other.passed and other.speedup), default=0.0)
+    gain = attempts[index].gain
+    passed = max((other.gain.median for other in attempts if other.passed and other.gain), default=0.0)
     faster_passed = any(faster.passed for faster in attempts[:index])
-    return not faster_passed and (speedup is None or speedup.median > WORTH_PROVING * passed)
+    return not faster_passed and (gain is None or gain.median > WORTH_PROVING * passed)
 
 
 def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, seconds: float) -> None:
@@ -252,24 +257,24 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return
-    speedup, block_speedup, measured = _compute_speedup(attempt, same_steps=exact)
+    gain, block_speedup, measured = _compute_speedup(attempt, same_steps=exact)
     if exact:
         # two pairs suffice if nothing in the runs contradicts the exactness check or the interleaved comparison
         as_good = result.difference is not None and result.difference["mean"] > -result.margin
         agrees = as_good and measured.median >= AGREEMENT * block_speedup.median
         result = attempt.gate = gate.equal_by_construction(result, check, EXACT_PAIRS if agrees else MIN_SEEDS)
-    slow = speedup.high < SURELY_FASTER
+    slow = gain.high < SURELY_FASTER
     only_speed_is_open = exact and not attempt.uses_measured  # then no further seed makes the speed surer
     attempt.over = attempt.passed or slow or (result.settled and (only_speed_is_open or not result.passed))
     attempt.why = result.why
     if attempt.uses_measured:
         attempt.why += f"; the blocks promised {block_speedup.median:.2f}x, the measured runs show less and count"
     if result.passed and not attempt.passed:
-        attempt.why = f"as good, but {'not' if slow else 'not surely'} faster: {speedup}; {attempt.why}"
+        attempt.why = f"as good, but {'not' if slow else 'not surely'} faster: {gain}; {attempt.why}"
 
 
 def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ratio, Ratio]:
-    """Sets the samples, seconds and speed-ups of an attempt; (speedup, block_speedup, measured_speedup).
+    """Sets the samples, seconds and speed-ups of an attempt; (gain, block_speedup, measured_speedup).
 
     If the measured seconds of the runs show clearly less than the model of ``time_to_target.py``, a run pays for
     something that no block shows (a first epoch that fills a cache, a late compilation, a run that ends before it is
@@ -290,7 +295,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     attempt.block_speedup, attempt.measured_speedup = blocks, measured
     attempt.speedup = measured if attempt.uses_measured else blocks
     attempt.training_speedup = _whole_training_speedup(attempt, ends, paired)
-    return attempt.speedup, blocks, measured
+    return surest(attempt.speedup, attempt.training_speedup), blocks, measured
 
 
 def _pairs_at_target(attempt: Confirmation, same_steps: bool) -> Ends:

@@ -31,14 +31,26 @@ class Finding:
     comparison: dict[str, Any] = field(default_factory=dict)  # of speed with the baseline, see ``Study.compare_speed``
 
     @property
+    def gain(self) -> Ratio:
+        return surest(self.speedup, self.training_speedup)
+
+    @property
     def is_surely_faster(self) -> bool:
-        return self.speedup.low > SURELY_FASTER
+        return self.gain.low > SURELY_FASTER
 
     def dominates(self, other: "Finding") -> bool:
         """Whether this recipe is at least as fast and as good as the other, on evidence that is as strong."""
         as_sure = _rank(self.evidence) <= _rank(other.evidence)
         as_good = _mean(self.quality) >= _mean(other.quality)
-        return as_sure and as_good and self.speedup.median >= other.speedup.median
+        return as_sure and as_good and self.gain.median >= other.gain.median
+
+
+def surest(to_target: Ratio, whole: Ratio | None) -> Ratio:
+    """Of the speed-ups in the time to the target and of the whole training, the one whose interval begins higher.
+
+    A recipe may save time in either: it trains for a shorter time, or reaches the target sooner in the same time.
+    """
+    return to_target if whole is None or to_target.low >= whole.low else whole
 
 
 def frontier(findings: Iterable[Finding]) -> list[Finding]:
@@ -46,15 +58,15 @@ def frontier(findings: Iterable[Finding]) -> list[Finding]:
     best: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda finding: _rank(finding.evidence)):
         best.setdefault(str(finding.recipe), finding)
-    rest = [finding for finding in best.values() if finding.speedup.high > 1]
+    rest = [finding for finding in best.values() if finding.gain.high > 1]
     best_of_all = [one for one in rest if not any(other is not one and other.dominates(one) for other in rest)]
-    return sorted(best_of_all, key=lambda finding: -finding.speedup.median)
+    return sorted(best_of_all, key=lambda finding: -finding.gain.median)
 
 
 def recommended(findings: Sequence[Finding], level: str = DEFAULT_LEVEL) -> Finding | None:
     """The fastest finding with evidence at ``level`` or stronger that is surely faster; None if there is none."""
     enough = [one for one in findings if one.is_surely_faster and _rank(one.evidence) <= _rank(level)]
-    return max(enough, key=lambda finding: finding.speedup.median, default=None)
+    return max(enough, key=lambda finding: finding.gain.median, default=None)
 
 
 def frontier_rows(findings: Sequence[Finding], chosen: Finding | None, strong: Finding | None) -> list[FrontierRecipe]:

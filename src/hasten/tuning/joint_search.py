@@ -6,8 +6,9 @@ each other: a larger batch wants a higher peak, a shorter training too. Successi
 1. Scrambled Sobol points, all of the shortest length. Each is a whole training with its schedule compressed into it, so
    that ends are compared with ends, and costs a small part of the task's own training.
 2. The better half, and one point between the two best, train twice as long, and so on.
-3. The first length at which a point trains as well as the task and reaches the target sooner gives the incumbents. A
-   point between this length and the one before it is tried, and the next length gives a slower, safer recipe.
+3. The first length at which a point trains as well as the task gives the incumbents.
+
+``shorten`` then looks for the least length of the best recipe, whether this search found it or another one.
 
 Sobol points and halving take less code than a sampler of a library needs to be adapted: 10 to 20 cheap trainings are
 too few for a model of the objective to learn from.
@@ -32,6 +33,7 @@ POINTS = (4, 12)  # fewest and most of the first length
 FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first length may take
 KEPT_SHARE = 1 / 2  # of the points, that train longer
 LONGER = 2.0  # length / length before it
+SHORTER = math.sqrt(1 / LONGER)  # the same, where the best recipe is shortened
 
 Point = dict[tuple[str, str], float]  # (method, option) -> position from 0 to 1 in its range
 
@@ -49,9 +51,9 @@ class Space:
                 yield key, one
 
     @property
-    def length(self) -> SearchRange | None:
-        """The range of the length; None if no method changes it."""
-        return next((one for _, one in self._ranges() if one.is_length), None)
+    def length(self) -> tuple[tuple[str, str], SearchRange] | None:
+        """((method, option), range) of the length; None if no method changes it."""
+        return next(((key, one) for key, one in self._ranges() if one.is_length), None)
 
     def sample(self, count: int, seed: int) -> list[Point]:
         """Scrambled Sobol points, the middle of the space first."""
@@ -119,17 +121,43 @@ def search_jointly(
     """
     space = Space(items)
     base = incumbents.best.drop(*(item.name for item in items))
-    length = space.length
-    if length is None or not _is_effective(study, base, space, length.low):
+    if space.length is None or not _is_effective(study, base, space, space.length[1].low):
         return best
     won: list[_Trial] = []
     with suppress(OutOfBudgetError):
-        for trial in _halve(study, base, space, length, baseline, best):
+        for trial in _halve(study, base, space, space.length[1], baseline, best):
             won.append(trial)
-    won.sort(key=lambda trial: trial.outcome.to_target("seconds") or math.inf)
+    won.sort(key=lambda trial: trial.outcome.whole_seconds())
     for trial in reversed(won):  # slower and safer ones first: the confirmation falls back on them
         incumbents.push(trial.recipe)
     return won[0].outcome.after(best) if won else best
+
+
+def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseline: Baseline, best: Outcome) -> Outcome:
+    """Shortens the best recipe's training as long as it ends as well; then tries a length between. The best outcome.
+
+    ``items`` are those of ``search_jointly``; without a length among their methods in the recipe nothing is done.
+    """
+    found = Space(items).length
+    if found is None or found[0][0] not in incumbents.best.methods:
+        return best
+    (method, option), length = found
+    step, is_last = SHORTER, False
+    while True:
+        options = incumbents.best.methods[method]
+        value = length.times(step * options[option] / length.of)
+        if value == options[option]:
+            return best
+        recipe = incumbents.best.with_method(method, **{**options, option: value})
+        outcome = run_seeds(study, recipe, best, baseline, [])
+        note_outcome(study, str(recipe), outcome, best)
+        if outcome.verdict == "kept":
+            incumbents.push(recipe)
+            best = outcome.after(best)
+        if is_last:
+            return best
+        if outcome.verdict != "kept":
+            step, is_last = math.sqrt(SHORTER), True
 
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
@@ -147,32 +175,25 @@ def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bo
 def _halve(
     study: Study, base: Recipe, space: Space, lengths: SearchRange, baseline: Baseline, best: Outcome
 ) -> Iterator[_Trial]:
-    """Yields the trials that win: those of the first length at which any does, of the one before, and of the next."""
+    """Yields the trials that win, all of the first length at which any does. Those of the best so far are not tried."""
     whole, sign = baseline.runs[0], 1 if baseline.higher_is_better else -1
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
-    length, seen, has_won = lengths.low, [], False
-    while points and length <= lengths.high:
+    length, end, seen = lengths.low, min(lengths.high, best.runs[0]["samples"] / whole["samples"] / SHORTER), []
+    while points and length <= end:
         gain = _gain_per_doubling(whole["evaluations"], length * whole["samples"], sign)
-        trials = [_train(study, base, space, point, length, baseline, best, seen) for point in points]
-        trials = sorted(filter(None, trials), key=lambda trial: trial.score(sign, gain), reverse=True)
-        winners = [trial for trial in trials if trial.outcome.verdict == "kept"]
-        yield from winners
-        if has_won or not trials:
-            return  # the length after the first that won
-        if winners and length > lengths.low:
-            shorter = _train(
-                study, base, space, winners[0].point, length / math.sqrt(LONGER), baseline, winners[0].outcome, seen
-            )
-            if shorter and shorter.outcome.verdict == "kept":
-                yield shorter
-        has_won = bool(winners)
-        if has_won:
-            points = [winners[0].point]
-        else:
-            better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
-            points = [trial.point for trial in better]
-            points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
+        trials = []
+        for point in points:
+            trial = _train(study, base, space, point, length, baseline, best, seen)
+            trials += [trial] if trial else []
+            if trial and trial.outcome.verdict == "kept":
+                yield trial
+        trials.sort(key=lambda trial: trial.score(sign, gain), reverse=True)
+        if not trials or any(trial.outcome.verdict == "kept" for trial in trials):
+            return
+        better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
+        points = [trial.point for trial in better]
+        points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
         length *= LONGER
 
 

@@ -62,16 +62,16 @@ class SearchState:
 
     def keep_faster(self, other: Confirmation | None) -> None:
         """Keeps the faster of two confirmations that passed, this one or the ``other``."""
-        if other is None or not other.passed or other.speedup is None:
+        if other is None or not other.passed or other.gain is None:
             return
         mine = self.winner
-        if mine is None or mine.speedup is None or mine.speedup.median < other.speedup.median:
+        if mine is None or mine.gain is None or mine.gain.median < other.gain.median:
             self.confirmation = other
 
     @property
     def one_process_is_faster(self) -> bool:
         """Whether one process is surely faster than several: with the task as it is, or with the winner's recipe."""
-        found = [each.speedup.high for each in (self.winner, self.chosen) if each and each.speedup]
+        found = [each.gain.high for each in (self.winner, self.chosen) if each and each.gain]
         best = max(found, default=SURELY_FASTER)
         as_it_is = self.one_process is not None and self.one_process.low > max(SURELY_FASTER, best)
         return as_it_is or self.winner_is_faster_in_one_process
@@ -236,8 +236,8 @@ def _why(study: Study, state: SearchState) -> str:
             f"they are{best}; leave --processes out"
         )
     if chosen:
-        what = "faster to the target" if winner and winner.recipe == chosen.recipe else "faster"
-        return f"{chosen.speedup.median:.1f} times {what}; {chosen.why}"
+        what = "faster to the target" if chosen.training_speedup and chosen.gain is chosen.speedup else "faster"
+        return f"{chosen.gain.median:.1f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
     if state.too_small:

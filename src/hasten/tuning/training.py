@@ -1,15 +1,17 @@
-"""The search among methods that change the training: kept if they reach the target sooner and end as well.
+"""The search among methods that change the training: kept if they end as well and sooner.
 
-Candidates are judged on seeds of their own, against the baseline's runs. Nothing found here is reported: ``confirm``
+What counts is the time of the whole training. Recipes that train equally many samples can differ in it by the pace of
+their steps only; between them the time to the target decides. Candidates are judged on seeds of their own, against the baseline's runs. Nothing found here is reported: ``confirm``
 runs the best recipes on fresh seeds. Where whole trainings do not fit into the budget, all runs, also the baseline's,
 are those of a shorter training (``Study.horizon``).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from hasten.benchmarking.ratio import FASTER
@@ -28,8 +30,9 @@ from hasten.tuning.systems import (
     merge,
 )
 
-FEWER_SAMPLES = 0.99  # above this ratio of samples to the target only the speed can make a recipe faster
-NEARLY_AS_FAST = 0.95  # of the time to the target; then a clearly better end is worth more, if the confirmation agrees
+FEWER_SAMPLES = 0.99  # above this ratio of samples only the speed can make a recipe faster
+NEARLY_AS_FAST = 0.95  # then a clearly better end is worth more, if the confirmation agrees
+TIME_LIMIT = 1.25  # times the seconds of the best recipe, after which a run that has not reached the target is ended
 MAX_LOSSES = 3  # presets in a row that lost, after which a method is given up: they grow bolder
 AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
 MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
@@ -74,12 +77,16 @@ class Outcome:
     verdict: str  # "kept", "no gain", "refused", "failed" or "no effect"
     why: str
     runs: tuple[dict, ...]  # results of ``Study.run``, in the order of the search's seeds
-    fastest: Outcome | None = None  # an earlier incumbent that reached the target sooner and ended worse
+    fastest: Outcome | None = None  # an earlier incumbent that was faster and ended worse
 
     @property
     def seconds(self) -> float:
         """Seconds that all runs of this recipe took, added up."""
         return sum(run["trial_seconds"] for run in self.runs)
+
+    def whole_seconds(self, seeds: int | None = None) -> float:
+        """Mean seconds of the whole training over the first seeds."""
+        return fmean(map(seconds_of, self.runs[:seeds]))
 
     def to_target(self, unit: str, seeds: int | None = None) -> float | None:
         """Mean "seconds" or "samples" to the target over the first seeds; None if one of them missed it."""
@@ -87,15 +94,29 @@ class Outcome:
         known = [value for value in values if value is not None]
         return fmean(known) if len(known) == len(values) else None
 
+    def share_of_samples(self, best: Outcome) -> float:
+        """Samples that this recipe trains in all / those of ``best``, on the seeds that both were run on."""
+        both = min(len(self.runs), len(best.runs))
+        mine, others = (sum(run["samples"] for run in outcome.runs[:both]) for outcome in (self, best))
+        return mine / others
+
+    def times(self, best: Outcome) -> tuple[float | None, float | None, str]:
+        """(seconds of this recipe, those of ``best``, what they are of), on the seeds that both were run on."""
+        both = min(len(self.runs), len(best.runs))
+        if FEWER_SAMPLES < self.share_of_samples(best) < 1 / FEWER_SAMPLES:
+            return self.to_target("seconds", both), best.to_target("seconds", both), "reached the target"
+        return self.whole_seconds(both), best.whole_seconds(both), "trained"
+
     def gain_over(self, best: Outcome) -> float | None:
-        """Speed-up in measured seconds to the target, on the seeds that both were run on."""
-        seconds, best_seconds = self.to_target("seconds", len(best.runs)), best.to_target("seconds", len(self.runs))
+        """Speed-up over ``best`` in the measured seconds that ``times`` compares; None if one missed the target."""
+        seconds, best_seconds, _ = self.times(best)
         return best_seconds / seconds if seconds and best_seconds else None
 
     def needs_fewer(self, best: Outcome) -> bool:
-        """Whether this recipe needed clearly fewer samples to the target than ``best``, on the seeds of both."""
+        """Whether this recipe needed clearly fewer samples than ``best``, in all or to the target."""
         most, samples = best.to_target("samples", len(self.runs)), self.to_target("samples", len(best.runs))
-        return most is None or (samples is not None and samples < FEWER_SAMPLES * most)
+        fewer = most is None or (samples is not None and samples < FEWER_SAMPLES * most)
+        return fewer or self.share_of_samples(best) < FEWER_SAMPLES
 
     def ends_better(self, best: Outcome, baseline: Baseline) -> bool:
         """Whether this recipe is nearly as fast as any before, and its metric surely better than that of ``best``."""
@@ -135,12 +156,23 @@ class Outcome:
         accepted = outcome("kept", "")
         gain = accepted.gain_over(best)
         if gain is not None and gain < MIN_GAIN and not accepted.ends_better(best, baseline):
-            seconds = accepted.to_target("seconds", len(best.runs)) or 0.0
-            best_seconds = f"the best so far takes {gain * seconds:.2f} s"
-            return outcome("no gain", f"reached the target in {seconds:.2f} s; {best_seconds}")
-        seconds = accepted.to_target("seconds")
-        why = f"reached the target in {seconds:.2f} s and ended at {fmean(metrics):.4g}, over {len(runs)} seeds"
-        return outcome("kept", why)
+            seconds, best_seconds, what = accepted.times(best)
+            return outcome("no gain", f"{what} in {seconds:.2f} s; the best so far takes {best_seconds:.2f} s")
+        seconds = accepted.whole_seconds()
+        return outcome("kept", f"trained in {seconds:.2f} s and ended at {fmean(metrics):.4g}, over {len(runs)} seeds")
+
+
+def seconds_of(run: dict) -> float:
+    """Seconds of a whole run by the median pace between its evaluations, so that a passing disturbance counts little.
+
+    The seconds until the first evaluation, in which a compilation or the filling of a cache lies, are those measured.
+    """
+    rows = run.get("evaluations") or ()
+    pairs = list(itertools.pairwise(rows))
+    if not pairs:
+        return run["seconds"]
+    pace = median((b["seconds"] - a["seconds"]) / (b["samples"] - a["samples"]) for a, b in pairs)
+    return rows[0]["seconds"] + pace * (rows[-1]["samples"] - rows[0]["samples"])
 
 
 def try_training_compositions(
@@ -169,7 +201,7 @@ def first_outcome(study: Study, incumbents: Incumbents, baseline: Baseline, spee
     A recipe that trains the same steps needs no run of its own.
     """
     run = dict(baseline.runs[0])
-    run["seconds_to_target"] = run["seconds_to_target"] and run["seconds_to_target"] / speedup
+    run |= {key: run[key] and run[key] / speedup for key in ("seconds", "seconds_to_target")}
     run["evaluations"] = [{**row, "seconds": row["seconds"] / speedup} for row in run.get("evaluations", ())]
     return Outcome("kept", "", (run | {"trial_seconds": 0.0},))
 
@@ -180,8 +212,11 @@ def search_training(
     candidates: list[Candidate],
     baseline: Baseline,
     best: Outcome | None = None,
-) -> None:
-    """Tries one method after the other, mildest preset first; ``best`` is the outcome of the best recipe so far."""
+) -> Outcome:
+    """Tries one method after the other, mildest preset first. Returns the outcome of the best recipe.
+
+    ``best`` is the outcome of the best recipe so far.
+    """
     best = best or first_outcome(study, incumbents, baseline)
     for item in candidates:
         base, losses, is_checked, seen = incumbents.best, 0, False, []
@@ -208,6 +243,7 @@ def search_training(
                 best, losses = outcome.after(best), 0
             elif (losses := losses + 1) == MAX_LOSSES:
                 break
+    return best
 
 
 def note_outcome(study: Study, text: str, outcome: Outcome, best: Outcome) -> None:
@@ -228,11 +264,11 @@ def run_seeds(
     ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
     changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
     """
-    runs, best_seconds = [], best.to_target("seconds", 1)
-    time_limit = best_seconds and round(best_seconds / NEARLY_AS_FAST, 2)
+    runs: list[dict] = []
+    time_limit = round(TIME_LIMIT * best.whole_seconds(1), 2)
     curve = to_text([(row["seconds"], row["metric"]) for row in best.runs[0].get("evaluations", ())]) if races else ""
     for seed in baseline.seeds:
-        limits: Any = {"time_limit": time_limit, "race": curve} if time_limit and not runs else {}
+        limits: Any = {} if runs else {"time_limit": time_limit, "race": curve}
         runs.append(study.run(recipe, seed, **limits))
         evaluations = [(row["samples"], row["metric"]) for row in runs[0].get("evaluations", ())]
         if len(runs) == 1 and len(evaluations) >= MIN_EVALUATIONS:

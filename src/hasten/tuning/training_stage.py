@@ -13,7 +13,7 @@ from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, co
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
-from hasten.tuning.joint_search import search_jointly, split_joint
+from hasten.tuning.joint_search import search_jointly, shorten, split_joint
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
 from hasten.tuning.systems_stage import (
@@ -59,11 +59,15 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
         recipes = [] if candidates.is_restricted else experience_of(study, state)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
-        first = try_training_compositions(study, state.incumbents, first, recipes, baseline)
+        best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         joint, others = split_joint(items)
+        best = shorten(study, state.incumbents, joint, baseline, best)
         if joint:
-            first = search_jointly(study, state.incumbents, joint, baseline, first)
-        search_training(study, state.incumbents, others, baseline, first)
+            found = search_jointly(study, state.incumbents, joint, baseline, best)
+            best = found if found is best else shorten(study, state.incumbents, joint, baseline, found)
+        found = search_training(study, state.incumbents, others, baseline, best)
+        if found is not best:
+            shorten(study, state.incumbents, joint, baseline, found)
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
     if budget.exhausted:
@@ -140,7 +144,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         attempts = confirm(study, recipes, baseline, seconds, len(state.tested)) if recipes else []
     state.tested += [attempt.recipe for attempt in attempts if attempt.looks]
     for attempt in attempts:
-        if attempt.speedup and attempt.speedup.median > 1:
+        if attempt.gain and attempt.gain.median > 1:
             state.findings.append(_finding_of(study, state, attempt, is_whole))
     before = state.winner
     if attempts and is_whole and (before is None or _is_faster(attempts[0], before)):
@@ -162,7 +166,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
 
 def _is_faster(attempt: Confirmation, winner: Confirmation) -> bool:
     """Whether an attempt passed and is faster than an earlier winner."""
-    ratios = attempt.speedup, winner.speedup
+    ratios = attempt.gain, winner.gain
     return attempt.passed and ratios[0] is not None and ratios[1] is not None and ratios[0].median > ratios[1].median
 
 
