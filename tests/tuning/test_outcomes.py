@@ -31,6 +31,11 @@ def test_recipes_of_other_lengths_are_compared_by_the_whole_training():
     assert short.needs_fewer(long) and not long.needs_fewer(short)
 
 
+@pytest.mark.parametrize("end", [{"failed": "out of memory"}, {"pruned": True, "samples": 100, "evaluations": []}])
+def test_recipe_whose_run_did_not_end_has_no_gain(end):
+    assert Outcome("failed", "", (end,)).gain_over(outcome(10.0)) is None
+
+
 def test_seconds_of_a_run_with_a_passing_disturbance_are_those_of_its_median_pace():
     rows = [{"samples": 100 * n, "seconds": 5.0 + n + (8.0 if n > 3 else 0.0)} for n in range(1, 11)]
     assert seconds_of({"evaluations": rows, "seconds": 23.0}) == pytest.approx(15.0)

@@ -108,7 +108,9 @@ class Outcome:
         return self.whole_seconds(both), best.whole_seconds(both), "trained"
 
     def gain_over(self, best: Outcome) -> float | None:
-        """Speed-up over ``best`` in the measured seconds that ``times`` compares; None if one missed the target."""
+        """Speed-up over ``best`` in the seconds that ``times`` compares; None if a run failed or missed the target."""
+        if any("failed" in run or run.get("pruned") for run in self.runs):
+            return None
         seconds, best_seconds, _ = self.times(best)
         return best_seconds / seconds if seconds and best_seconds else None
 
