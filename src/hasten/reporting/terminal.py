@@ -309,7 +309,8 @@ def _step_facts(result: Json) -> list[tuple[str, str]]:
     for name, value in result["causes"].items():
         if value is not None:
             rows.append((name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)))
-    return rows
+    disturbance = view_model.disturbance(result["system_noise"])
+    return [*rows, ("disturbed", disturbance)] if disturbance else rows
 
 
 def _input_throughput(measured: Json) -> list[RenderableType]:
@@ -351,5 +352,6 @@ def _script_facts(result: Json) -> list[RenderableType]:
 
 
 def _noise(noise: Mapping[str, Any]) -> str:
-    spread = noise.get("spread_percent")
-    return f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+    spread, disturbed = noise.get("spread_percent"), view_model.disturbance(noise)
+    text = f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+    return f"{text}; {disturbed}" if disturbed else text

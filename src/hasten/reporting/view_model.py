@@ -13,6 +13,7 @@ from hasten.reporting import formatting
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
 MIN_GAIN = 1.005  # a smaller contribution is reported as none
+DISTURBED_PERCENT = 10.0  # of the processors' time, that other programs may use before the figures are doubtful
 WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole training
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
@@ -353,6 +354,14 @@ def medians(seeds: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
     """{arm: median over its seeds} of the arms for which most seeds have a value."""
     known = {arm: [value for value in values if value] for arm, values in seeds.items()}
     return {arm: median(values) for arm, values in known.items() if len(values) * 2 > len(seeds[arm])}
+
+
+def disturbance(noise: Mapping[str, Any]) -> str:
+    """What to know if other programs used much of the processors during a measurement; else empty."""
+    others = noise.get("others_percent")
+    if not isinstance(others, (int, float)) or others <= DISTURBED_PERCENT:
+        return ""
+    return f"other programs used {others:.0f} % of the processors: on an idle machine the figures may differ"
 
 
 def best_trial(trials: Sequence[Json]) -> Json | None:

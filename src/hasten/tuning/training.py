@@ -1,7 +1,9 @@
 """The search among methods that change the training: kept if they end as well and sooner.
 
 What counts is the time of the whole training. Recipes that train equally many samples can differ in it by the pace of
-their steps only; between them the time to the target decides. Candidates are judged on seeds of their own, against the baseline's runs. Nothing found here is reported: ``confirm``
+their steps only; between them the time to the target decides.
+
+Candidates are judged on seeds of their own, against the baseline's runs. Nothing found here is reported: ``confirm``
 runs the best recipes on fresh seeds. Where whole trainings do not fit into the budget, all runs, also the baseline's,
 are those of a shorter training (``Study.horizon``).
 """

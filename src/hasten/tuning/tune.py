@@ -17,6 +17,7 @@ from typing import Any
 
 from hasten.benchmarking.arm import estimate
 from hasten.benchmarking.fork_server import DeadlineError, reset_shown_warnings
+from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
@@ -110,6 +111,7 @@ def tune(
         SearchInterrupted: Ctrl-C, once there is an answer.
     """
     reset_shown_warnings()
+    noise = SystemNoise()
     if evidence is not None and evidence not in LEVELS:
         raise ConfigurationError(f"evidence must be one of {', '.join(LEVELS)}, not {evidence!r}")
     continues = isinstance(budget, str) and budget.startswith("+")
@@ -155,6 +157,8 @@ def tune(
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
         result = result_of(study, state, is_partial=is_partial, **about)
         result |= {"expected_runs": runs, "out": str(folder)}
+        of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
+        result["system_noise"] = {**result["system_noise"], **of_search}
         write(folder, result)
         task.write_sites(folder)
         return result
