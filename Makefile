@@ -37,12 +37,17 @@ demo: .venv/ready
 test: .venv/ready-dev lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10
 
-# Slow tests that measure time run after the others, alone: what they measure would be the other tests' load.
+# Slow tests that measure time run after the others, alone: what they measure would be the other tests' load. Slow tests
+# that fail run once more with nothing beside them, for the same reason: what fails then has failed.
 test-all: test test-slow
 
+AGAIN := --last-failed --last-failed-no-failures=none
+
 test-slow: .venv/ready-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10
-	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10 \
+	  || $(BIN)/python -m pytest -m "slow and not soak and not timing" $(AGAIN)
+	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10 \
+	  || $(BIN)/python -m pytest -m "timing and slow and not soak" $(AGAIN)
 
 test-gpu: .venv/ready-dev
 	@$(HAS_GPU); for part in "gpu and not slow" "gpu and slow"; do \

@@ -30,6 +30,7 @@ HEADINGS = (
     "textbook, s",
     "tuned, s",
     "speed-up",
+    "speed-up of the whole training",
     "over strong baseline",
     "quality, before / after",
     "margin",
@@ -99,6 +100,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
         f"{times['baseline']:.1f}",
         f"{times['tuned']:.1f}" if times["tuned"] else "",
         _ratio(result["speedup"]) if result["speedup"] else result["verdict"],
+        _whole_training(result),
         _ratio(result["speedup_over_strong_baseline"]) if result["speedup_over_strong_baseline"] else "",
         " / ".join(f"{metric:.4g}" for metric in (quality["baseline"], quality["tuned"]) if metric is not None),
         _gate(quality),
@@ -140,6 +142,15 @@ def shortcomings(results: dict[str, dict], failed: dict[str, str]) -> list[str]:
     if len(good) < min(ON, len(results)):
         found.append(f"{OVER_STRONG_BASELINE}x over the strong baseline on {len(good)} workloads only")
     return found
+
+
+def _whole_training(result: dict) -> str:
+    """The speed-up of a whole training and its seconds before and after; "" without a recipe."""
+    recommended = [row for row in result["frontier"] if row["role"] == "recommended"]
+    if not recommended:
+        return ""
+    ratio, seconds = recommended[0]["training_speedup"] or recommended[0]["speedup"], result["training_seconds"]
+    return f"{_ratio(ratio)}: {seconds['tuned']:.1f} s instead of {seconds['baseline']:.1f} s"
 
 
 def _gate(quality: dict) -> str:
