@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -109,7 +110,7 @@ def result_of(
     recipe = chosen.recipe if chosen else Recipe()
     findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
-    seconds = _training_seconds(state, chosen)
+    seconds = _training_seconds(state, chosen, study.horizon)
     saved = seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
     result: Any = {
         "kind": "tune",
@@ -158,15 +159,24 @@ def result_of(
     return result
 
 
-def _training_seconds(state: SearchState, chosen: Finding | None) -> Any:
-    """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown."""
+def _training_seconds(state: SearchState, chosen: Finding | None, horizon: float) -> Any:
+    """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown.
+
+    As it is: the median of its runs if these are whole trainings (``horizon`` 1), else as predicted from steps.
+    """
     if state.run_seconds is None:
         return None
-    seconds: dict[str, float | None] = {"baseline": state.run_seconds, "tuned": None, "low": None, "high": None}
+    before = median(run["seconds"] for run in state.baseline.runs) if state.baseline and horizon >= 1 else None
+    seconds: dict[str, float | None] = {
+        "baseline": before or state.run_seconds,
+        "tuned": None,
+        "low": None,
+        "high": None,
+    }
     if chosen:
         ratio = chosen.training_speedup or chosen.speedup
-        seconds |= {"tuned": state.run_seconds / ratio.median, "low": state.run_seconds / ratio.high}
-        seconds["high"] = state.run_seconds / ratio.low
+        ends = {"tuned": ratio.median, "low": ratio.high, "high": ratio.low}
+        seconds |= {name: (before or state.run_seconds) / end for name, end in ends.items()}
     return seconds
 
 

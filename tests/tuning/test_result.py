@@ -1,0 +1,25 @@
+"""What result.json states about the length of a training."""
+
+import pytest
+
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.recipe import Recipe
+from hasten.tuning.finding import PROVEN, Finding
+from hasten.tuning.result import SearchState, _training_seconds
+from hasten.tuning.training import Baseline
+
+
+def state_of(run_seconds: float | None, *measured: float) -> SearchState:
+    runs = [{"metric": 0.9, "seconds": seconds} for seconds in measured]
+    baseline = Baseline([0], runs, 0.9, 0.01, True, [1]) if runs else None
+    return SearchState(run_seconds=run_seconds, baseline=baseline)
+
+
+@pytest.mark.parametrize(
+    ("measured", "horizon", "expected"), [((98.0, 94.0, 100.0), 1.0, 98.0), ((9.0, 9.0), 0.1, 120.0), ((), 1.0, 120.0)]
+)
+def test_training_seconds_are_those_of_whole_runs_where_there_are_any(measured, horizon, expected):
+    found = Finding(Recipe({"ema": {}}), PROVEN, Ratio(2.0, 1.5, 3.0), "", training_speedup=Ratio(4.0, 2.0, 8.0))
+    seconds = _training_seconds(state_of(120.0, *measured), found, horizon)
+    assert seconds == {"baseline": expected, "tuned": expected / 4, "low": expected / 8, "high": expected / 2}
+    assert _training_seconds(state_of(None), found, 1.0) is None
