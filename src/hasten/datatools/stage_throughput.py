@@ -35,12 +35,11 @@ OVERTIME = 1.5  # times the time: if all would take longer, only one is made
 
 
 def read_rates(files: list[str], seconds: float = 2.0) -> dict[str, list[float] | None]:
-    """Measures bytes/s of "disk" (if the page cache can be dropped) and "page_cache", or of "network"; else None."""
+    """Measures bytes/s of "disk" and "page_cache", or of "network"; those that do not exist are None."""
     if is_remote(files[0]):
         return {"disk": None, "page_cache": None, "network": _bytes_per_second(files, seconds)}
-    is_dropped = _drop_page_cache(files)
-    disk = _bytes_per_second(files, seconds)
-    return {"disk": disk if is_dropped else None, "page_cache": _bytes_per_second(files, seconds), "network": None}
+    _drop_page_cache(files)
+    return {"disk": _bytes_per_second(files, seconds), "page_cache": _bytes_per_second(files, seconds), "network": None}
 
 
 def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[float] | None]:
@@ -150,10 +149,8 @@ def _read_blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
                 yield count
 
 
-def _drop_page_cache(files: list[str]) -> bool:
-    """Drops the first files from the page cache; returns whether the system supports it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
+def _drop_page_cache(files: list[str]) -> None:
+    """Drops the first files from the page cache."""
     size = 0
     for file in files:
         with suppress(ConfigurationError), open_file(file) as content:
@@ -163,4 +160,3 @@ def _drop_page_cache(files: list[str]) -> bool:
             size += os.fstat(content.fileno()).st_size
         if size >= MAX_DISK_BYTES:
             break
-    return True
