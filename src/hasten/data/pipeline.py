@@ -311,7 +311,7 @@ class Pipeline:
         autotuned = hasattr(runner, "cached_source")
         if autotuned:
             processes_only = bool(self._user_code()) and not runner.in_threads
-            runner = runner.restrict(("processes",) if processes_only else ("threads", "processes"))
+            runner = replace(runner, kinds=("processes",) if processes_only else ("threads", "processes"))
         self._check_known_bad_rows()
         source.prepare(runner.bulk_runner() if autotuned else runner, self.faults)
         if autotuned and self.collate_fn is None:

@@ -27,43 +27,42 @@ BLOCK = 1 << 20  # bytes
 BATCHES_PER_CHUNK = 8  # the largest batch is a chunk of the reader divided by this: about two megabytes
 MIN_BATCH, MAX_BATCH = 16, 4096  # rows
 MAX_SHUFFLED_ROWS = 1 << 20  # read in random order
-COPY_SECONDS = 0.2
+COPY_SECONDS = 0.07
 MIN_TIMED_S = 0.02  # a shorter read cannot be timed well
-EPOCHS, ENOUGH_S = 3, 0.2  # epochs over all rows, and seconds, after which a measurement ends early
+ENOUGH_S = 0.07  # processor time after which a measurement ends early, if all rows were read
 REPEATS = 3  # measurements that share the time
 OVERTIME = 1.5  # times the time: if all would take longer, only one is made
 
 
 def read_rates(files: list[str], seconds: float = 2.0) -> dict[str, list[float] | None]:
-    """Measures bytes/s of "disk" (if the page cache can be dropped) and "page_cache", or of "network"; else None."""
+    """Measures bytes/s of "disk" and "page_cache", or of "network"; those that do not exist are None."""
     if is_remote(files[0]):
         return {"disk": None, "page_cache": None, "network": _bytes_per_second(files, seconds)}
-    is_dropped = _drop_page_cache(files)
-    disk = _bytes_per_second(files, seconds)
-    return {"disk": disk if is_dropped else None, "page_cache": _bytes_per_second(files, seconds), "network": None}
+    _drop_page_cache(files)
+    return {"disk": _bytes_per_second(files, seconds), "page_cache": _bytes_per_second(files, seconds), "network": None}
 
 
 def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[float] | None]:
     """Repeats ``stage_rates`` within ``seconds``; measures once if repeating would take much longer."""
     start = time.perf_counter()
-    results = [stage_rates(reader, seconds / REPEATS, 1 / REPEATS)]
-    if REPEATS * (time.perf_counter() - start) <= OVERTIME * (seconds + COPY_SECONDS):
-        results += [stage_rates(reader, seconds / REPEATS, 1 / REPEATS) for _ in range(REPEATS - 1)]
+    results = [stage_rates(reader, seconds / REPEATS)]
+    if REPEATS * (time.perf_counter() - start) <= OVERTIME * (seconds + REPEATS * COPY_SECONDS):
+        results += [stage_rates(reader, seconds / REPEATS) for _ in range(REPEATS - 1)]
     return {name: [rates[name] for rates in results if rates[name]] or None for name in results[0]}
 
 
-def stage_rates(reader: RowReader, seconds: float, fraction: float = 1.0) -> dict[str, Any]:
-    """Measures rows/s on one core in about ``seconds``; ``fraction`` of a full measurement suffices.
+def stage_rates(reader: RowReader, seconds: float) -> dict[str, Any]:
+    """Measures rows/s on one core in about ``seconds``.
 
     Returns "decode" (from the page cache to rows in memory), "copy" (from there to shuffled batches) and "batches"
     (both); None for a stage that the format does not have. BadRow if a row cannot be read and none may be skipped,
     RunError if more cannot be read than may be skipped.
     """
     with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
-        return _stage_rates(reader, seconds, fraction)
+        return _stage_rates(reader, seconds)
 
 
-def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str, Any]:
+def _stage_rates(reader: RowReader, seconds: float) -> dict[str, Any]:
     start = time.process_time()
     source = reader.open()
     opening, read = time.process_time() - start, partial(reader.read, source)
@@ -71,17 +70,17 @@ def _stage_rates(reader: RowReader, seconds: float, fraction: float) -> dict[str
     if reader.kind.is_table:  # a batch is copied from decoded runs
         opening = 0.0 if reader.kind.has_index else opening
         decode, run = _read_runs(read, source.chunk_offsets(), reader.rows, seconds, opening)
-        copy, _ = _read_shuffled(read, run, size, fraction * COPY_SECONDS, fraction)
+        copy, _ = _read_shuffled(read, run, size, COPY_SECONDS)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}
     rows = numpy.arange(min(reader.rows, MAX_SHUFFLED_ROWS))
-    rate, columns = _read_shuffled(read, rows, size, seconds, fraction)
+    rate, columns = _read_shuffled(read, rows, size, seconds)
     if not reader.kind.decodes:
         return {"decode": None, "copy": rate, "batches": rate}
     tensors = [leaf for leaf in column_leaves(columns) if isinstance(leaf, torch.Tensor)]
     copy = None
     if tensors:
         read, rows = arrays(*tensors).source.read, numpy.arange(len(tensors[0]))
-        copy, _ = _read_shuffled(read, rows, size, fraction * COPY_SECONDS, fraction)
+        copy, _ = _read_shuffled(read, rows, size, COPY_SECONDS)
     return {"decode": rate, "copy": copy, "batches": rate}
 
 
@@ -102,16 +101,12 @@ def _read_runs(
     return done / max(cpu_seconds, 1e-9), run
 
 
-def _read_shuffled(
-    read: Callable, rows: numpy.ndarray, max_size: int, seconds: float, fraction: float
-) -> tuple[float, Any]:
+def _read_shuffled(read: Callable, rows: numpy.ndarray, max_size: int, seconds: float) -> tuple[float, Any]:
     """Reads shuffled batches, larger until one can be timed: (rows per CPU second, columns of the largest)."""
     order = numpy.random.default_rng(0).permutation(rows)
     size, position, done, cpu_seconds, largest = MIN_BATCH, 0, 0, 0.0, None
-    min_rows, start = fraction * EPOCHS * len(order), time.perf_counter()
-    while not done or (
-        time.perf_counter() - start < seconds and (done < min_rows or cpu_seconds < fraction * ENOUGH_S)
-    ):
+    start = time.perf_counter()
+    while not done or (time.perf_counter() - start < seconds and (done < len(order) or cpu_seconds < ENOUGH_S)):
         batch = order[position : position + size]
         before = time.process_time()
         columns = read(batch)
@@ -150,10 +145,8 @@ def _read_blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
                 yield count
 
 
-def _drop_page_cache(files: list[str]) -> bool:
-    """Drops the first files from the page cache; returns whether the system supports it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
+def _drop_page_cache(files: list[str]) -> None:
+    """Drops the first files from the page cache."""
     size = 0
     for file in files:
         with suppress(ConfigurationError), open_file(file) as content:
@@ -163,4 +156,3 @@ def _drop_page_cache(files: list[str]) -> bool:
             size += os.fstat(content.fileno()).st_size
         if size >= MAX_DISK_BYTES:
             break
-    return True

@@ -142,8 +142,8 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
     A file that is found through several paths to its folder has the path without links, if there is one.
     """
-    if os.path.isfile(pattern):
-        yield pattern
+    if os.path.isfile(pattern) or (os.path.islink(pattern) and not os.path.exists(pattern)):
+        yield pattern  # reading it through a link to a missing file raises
         return
     found: dict[str, dict[str, set[str]]] = {}  # real path of a folder -> each path to it -> names of files
     for folder, names in _find(pattern, suffixes):
@@ -173,10 +173,10 @@ def _glob(folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterato
     The types of entries come with the listing, without a ``stat`` for each file: a million files take a second.
     """
     if not pattern:
-        for path, _, names in walk(folder):
+        for path, names in walk(folder):
             yield os.path.join(folder, path), [name for name in names if name.lower().endswith(suffixes or "")]
     elif pattern[0] == "**" and len(pattern) > 1:
-        for path, _, _ in walk(folder):
+        for path, _ in walk(folder):
             yield from _glob(os.path.join(folder, path) if path else folder, pattern[1:], suffixes)
     else:
         is_match, names = matcher("*" if pattern[0] == "**" else pattern[0]), []
@@ -200,8 +200,6 @@ def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
         return f"the folder {pattern} is empty"
     if os.path.exists(pattern):
         return f"{pattern} is not a regular file"
-    if os.path.islink(pattern):
-        return f"{pattern} is a link to a missing file"
     folder, name = os.path.split(pattern)
     message = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
     if has_magic(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -56,11 +55,6 @@ class AutotunedRunner:
     @property
     def workers(self) -> WorkerConfig:
         return self.autotuner.workers
-
-    def restrict(self, kinds: tuple[str, ...]) -> AutotunedRunner:
-        """Returns a copy that tries these kinds of workers only; never processes on a system without fork."""
-        forks = "fork" in multiprocessing.get_all_start_methods()
-        return replace(self, kinds=tuple(kind for kind in kinds if kind == "threads" or forks))
 
     def reset(self) -> AutotunedRunner:
         """Returns a copy for other batches, which starts the search from the current settings."""

@@ -108,12 +108,7 @@ class _Worker:
             buffer.close()
 
     def _start(self) -> None:
-        try:
-            context = multiprocessing.get_context("fork")
-        except ValueError:
-            raise ConfigurationError(
-                "worker processes require fork, which this system does not support; use threads: .prefetch(threads=2)"
-            ) from None
+        context = multiprocessing.get_context("fork")
         self.pipe, child_pipe = context.Pipe()
         args = self.make, child_pipe, self.buffers, os.getpid()
         self.process = context.Process(target=_work, args=args, name="hasten-data", daemon=True)

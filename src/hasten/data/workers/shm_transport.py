@@ -10,7 +10,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 from typing import Any
 
 import numpy
@@ -35,7 +34,7 @@ class SharedBuffer:
     """Anonymous memory shared by a process and its forked children, which grows on demand."""
 
     def __init__(self):
-        self.file = _anonymous_file()
+        self.file = os.memfd_create("hasten-data")
         self.mapped = numpy.empty(0, numpy.uint8)
 
     def memory(self, size: int) -> numpy.ndarray:
@@ -49,13 +48,6 @@ class SharedBuffer:
     def close(self) -> None:
         os.close(self.file)
         self.mapped = numpy.empty(0, numpy.uint8)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("hasten-data")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class _Pickler(pickle.Pickler):
