@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from hasten.core.card import PHASES
+from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
@@ -280,6 +281,12 @@ def step_profile(before: Json, after: Json) -> list[Json]:
     return rows
 
 
+def step_profile_of(result: Json) -> list[Json]:
+    """``step_profile`` of the baseline and the tuned arm of ``tune``."""
+    phases = result["step_profile"]
+    return step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
+
+
 def ceiling_medians(ceilings: Json) -> dict[str, float]:
     """Name -> median of each measured ceiling (time with a phase / time without it)."""
     return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
@@ -353,6 +360,12 @@ def medians(seeds: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
     """{arm: median over its seeds} of the arms for which most seeds have a value."""
     known = {arm: [value for value in values if value] for arm, values in seeds.items()}
     return {arm: median(values) for arm, values in known.items() if len(values) * 2 > len(seeds[arm])}
+
+
+def strong_baseline(result: Json) -> str:
+    """The strong baseline as text; empty without one."""
+    recipe = Recipe(result["strong_baseline_recipe"])
+    return formatting.shorten(str(recipe), 80) if recipe else ""
 
 
 def best_trial(trials: Sequence[Json]) -> Json | None:
