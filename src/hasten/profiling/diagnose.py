@@ -94,7 +94,8 @@ def diagnose(
     )
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
-        limits = {"seconds": budget * DRIFT_SHARE, "watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
+        limits: dict[str, Any] = {"seconds": budget * DRIFT_SHARE}
+        limits["watch"] = X{"watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
         drift, no_drift = _measure_drift(task, recipe, profile.plan, **where, **limits)
     peaks, ceilings = profile.plan["peak_memory"], _ceilings(profile)
     measured = {*profile.ceilings.ratios, "evaluation"}
