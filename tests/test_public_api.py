@@ -7,31 +7,25 @@ from pathlib import Path
 import pytest
 
 import hasten
-
-INIT = Path(hasten.__file__)
-TREE = ast.parse(INIT.read_text(encoding="utf-8"))
+import hasten.data
 
 
-def typed_imports() -> dict[str, str]:
+def typed_imports(package) -> dict[str, str]:
     """Name and module of each import under ``if TYPE_CHECKING``."""
-    block = next(node for node in TREE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    return {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    assert all(alias.asname == alias.name for node in block.body for alias in node.names), "a public name has `as`"
+    return {alias.name: node.module for node in block.body for alias in node.names}
 
 
-def test_type_checkers_see_the_modules_that_are_imported_at_run_time():
-    assert typed_imports() == hasten._MODULES
+@pytest.mark.parametrize("package", [hasten, hasten.data])
+def test_type_checkers_see_the_modules_that_are_imported_at_run_time(package):
+    assert typed_imports(package) == package._MODULES
 
 
-def test_all_is_a_literal_list_of_the_public_names():
-    value = next(
-        node.value for node in TREE.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    assert (
-        ast.literal_eval(value)
-        == sorted(value.value for value in value.elts)
-        == sorted([*hasten._MODULES, "__version__"])
-    )
-    assert dir(hasten) == hasten.__all__
+@pytest.mark.parametrize(("package", "others"), [(hasten, ["__version__"]), (hasten.data, [])])
+def test_all_lists_the_public_names(package, others):
+    assert dir(package) == package.__all__ == sorted([*package._MODULES, *others])
 
 
 @pytest.mark.parametrize("name", hasten._MODULES)

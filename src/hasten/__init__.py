@@ -7,95 +7,50 @@ and editors read the imports under ``TYPE_CHECKING``; ``tests/test_public_api.py
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hasten.benchmarking.compare import compare
-    from hasten.core.card import Card, Exactness, WrapOrder
-    from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
-    from hasten.core.errors import (
-        CollectiveTimeout,
-        ConfigurationError,
-        HastenWarning,
-        NoEffectError,
-        PeerFailure,
-        ProgressWarning,
-        RunError,
-        RunInterrupted,
-    )
-    from hasten.core.method import Method, option
-    from hasten.core.recipe import Recipe
-    from hasten.core.run_context import (
-        EngineServices,
-        Evaluation,
-        ParallelContext,
-        RunContext,
-        TrainPlan,
-        TrainProgress,
-    )
-    from hasten.core.task import StepContext, Task
-    from hasten.core.types import (
-        BackwardFn,
-        Batch,
-        BatchFn,
-        ContextFactory,
-        EffectCheck,
-        ForwardFn,
-        LossFn,
-        OptimizerFactory,
-        StepFn,
-    )
-    from hasten.engine.train import train
-    from hasten.export.eject import eject
-    from hasten.hosts.inside.attach import attach
-    from hasten.profiling.diagnose import diagnose
-    from hasten.reporting.report import report
-    from hasten.tuning.tune import tune
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "BackwardFn",
-    "Batch",
-    "BatchFn",
-    "BatchSource",
-    "Card",
-    "CollectiveTimeout",
-    "ConfigurationError",
-    "ContextFactory",
-    "EffectCheck",
-    "EngineServices",
-    "Evaluation",
-    "Exactness",
-    "ForwardFn",
-    "HastenWarning",
-    "LoaderSpec",
-    "LossFn",
-    "Method",
-    "NoEffectError",
-    "OptimizerFactory",
-    "ParallelContext",
-    "PeerFailure",
-    "ProgressWarning",
-    "Recipe",
-    "RunContext",
-    "RunError",
-    "RunInterrupted",
-    "StepContext",
-    "StepFn",
-    "Task",
-    "TrainPlan",
-    "TrainProgress",
-    "WorkerConfig",
-    "WrapOrder",
-    "__version__",
-    "attach",
-    "compare",
-    "diagnose",
-    "eject",
-    "option",
-    "report",
-    "train",
-    "tune",
-]
+if TYPE_CHECKING:  # "as" makes a name public
+    from hasten.benchmarking.compare import compare as compare
+    from hasten.core.card import Card as Card
+    from hasten.core.card import Exactness as Exactness
+    from hasten.core.card import WrapOrder as WrapOrder
+    from hasten.core.data import BatchSource as BatchSource
+    from hasten.core.data import LoaderSpec as LoaderSpec
+    from hasten.core.data import WorkerConfig as WorkerConfig
+    from hasten.core.errors import CollectiveTimeout as CollectiveTimeout
+    from hasten.core.errors import ConfigurationError as ConfigurationError
+    from hasten.core.errors import HastenWarning as HastenWarning
+    from hasten.core.errors import NoEffectError as NoEffectError
+    from hasten.core.errors import PeerFailure as PeerFailure
+    from hasten.core.errors import ProgressWarning as ProgressWarning
+    from hasten.core.errors import RunError as RunError
+    from hasten.core.errors import RunInterrupted as RunInterrupted
+    from hasten.core.method import Method as Method
+    from hasten.core.method import option as option
+    from hasten.core.recipe import Recipe as Recipe
+    from hasten.core.run_context import EngineServices as EngineServices
+    from hasten.core.run_context import Evaluation as Evaluation
+    from hasten.core.run_context import ParallelContext as ParallelContext
+    from hasten.core.run_context import RunContext as RunContext
+    from hasten.core.run_context import TrainPlan as TrainPlan
+    from hasten.core.run_context import TrainProgress as TrainProgress
+    from hasten.core.task import StepContext as StepContext
+    from hasten.core.task import Task as Task
+    from hasten.core.types import BackwardFn as BackwardFn
+    from hasten.core.types import Batch as Batch
+    from hasten.core.types import BatchFn as BatchFn
+    from hasten.core.types import ContextFactory as ContextFactory
+    from hasten.core.types import EffectCheck as EffectCheck
+    from hasten.core.types import ForwardFn as ForwardFn
+    from hasten.core.types import LossFn as LossFn
+    from hasten.core.types import OptimizerFactory as OptimizerFactory
+    from hasten.core.types import StepFn as StepFn
+    from hasten.engine.train import train as train
+    from hasten.export.eject import eject as eject
+    from hasten.hosts.inside.attach import attach as attach
+    from hasten.profiling.diagnose import diagnose as diagnose
+    from hasten.reporting.report import report as report
+    from hasten.tuning.tune import tune as tune
 
 _PUBLIC = {  # module: its public names
     "benchmarking.compare": "compare",
@@ -117,14 +72,13 @@ _PUBLIC = {  # module: its public names
 }
 _MODULES = {name: f"hasten.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 
-
 if not TYPE_CHECKING:  # or every misspelled name would have the type Any
+    __all__ = sorted([*_MODULES, "__version__"])
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module 'hasten' has no attribute {name!r}")
         return getattr(import_module(_MODULES[name]), name)
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

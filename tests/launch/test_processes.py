@@ -88,7 +88,7 @@ def test_launch_passes_its_options_before_the_command(folder):
         ("train digits --processes 2 --max-restarts often", "from 0 to"),
         ("train digits --processes 2 --max-restarts -1", "from 0 to"),
         ("train digits --processes 4096", "4096 processes take 819 GB before they begin"),
-        ("launch --nproc-per-node 5000 -- train digits", "at most 4096"),
+        ("launch --nproc-per-node 5000 -- train digits", "from 1 to 4096"),
         (
             "launch --nproc-per-node 1 --nnodes 2 --rdzv-endpoint no.such.machine:2000 -- train digits",
             "the nodes cannot meet at no.such.machine:2000",

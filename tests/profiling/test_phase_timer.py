@@ -1,5 +1,6 @@
 """The phase timer records every phase and changes nothing."""
 
+import dataclasses
 import json
 import time
 from itertools import islice
@@ -24,6 +25,7 @@ from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
 from hasten.testing.tasks import convolutional, perceptron, transformer
 from hasten.utils import phase_timer
+from helpers import public_loops
 
 OUTERMOST = Recipe({import_path(method): {} for method in (TimePhases, ReplayedBatch, NoUpdate)})
 
@@ -38,6 +40,11 @@ def with_schedule(model):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
+def with_two_schedules(model):
+    optimizers = public_loops.two_adams(model)
+    return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+
+
 def timed_program(task):
     program = build(task, make_methods(OUTERMOST))
     program.run.checkpoint_state["phase_timer"].start()
@@ -45,7 +52,13 @@ def timed_program(task):
 
 
 @pytest.mark.parametrize(
-    "task", [perceptron(optimizer=with_schedule), transformer(dropout=0.1)], ids=lambda task: task.name
+    "task",
+    [
+        perceptron(optimizer=with_schedule),
+        transformer(dropout=0.1),
+        dataclasses.replace(public_loops.gan(), optimizer=with_two_schedules),
+    ],
+    ids=lambda task: task.name,
 )
 def test_timed_run_has_the_same_bits(task):
     ended = []

@@ -83,6 +83,4 @@ def test_diagnose_names_a_wasteful_allocator():
         pytest.skip(f"this machine's memory does not show the waste: {faults:.0f} page faults a step")
     assert "page faults" in result["verdict"]
     assert advised(result)["malloc_tuning"] > 1.1
-    if "system_time" not in result["ceilings"]:
-        pytest.skip(f"the ceiling was not measured: {result['not_measured']['system_time']}")
     assert result["ceilings"]["system_time"]["median"] == advised(result)["malloc_tuning"]

@@ -2,12 +2,9 @@
 
 import pytest
 
-from hasten.core.recipe import Recipe
-from hasten.engine.tasks import TaskRef
-from hasten.profiling.ceilings import Ceilings, measure_allocator_ceiling
+from hasten.profiling.ceilings import Ceilings
 from hasten.profiling.step_profile import StepProfile
 from hasten.profiling.verdict import is_launch_bound, possible_gains, verdict_of
-from hasten.testing import tasks
 
 PHASES = {"input": 0.02, "copy": 0.01, "forward": 0.35, "backward": 0.5, "grad_transform": 0.0}
 PHASES |= {"optimizer_step": 0.05, "evaluation": 0.02, "logging": 0.05}
@@ -79,10 +76,3 @@ def test_arithmetic_is_compared_with_the_peak_of_the_used_and_of_the_fastest_for
 def test_system_time_beside_a_gpu_is_no_gain_of_an_allocator(device, gain):
     measured = profile(device, faults_per_step=400.0, system_share=0.15)
     assert possible_gains(measured, {})["system_time"] == pytest.approx(gain)
-
-
-def test_allocator_ceiling_is_not_measured_on_a_gpu():
-    """It would build a whole run to hear that tensors lie on the GPU."""
-    where = {"device": "cuda", "seed": 0, "budget": 60.0, "plan": {"build_seconds": 0.1, "step": 0.01}}
-    found = measure_allocator_ceiling(TaskRef.of(tasks.perceptron), Recipe(), 0.2, facts=frozenset({"cuda"}), **where)
-    assert found == Ceilings()

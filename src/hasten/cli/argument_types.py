@@ -6,8 +6,10 @@ import math
 import os
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
@@ -16,7 +18,6 @@ from hasten.utils.durations import parse_duration
 if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
 
-MAX_PROCESSES = 4096
 DEFAULT_RESTARTS = 3
 EVIDENCE = ("exact", "precision", "proven", "estimated")  # levels of --evidence, strongest first
 
@@ -52,22 +53,32 @@ def evidence_level(text: str) -> str:
     return text
 
 
-def price(text: str) -> float:
-    """Parse an amount of money above 0."""
-    return _positive_number(text, "an amount of money above 0, such as 2.50")
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d{1,10}", text.strip()) or not low <= int(text) <= high:
+            raise ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r:.40}")
+        return int(text)
+
+    return parse
 
 
-def positive_int(text: str) -> int:
-    """Parse a whole number from 1 to 999,999,999."""
-    return _integer(text, 1, 10**9 - 1)
+def positive_number(expected: str) -> Callable[[str], float]:
+    """The type of an argument that is a number above 0; ``expected`` describes it in the error message."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (value := float(text)) < math.inf:
+                return value
+        raise ArgumentTypeError(f"must be {expected}, not {text!r:.40}")
+
+    return parse
 
 
-def process_count(text: str) -> int:
-    """Parse a number of processes or nodes, from 1 to MAX_PROCESSES."""
-    count = positive_int(text)
-    if count > MAX_PROCESSES:
-        raise ArgumentTypeError(f"must be at most {MAX_PROCESSES}, not {count}")
-    return count
+positive_int = whole_number(1, 10**9 - 1)
+process_count = whole_number(1, 4096)
+seed = whole_number(0, 2**32 - 1)  # the range that every random number generator accepts
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -77,21 +88,6 @@ def node_range(text: str) -> tuple[int, int]:
     if minimum > maximum or text.endswith(":"):
         raise ArgumentTypeError(f"must be M or MIN:MAX with MIN at most MAX, not {text!r}")
     return minimum, maximum
-
-
-def restart_count(text: str) -> int:
-    """Parse a whole number from 0 to 999."""
-    return _integer(text, 0, 999)
-
-
-def seed(text: str) -> int:
-    """Parse a whole number from 0 to 2**32 - 1, the range that every random number generator accepts."""
-    return _integer(text, 0, 2**32 - 1)
-
-
-def margin(text: str) -> float:
-    """Parse a number above 0, in the metric's unit. 0 could not be passed: the metric is never free of noise."""
-    return _positive_number(text, "a positive number in the metric's unit")
 
 
 def directory(text: str) -> str:
@@ -128,7 +124,7 @@ def add_max_restarts(parser: ArgumentParser) -> None:
     """Add ``--max-restarts``: how often a job is restarted after ranks were lost."""
     parser.add_argument(
         "--max-restarts",
-        type=restart_count,
+        type=whole_number(0, 999),
         default=DEFAULT_RESTARTS,
         metavar="K",
         help="restart all processes from the newest checkpoint up to K times if one is lost (default: %(default)s)",
@@ -184,14 +180,9 @@ def add_metric(parser: ArgumentParser) -> None:
     )
 
 
-def add_vary(parser: ArgumentParser) -> None:
-    """Add ``--vary``: arguments of the training script of a command that a search may change."""
-    parser.add_argument(
-        "--vary",
-        type=name_list,
-        metavar="A1,A2",
-        help="arguments of your own command, such as lr,epochs,batch_size, of which other values are tried, too",
-    )
+def values(options: Namespace, *names: str) -> dict[str, Any]:
+    """Options by name, to be passed on as arguments of those names."""
+    return {name: getattr(options, name) for name in names}
 
 
 def add_recipe_options(parser: ArgumentParser) -> None:
@@ -256,22 +247,6 @@ def resolve_recipe(text: str, trusted: Recipe) -> Recipe:
             raise ConfigurationError(f"{text} refers to code outside hasten, {name}; {advice}")
         methods[known or name] = values
     return Recipe(methods)
-
-
-def _integer(text: str, low: int, high: int) -> int:
-    if not re.fullmatch(r"\d{1,10}", text.strip()) or not low <= int(text) <= high:
-        raise ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r:.40}")
-    return int(text)
-
-
-def _positive_number(text: str, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be {expected}, not {text!r:.40}")
-    return value
 
 
 def _absolute_name(method: str, base: Path) -> str:

@@ -5,7 +5,7 @@ The exit code is 0 if recipe b is faster and 1 for every other verdict.
 
 from argparse import ArgumentParser, Namespace
 
-from hasten.cli.argument_types import add_measuring_budget, add_processes, add_trial_timeout, resolve_recipe
+from hasten.cli.argument_types import add_measuring_budget, add_processes, add_trial_timeout, resolve_recipe, values
 from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 
@@ -44,15 +44,6 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
 
     extra = Recipe.parse(options.extra)
     a, b = (resolve_recipe(text, extra) for text in (options.a, options.b))
-    result = compare(
-        options.task,
-        a,
-        b,
-        budget=options.budget,
-        processes=options.processes,
-        timeout=options.timeout,
-        device=options.device,
-        seed=options.seed,
-        watch=watch,
-    )
+    given = values(options, "budget", "processes", "timeout", "device", "seed")
+    result = compare(options.task, a, b, **given, watch=watch)
     return CommandResult(result, page("terminal", "compare_answer"), code=0 if result["verdict"] == "faster" else 1)

@@ -3,7 +3,7 @@
 import shlex
 from argparse import ArgumentParser, Namespace
 
-from hasten.cli.argument_types import add_measuring_budget, common_options, directory, positive_int
+from hasten.cli.argument_types import add_measuring_budget, common_options, directory, positive_int, values
 from hasten.cli.output import CommandResult, page
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
@@ -49,9 +49,7 @@ def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """
     from hasten.datatools.inspection import inspect
 
-    result = inspect(
-        options.path, target=options.target, max_bad_rows=options.max_bad_rows, budget=options.budget, watch=watch
-    )
+    result = inspect(options.path, **values(options, "target", "max_bad_rows", "budget"), watch=watch)
     return CommandResult(result, page("terminal_data", "inspect_answer"), code=1 if result["trouble"] else 0)
 
 
@@ -82,13 +80,12 @@ def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """
     from hasten.datatools.conversion import convert
 
-    names = ("to", "target", "fill", "resize", "shards", "max_bad_rows")
-    values = {name: getattr(options, name) for name in names}
+    given = values(options, "to", "target", "fill", "resize", "shards", "max_bad_rows")
     try:
-        result = convert(options.path, options.out, **values, watch=watch)
+        result = convert(options.path, options.out, **given, watch=watch)
     except KeyboardInterrupt:
         command = ["hasten", "data", "convert", options.path]
-        for name, value in values.items():
+        for name, value in given.items():
             command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
         raise RunError(f"interrupted; to continue: {shlex.join([*command, '--out', options.out])}") from None
     return CommandResult(result, page("terminal_data", "convert_answer"))

@@ -50,12 +50,5 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         from hasten.profiling.diagnose import diagnose
 
         diagnose, answer = partial(diagnose, ops=options.ops), page("terminal", "diagnose_answer")
-    result = diagnose(
-        options.task,
-        recipe=types.recipe_from_options(options),
-        budget=options.budget,
-        device=options.device,
-        seed=options.seed,
-        watch=watch,
-    )
-    return CommandResult(result, answer)
+    recipe, given = types.recipe_from_options(options), types.values(options, "budget", "device", "seed")
+    return CommandResult(diagnose(options.task, recipe=recipe, **given, watch=watch), answer)

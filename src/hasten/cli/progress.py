@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from hasten.core.progress import ProgressCallback, no_progress
+from hasten.utils.durations import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -113,8 +114,4 @@ def _rate_limit(interval_s: float) -> Callable[[], bool]:
 
 
 def _left(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    if seconds < 90:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+    return "" if seconds is None else f"{format_duration(seconds)} left"

@@ -74,14 +74,9 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         result = train(
             options.task,
             recipe,
-            out=options.out,
-            resume=options.resume,
-            device=options.device,
-            seed=options.seed,
-            max_bad_rows=options.max_bad_rows,
+            **types.values(options, "out", "resume", "device", "seed", "max_bad_rows", "timeout"),
             watch=watch,
             checkpoint_seconds=options.checkpoint_every,
-            timeout=options.timeout,
             begun=note_run if is_managed_rank() else None,  # pyright: ignore[reportArgumentType]  # out is set
         )
     except KeyboardInterrupt:

@@ -34,19 +34,25 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--price-per-hour",
-        type=types.price,
+        type=types.positive_number("an amount of money above 0, such as 2.50"),
         metavar="MONEY",
         help="price of an hour on this machine; the answer then states the price of a training, too",
     )
     parser.add_argument(
         "--margin",
-        type=types.margin,
+        # 0 could not be passed: the metric is never free of noise
+        type=types.positive_number("a positive number in the metric's unit"),
         metavar="M",
         help="how much worse the metric may become, in its own unit (default: the larger of 0.5 %% of the metric and "
         "one standard deviation between seeds)",
     )
     types.add_metric(parser)
-    types.add_vary(parser)
+    parser.add_argument(
+        "--vary",
+        type=types.name_list,
+        metavar="A1,A2",
+        help="arguments of your own command, such as lr,epochs,batch_size, of which other values are tried, too",
+    )
     parser.add_argument("--methods", type=types.name_list, metavar="M1,M2", help="try only these methods")
     parser.add_argument(
         "--with",
@@ -76,23 +82,13 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     began = time.monotonic()  # importing torch counts in the budget
     from hasten.tuning.tune import SearchInterrupted, tune
 
-    wishes = {"evidence": options.evidence, "price_per_hour": options.price_per_hour}
     try:
         result: Any = tune(
             options.task,
-            budget=options.budget,
-            margin=options.margin,
-            methods=options.methods,
-            extra=tuple(options.extra),
-            out=options.out,
-            runs=options.runs,
-            processes=options.processes,
-            timeout=options.timeout,
-            device=options.device,
-            seed=options.seed,
+            **types.values(options, "budget", "evidence", "margin", "methods", "extra", "price_per_hour", "runs"),
+            **types.values(options, "out", "processes", "timeout", "device", "seed"),
             spent=time.monotonic() - began,
             watch=watch,
-            **{name: wish for name, wish in wishes.items() if wish is not None},
         )
     except SearchInterrupted as interrupt:
         print_stderr("hasten: interrupted; the same command continues the search")

@@ -1,13 +1,12 @@
 """``diagnose``: where the time of a task's real steps goes, what causes it, and what each phase could give at most."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
-from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import PHASES
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
@@ -18,7 +17,7 @@ from hasten.engine.memory import largest_batch
 from hasten.engine.registry import make_methods, method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
-from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE, measure_allocator_ceiling
+from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE
 from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
@@ -26,9 +25,7 @@ from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
 from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, NotAdvised, SeenMetric
 from hasten.utils.durations import parse_budget
 
-PROFILE_SHARE = 0.5  # of the budget, for the step profile; the allocator's ceiling gets what remains
-INPUT_SHARE = 0.1  # of the budget, for the throughput of the input pipeline
-DRIFT_SHARE = 0.2  # of the budget, for running the training on
+PROFILE_SHARE, INPUT_SHARE, DRIFT_SHARE = 0.6, 0.1, 0.2  # of the budget; the rest is for building the run
 
 ONE_PROCESS_DRIFT = "measured in one process only; leave --processes out"
 
@@ -80,43 +77,27 @@ def diagnose(
         check_lower_precision(recipe)
         if processes > 1:
             raise ConfigurationError(ONE_PROCESS)
-    operations = measure_operations(task, recipe, device=device, seed=seed, watch=watch) if ops else None
+    where: dict[str, Any] = {"device": device, "seed": seed, "deadline": deadline}
+    operations = measure_operations(task, recipe, **where, watch=watch) if ops else None
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
-    began = time.monotonic()
+    began, before_drift = time.monotonic(), PROFILE_SHARE + INPUT_SHARE
     profile = profile_steps(
         task,
         recipe,
-        device=device,
-        seed=seed,
+        **where,
         processes=processes,
+        timeout=timeout,
         budget=budget * PROFILE_SHARE,
         input_budget=budget * INPUT_SHARE,
         ceilings=processes == 1,
-        timeout=timeout,
-        deadline=deadline,
-        watch=_part(watch, 0.0, PROFILE_SHARE + INPUT_SHARE),
+        watch=_part(watch, 0.0, before_drift),
     )
-    before_drift = PROFILE_SHARE + INPUT_SHARE
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
-        part = _part(watch, before_drift, before_drift + DRIFT_SHARE)
-        drift, no_drift = _measure_drift(task, recipe, device, seed, profile.plan, budget * DRIFT_SHARE, deadline, part)
-    allocator = measure_allocator_ceiling(
-        task,
-        recipe,
-        profile.system_share,
-        device=device,
-        seed=seed,
-        processes=processes,
-        budget=budget - (time.monotonic() - began),
-        deadline=deadline,
-        plan=profile.plan,
-        facts=profile.facts,
-        watch=_part(watch, before_drift + DRIFT_SHARE, 1.0),
-    )
-    peaks = profile.plan["peak_memory"]
-    ceilings = _ceilings(profile, profile.ceilings.ratios | allocator.ratios)
-    measured = {*profile.ceilings.ratios, *allocator.ratios, "evaluation"}
+        where |= {"seconds": budget * DRIFT_SHARE, "watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
+        drift, no_drift = _measure_drift(task, recipe, profile.plan, **where)
+    peaks, ceilings = profile.plan["peak_memory"], _ceilings(profile)
+    measured = {*profile.ceilings.ratios, "evaluation"}
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
     gains = possible_gains(profile, medians)
     bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
@@ -133,7 +114,7 @@ def diagnose(
         "verdict": verdict_of(profile, gains),
         "phases": profile.phases,
         "ceilings": ceilings,
-        "not_measured": profile.ceilings.not_measured | allocator.not_measured | no_drift,
+        "not_measured": profile.ceilings.not_measured | no_drift,
         "advice": advice,
         "not_advised": not_advised,
         "causes": {
@@ -179,22 +160,14 @@ def _refused(task: TaskRef, names: Iterable[str]) -> dict[str, str]:
 
 
 def _measure_drift(
-    task: TaskRef,
-    recipe: Recipe,
-    device: str,
-    seed: int,
-    plan: dict[str, Any],
-    seconds: float,
-    deadline: float | None,
-    watch: ProgressCallback,
+    task: TaskRef, recipe: Recipe, plan: dict[str, Any], seconds: float, **where: Any
 ) -> tuple[Drift, dict[str, str]]:
     """The drift, and why it was not measured: a training that fails later on can still be diagnosed."""
     least = (warm_up_steps(plan["step"]) + STRETCHES) * plan["step"]
     if least > max(seconds, CHEAP_S):
         return Drift(), {"drift": f"it would take {least:.0f} s to train on"}
-    where = {"device": device, "seed": seed, "seconds": seconds, "deadline": deadline}
     try:
-        return measure_drift(task, recipe, watch=watch, **where), {}
+        return measure_drift(task, recipe, seconds=seconds, **where), {}
     except RunError as error:
         return Drift(), {"drift": str(error)}
 
@@ -206,17 +179,19 @@ def _denormals_ceiling(drift: Drift) -> dict[str, float]:
     return {"denormals": drift.ratio.median if drift.has_denormals and drift.ratio else 1.0}
 
 
-def _ceilings(profile: StepProfile, ratios: Mapping[str, Ratio]) -> dict[str, Interval]:
-    """The measured ceilings; those of other phases that take time follow from their shares by Amdahl's law.
+def _ceilings(profile: StepProfile) -> dict[str, Interval]:
+    """The measured ceilings; those of other phases, and of the system time, follow from their shares by Amdahl's law.
 
     A phase that is switched off never costs time, so a median below 1 is measurement noise and becomes 1.
     """
-    ceilings = {name: ratio.to_json() for name, ratio in ratios.items()}
+    ceilings = {name: ratio.to_json() for name, ratio in profile.ceilings.ratios.items()}
     for name in PHASES.keys() & ceilings.keys():
-        ceilings[name]["median"] = max(1.0, ratios[name].median)
+        ceilings[name]["median"] = max(1.0, profile.ceilings.ratios[name].median)
     bounds = {name: amdahl(share) for name, share in profile.phases.items() if share >= MIN_SHARE}
     if profile.evaluation:
         bounds["evaluation"] = amdahl(profile.phases["evaluation"])
+    if profile.wasted_share >= MIN_SHARE:
+        bounds["system_time"] = amdahl(profile.wasted_share)
     return {name: Interval(median=bound, low=None, high=None) for name, bound in bounds.items()} | ceilings
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from hasten.benchmarking.arm import Arm
@@ -41,21 +42,13 @@ STATE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A stretch of a training, and the state at its end.
+    """A stretch of a training, and the state at its end."""
 
-    Attributes:
-        step: The last step.
-        seconds_per_step: The median over its blocks.
-        denormal: Number of denormal values by kind of tensor, such as "weights", "gradients" or "exp_avg".
-        values: Number of all values by kind of tensor.
-        rss: Bytes of memory of the process.
-    """
-
-    step: int
-    seconds_per_step: float
-    denormal: dict[str, int]
-    values: dict[str, int]
-    rss: int
+    step: int  # the last one
+    seconds_per_step: float  # the median over its blocks
+    denormal: dict[str, int]  # number of denormal values by kind of tensor, such as "weights", "gradients" or "exp_avg"
+    values: dict[str, int]  # number of all values by kind of tensor
+    rss: int  # bytes of memory of the process
 
     def denormal_kinds(self) -> list[str]:
         """Kinds of tensors of which at least MIN_SHARE of the values are denormal, the most first."""
@@ -65,17 +58,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was measured of a training at several positions.
-
-    Attributes:
-        rows: The stretches.
-        slow_from: The step from which steps are slower than at the start; None without a drift.
-        ratio: Time of a step at the end / at the start of a training, measured in turns; None without a drift.
-    """
+    """What was measured of a training at several positions."""
 
     rows: list[Stretch] = field(default_factory=list[Stretch])
-    slow_from: int | None = None
-    ratio: Ratio | None = None
+    slow_from: int | None = None  # the step from which steps are slower than at the start; None without a drift
+    ratio: Ratio | None = None  # time of a step at the end / at the start, measured in turns; None without a drift
 
     @property
     def has_denormals(self) -> bool:
@@ -154,7 +141,7 @@ class DriftProbe(Arm):
             "step": run.progress.step,
             "denormal": {kind: denormal for kind, (denormal, _) in counts.items()},
             "values": {kind: values for kind, (_, values) in counts.items()},
-            "rss": _resident_bytes(),
+            "rss": psutil.Process().memory_info().rss,
         }
 
 
@@ -223,11 +210,3 @@ def _describe_memory(rows: list[Stretch]) -> str | None:
         return None
     start, end = (f"{row.rss / (1 << 20):,.0f} MiB at step {row.step:,}" for row in (rows[0], rows[-1]))
     return f"the memory of the process grows from {start} to {end}"
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-    except OSError:  # not Linux
-        return 0

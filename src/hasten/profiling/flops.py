@@ -1,7 +1,9 @@
 """Floating-point operations of a training step, and the peak rate that the machine reaches in a matrix product."""
 
+import math
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,9 +37,7 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     for length in PEAK_LENGTHS[torch.device(device).type]:
         # random numbers: a GPU that multiplies ones draws less power, and clocks higher than in any training
         a, b = (torch.randn(length, length, device=device).to(dtype) for _ in range(2))
-        end = time.perf_counter() + PEAK_SECONDS / 3
-        while best == 0.0 or time.perf_counter() < end:
-            best = max(best, 2 * length**3 / _matmul_seconds(a, b))
+        best = max(best, 2 * length**3 / _fastest_call(partial(torch.mm, a, b), a.device))
         if time.perf_counter() - began > 2 * PEAK_SECONDS:
             break
     return best
@@ -53,19 +53,16 @@ def best_format(device: str, facts: frozenset[str]) -> tuple[str, float]:
 def copy_bytes_per_second(device: str) -> float:
     """The best rate of copying within the memory of a device, bytes read and written."""
     source = torch.zeros(COPY_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
-    target, best, end = source.clone(), 0.0, time.perf_counter() + PEAK_SECONDS / 3
-    while best == 0.0 or time.perf_counter() < end:
-        synchronize(source.device)
+    return 2 * source.nbytes / _fastest_call(partial(source.clone().copy_, source), source.device)
+
+
+def _fastest_call(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of many calls, within a third of PEAK_SECONDS."""
+    best, end = math.inf, time.perf_counter() + PEAK_SECONDS / 3
+    while best == math.inf or time.perf_counter() < end:
+        synchronize(device)
         began = time.perf_counter()
-        target.copy_(source)
-        synchronize(source.device)
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - began))
+        work()
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
     return best
-
-
-def _matmul_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    synchronize(a.device)
-    began = time.perf_counter()
-    torch.mm(a, b)
-    synchronize(a.device)
-    return time.perf_counter() - began

@@ -164,16 +164,12 @@ def _calls_per_second(program: Program, work: Callable[[], object], seconds: flo
 
 def _end_to_end(program: Program, seconds: float) -> tuple[float, float]:
     """(samples/s as the training loop gets them, seconds until the first batch)."""
-    began, samples, first = time.perf_counter(), 0, 0.0
-    for batch in (batch for epoch in count() for batch in program.train.epoch(epoch, 0)):
-        program.to_device(batch)
-        if not first:
-            synchronize(program.run.device)
-            first = time.perf_counter() - began
-            continue
-        samples += batch_size(batch)
-        if time.perf_counter() - began - first > seconds:
-            break
+    began = time.perf_counter()
+    batches = (program.to_device(batch) for epoch in count() for batch in program.train.epoch(epoch, 0))
+    next(batches)
+    synchronize(program.run.device)
+    first = time.perf_counter() - began
+    samples, _ = _draw(batches, seconds)
     synchronize(program.run.device)
     return samples / (time.perf_counter() - began - first), first
 
@@ -204,7 +200,7 @@ def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_me
     }
     source = time_source(pipeline.source, read, fetch)
     timed = replace(pipeline, source=source, batch_size=batch_size, runner=InlineRunner(), device=None, **maps)
-    samples, total = _draw((timed.epoch(epoch) for epoch in count()), seconds)
+    samples, total = _draw((batch for epoch in count() for batch in timed.epoch(epoch)), seconds)
     spent = {"read": fetch.seconds, "decode": read.seconds - fetch.seconds} if has_raw else {"read": read.seconds}
     spent |= {"map": maps_watch.seconds}
     if pipeline.sample_maps or pipeline.collate_fn:
@@ -218,22 +214,18 @@ def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
     read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
     read = watches["read"].time_calls(read)
     collate = watches["batch"].time_calls(samples.collate or default_collate)
-    epochs = (map(collate, map(read, samples.batch_sampler(epoch))) for epoch in count())
-    drawn, _ = _draw(epochs, seconds)
+    drawn, _ = _draw((collate(read(indices)) for epoch in count() for indices in samples.batch_sampler(epoch)), seconds)
     return {name: drawn / watch.seconds for name, watch in watches.items()}
 
 
-def _draw(epochs: Iterator[Iterator], seconds: float) -> tuple[int, float]:
-    """Draws batches for about ``seconds``: (samples in them, seconds that it took)."""
-    samples, total = 0, 0.0
-    for epoch in epochs:
-        began = time.perf_counter()
-        for batch in epoch:
-            samples += batch_size(batch)
-            if total + time.perf_counter() - began > seconds:
-                return samples, total + time.perf_counter() - began
-        total += time.perf_counter() - began
-    raise AssertionError("there is always another epoch")
+def _draw(batches: Iterator[Batch], seconds: float) -> tuple[int, float]:
+    """Draws batches, of which there is no end, for about ``seconds``: (samples in them, seconds that it took)."""
+    began, samples = time.perf_counter(), 0
+    for batch in batches:
+        samples += batch_size(batch)
+        if time.perf_counter() - began > seconds:
+            break
+    return samples, time.perf_counter() - began
 
 
 class Stopwatch:

@@ -58,13 +58,7 @@ def measure_operations(
 ) -> Operations:
     """Trains a few steps, after a warm-up, in a worker process that records their operations.
 
-    Args:
-        task: what is trained.
-        recipe: with what methods.
-        device: "cpu" or "cuda".
-        seed: of the run.
-        deadline: time of ``time.monotonic`` at which it ends.
-        watch: called with the progress.
+    The arguments are those of ``diagnose``.
 
     Returns:
         ``steps``: how many were recorded. ``rows``: one for each operation and precision (that of the first
@@ -87,15 +81,10 @@ def measure_operations(
 
 @runtime_checkable
 class ScalesLoss(Protocol):
-    """What a method that scales the loss has in ``RunContext.checkpoint_state``.
+    """What a method that scales the loss has in ``RunContext.checkpoint_state``."""
 
-    Attributes:
-        value: The factor of the loss in the next step.
-        overflow: Whether the gradients of the last step overflowed.
-    """
-
-    value: float
-    overflow: bool
+    value: float  # the factor of the loss in the next step
+    overflow: bool  # whether the gradients of the last step overflowed
 
 
 class RecordedArm(Arm):

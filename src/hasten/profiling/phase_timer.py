@@ -16,6 +16,7 @@ from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import Batch, OptimizerFactory
 from hasten.engine.registry import method_names
+from hasten.utils.optimizers import optimizer_and_schedule
 from hasten.utils.phase_timer import PhaseTimer
 
 
@@ -55,10 +56,10 @@ class TimePhases(Method):
         """Times the learning-rate schedule, as part of the optimizer step."""
 
         def make_timed(model: torch.nn.Module) -> Any:
-            made = make(model)
-            if isinstance(made, tuple) and made[1] is not None:
-                return made[0], _TimedSchedule(made[1], _timer(run))
-            return made
+            optimizer, schedule = optimizer_and_schedule(make(model))
+            if schedule is not None:
+                schedule.step = _timer(run).timed("optimizer_step", schedule.step)
+            return optimizer, schedule
 
         return make_timed
 
@@ -68,16 +69,6 @@ class TimePhases(Method):
     forward_backward = _timed("forward_backward")
     grad_transform = _timed("grad_transform")
     optimizer_step = zero_grad = _timed("optimizer_step")
-
-
-class _TimedSchedule:
-    """A learning-rate schedule whose steps count as part of the optimizer step."""
-
-    def __init__(self, schedule: Any, timer: PhaseTimer):
-        self.schedule, self.step = schedule, timer.timed("optimizer_step", schedule.step)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.schedule, name)
 
 
 def _timer(run: RunContext) -> PhaseTimer:

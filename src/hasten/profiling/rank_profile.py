@@ -69,14 +69,8 @@ def diagnose_ranks(
 ) -> dict:
     """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
 
-    Args:
-        task: a workload's name, ``file.py:function`` or a Task.
-        recipe: the methods to train with; None for the task as it is.
-        budget: seconds, or a text such as "10m".
-        device: "cpu" or "cuda"; None picks one.
-        seed: seed of the run that is measured.
-        watch: called with the progress, on rank 0.
-        timeout: seconds to wait for another rank in a collective.
+    The arguments are those of ``diagnose``. ``watch`` is called on rank 0; ``timeout``: seconds to wait for another
+    rank in a collective.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.

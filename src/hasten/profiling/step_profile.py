@@ -36,7 +36,7 @@ MANY_FAULTS = 100  # page faults a step; fewer are the background of the machine
 class StepProfile:
     """What was measured of a run. Times in seconds, shares between 0 and 1; None for what could not be measured."""
 
-    plan: dict  # as ``Arm.build`` returned it, with ``build_seconds``
+    plan: dict  # as ``Arm.build`` returned it
     phases: dict[str, float]  # share of the run's wall clock of each phase; they sum to 1
     ceilings: Ceilings  # those that can be measured in this one process
     step: float  # seconds of a step, without evaluations
@@ -55,9 +55,12 @@ class StepProfile:
     code: dict[str, Any]  # what a script's own code costs: ``synchronizations`` and ``functions``
 
     @property
-    def has_many_faults(self) -> bool:
-        """Whether a step causes at least MANY_FAULTS page faults, more than the background of the machine."""
-        return self.faults_per_step >= MANY_FAULTS
+    def wasted_share(self) -> float:
+        """Share of the CPU time, spent in the operating system, that an allocator which keeps memory could save.
+
+        Beside a GPU the system works for its driver, and the process waits in a loop: no allocator would save that.
+        """
+        return self.system_share if self.faults_per_step >= MANY_FAULTS and "cpu" in self.facts else 0.0
 
     def seconds_per_run(self) -> float | None:
         """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown."""
@@ -98,9 +101,7 @@ def profile_steps(
     watch("building the run", 0.0, None)
     arguments = {"task": task, "methods": methods, "device": device, "seed": seed}
     with start_workers(processes, "hasten.profiling.probe:Probe", timeout, deadline, **arguments) as probe:
-        began = time.monotonic()
         plan = probe.call("build")
-        plan["build_seconds"] = time.monotonic() - began
         noise, count = SystemNoise(), block_steps(plan)
         check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * MIN_PAIRS)
         watch("timing the phases of the step", 0.1, budget)

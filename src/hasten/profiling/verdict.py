@@ -28,7 +28,7 @@ CAUSES = {
     "own_code": "the script's own {function} ({site}) takes {share:.0%} of the time; if it were free, training would "
     "be {gain:.2f}x as fast",
     "system_time": "the operating system takes {system:.0%} of the CPU time, with {faults:.0f} page faults a step: "
-    "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast",
+    "memory is returned and fetched again; keeping it would make training {gain:.2f}x as fast at most",
     "larger_batch": "the batch of {batch} is small: much of the cost of a step does not depend on its size; with "
     "{factor} times the batch, samples would pass {gain:.2f}x as fast (whether they teach as much, training shows)",
 }
@@ -51,9 +51,7 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
     """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     bounds["own_code"] = amdahl(_hottest(profile)["share"])
-    # beside a GPU the system works for its driver, and the process waits in a loop: no allocator would save that
-    wasted = profile.system_share if profile.has_many_faults and "cpu" in profile.facts else 0.0
-    return bounds | {"system_time": amdahl(wasted)} | dict(ceilings)
+    return bounds | {"system_time": amdahl(profile.wasted_share)} | dict(ceilings)
 
 
 def is_launch_bound(facts: frozenset[str], issue_share: float, input_share: float, host_reads: float | None) -> bool:

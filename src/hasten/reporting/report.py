@@ -13,8 +13,10 @@ from markupsafe import Markup, escape
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.reporting import charts, formatting, frontier_chart, view_model
+from hasten.reporting import charts, formatting, view_model
 from hasten.reporting.frontier import frontier_rows
+from hasten.reporting.frontier_chart import frontier as draw_frontier
+from hasten.reporting.frontier_chart import has_quality, legend, small_mark
 from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
 from hasten.reporting.validation import coerce, read_json, read_result
@@ -58,56 +60,28 @@ def report(folder: str | Path) -> Path:
 
 def _tune(result: Json) -> Json:
     metric, quality = result["metric"], result["quality"]
-    higher = metric["higher_is_better"] is not False
-    won, headline = view_model.is_recommended(result), view_model.tune_headline(result)
-    arms = view_model.arms(result["curves"], metric["target"], higher, result["time_to_target"])
-    phases, ceilings = result["step_profile"], view_model.ceiling_medians(result["ceilings"])
-    rows = view_model.step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
+    metric = metric | {"higher_is_better": metric["higher_is_better"] is not False}
+    arms = view_model.arms(result["curves"], metric["target"], metric["higher_is_better"], result["time_to_target"])
     measured_times = {arm: time for arm, time in result["time_to_target"].items() if time is not None}
     times = {arm["name"]: arm["time"] for arm in arms} | measured_times
     baseline, tuned = times.get("baseline"), times.get("tuned")
-    steps = view_model.staircase(baseline, tuned, view_model.contributions(result)) if won else []
-    curves = _drawings(charts.curves, arms, metric["target"], metric | {"higher_is_better": higher})
-    strong_baseline = Recipe(result["strong_baseline_recipe"])
-    rows_of_frontier = frontier_rows(result)
-    chart = (frontier_chart.frontier, rows_of_frontier, metric, quality["margin"])
-    drawn = _drawings(*chart) if len(rows_of_frontier) > 1 else ()
+    won, shares = view_model.is_recommended(result), view_model.contributions(result)
+    steps = view_model.staircase(baseline, tuned, shares) if won else []
+    phases, rows = view_model.step_profile_of(result), frontier_rows(result)
     return {
-        "title": f"{headline}: {result['task']}",
-        "headline": headline,
+        "title": f"{view_model.tune_headline(result)}: {result['task']}",
         "won": won,
         "times": {"baseline": baseline, "tuned": tuned},
-        "strong_baseline": formatting.shorten(str(strong_baseline), 80) if strong_baseline else "",
-        "training": view_model.training_times(result),
-        "evidence_meaning": EVIDENCE_LEVELS.get(result["evidence"], ""),
-        "sentence": view_model.tune_sentence(result),
-        "prices": view_model.prices(result),
-        "memory": view_model.peak_memory(result),
-        "frontier": rows_of_frontier,
-        "frontier_chart": drawn,
-        "has_quality": frontier_chart.has_quality(rows_of_frontier),
-        "legend": frontier_chart.legend(rows_of_frontier),
-        "goal": view_model.target_text(metric),
-        "measured": sum(trial["ratio"]["median"] is not None for trial in result["trials"]),
-        "best": view_model.best_trial(result["trials"]),
+        "frontier": rows,
+        "frontier_chart": _drawings(draw_frontier, rows, result["metric"], quality["margin"]) if len(rows) > 1 else (),
         "arms": arms,
-        "curves": curves if arms else (),
+        "curves": _drawings(charts.curves, arms, metric["target"], metric) if arms else (),
         "waterfall": _drawings(charts.waterfall, baseline, tuned, steps) if steps else (),
-        "without_gain": view_model.without_gain(result["contributions"]),
         "gate": _gate(quality, metric["unit"]),
-        "phase_bars": _drawings(charts.phase_bars, _bars(phases, rows)) if rows else (),
-        "phases": rows,
-        "ceilings": ceilings,
-        "other_ceilings": view_model.other_ceilings(ceilings, phases.get("baseline", {})),
-        "operations": operation_groups(result["operations"]["rows"]),
+        "phases": phases,
+        "phase_bars": _drawings(charts.phase_bars, _bars(phases)) if phases else (),
+        "ceilings": view_model.ceiling_medians(result["ceilings"]),
         "operations_notes": _operations_notes(result["operations"]),
-        "has_tuned_phases": bool(phases.get("tuned")),
-        "measured_seconds": view_model.medians(result["seconds_to_target"]),
-        "speed": view_model.sources_of_speed(result),
-        "stages": view_model.stages(result["trials"]),
-        "domain": view_model.ratio_domain([trial["ratio"] for trial in result["trials"]]),
-        "break_even": view_model.break_even(result),
-        "break_even_runs": view_model.break_even_runs(result),
     }
 
 
@@ -144,7 +118,7 @@ def _operations_notes(operations: Json) -> list[str]:
     return [operations_note(operations), *([f"loss scale: {scale}"] if scale else []), operations["note"]]
 
 
-def _bars(arms: Mapping[str, Json], rows: Iterable[Json]) -> list[tuple[str, str, Json]]:
+def _bars(rows: Iterable[Json]) -> list[tuple[str, str, Json]]:
     bars = []
     for arm, column in (("baseline", "before"), ("tuned", "after")):
         phases = {row["phase"]: row[column] for row in rows if row[column] and row[column] > 0}
@@ -230,9 +204,9 @@ def _templates() -> Environment:
     environment.trim_blocks = environment.lstrip_blocks = True
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
-    environment.globals["peak_memory"] = formatting.peak_memory
-    functions = (charts.phase_class, charts.ratio_mark, frontier_chart.small_mark, view_model.is_success)
-    for function in (*functions, formatting.between):
+    functions = (charts.phase_class, charts.ratio_mark, small_mark, has_quality, legend, operation_groups)
+    for function in (*functions, formatting.between, formatting.peak_memory):
         environment.globals[function.__name__] = function
+    environment.globals |= {"view": view_model, "evidence_levels": EVIDENCE_LEVELS}
     environment.globals |= {"breakable": _breakable, "with_code": _with_code}
     return environment

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 GOOD, DIM, BOLD = "bold cyan", "dim", "bold"
+
+
+def page(*parts: RenderableType) -> Group:
+    """The parts one below the other, strings as they are written (no markup); empty strings are left out."""
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts if part != ""))
 
 
 def headline(text: str, task: str, good: bool) -> Text:
@@ -33,10 +38,11 @@ def grid(*heads: str) -> Table:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    """A table of (name, value) rows in two columns."""
+    """A table of (name, value) rows in two columns, without those whose value is empty."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(Text(name, DIM, no_wrap=True), Text(value, overflow="fold"))
+        if value:
+            table.add_row(Text(name, DIM, no_wrap=True), Text(value, overflow="fold"))
     return indented(table)
 
 

@@ -8,14 +8,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
 from hasten.reporting.frontier import evidence_text, frontier_rows
 from hasten.reporting.operations import operations_table
-from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs
+from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, page, pairs
 from hasten.reporting.validation import validate
 from hasten.reporting.view_model import Json
 
@@ -27,17 +27,19 @@ def tune_answer(result: Json) -> RenderableType:
     """What a training gains, how sure it is, the frontier, and the unsuccessful trials."""
     result = validate(result)
     won, evidence = view_model.is_recommended(result), evidence_text(result["evidence"])
-    parts: list[RenderableType] = [
+    shares = _contributions(view_model.contributions(result)) if won else []
+    return page(
         headline(view_model.tune_headline(result), result["task"], won),
-        *([Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD))] if won else []),
-        Text(view_model.tune_sentence(result)),
-        *([Text(f"Evidence: {evidence}.")] if won and evidence else []),
+        Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD)) if won else "",
+        view_model.tune_sentence(result),
+        f"Evidence: {evidence}." if won and evidence else "",
         *frontier_table(frontier_rows(result)),
         Text(),
         pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
-    ]
-    shares = _contributions(view_model.contributions(result)) if won else []
-    return Group(*parts, *shares, *_unsuccessful(result["trials"]), *_next_commands(result, won))
+        *shares,
+        *_unsuccessful(result["trials"]),
+        *_next_commands(result, won),
+    )
 
 
 def frontier_table(rows: Sequence[Json]) -> list[RenderableType]:
@@ -73,29 +75,23 @@ def compare_answer(result: Json) -> RenderableType:
     for arm in ("a", "b"):
         times = (result[key].get(arm) for key in ("seconds_per_1000_samples", "evaluation_seconds", "start_seconds"))
         arms.add_row(Text(arm, BOLD), Text(result[arm] or formatting.UNKNOWN), *map(formatting.seconds, times))
-    rows = [("time of a / b", f"{formatting.with_interval(result['ratio'])}, 95 % interval")]
-    if result["cpu_ratio"]["median"] is not None:
-        rows.append(("in CPU seconds", formatting.with_interval(result["cpu_ratio"])))
-    if (result["processes"] or 1) > 1:
-        rows.append(("processes", f"{result['processes']:.0f} in each arm"))
-    rows += view_model.ratios_by_position(result)
     blocks = formatting.count(result["blocks"], "block", "blocks")
     rounds = formatting.count(result["rounds"], "round", "rounds")
     arms_ran = "each arm alone, in turns" if result["interleaved"] is False else "arms interleaved"
     measured = f"{blocks}, {arms_ran}, in {rounds} of fresh processes"
-    rows += [("measured", measured + _noise(result["system_noise"])), *_device(result["device"])]
-    for arm in ("a", "b"):
-        rows += _memory(result["peak_memory_bytes"].get(arm, []), label=f"memory of {arm}")
-    for arm in ("a", "b"):
-        rows += _effects(result["effects"].get(arm, {}), f"effect in {arm}")
-    return Group(
-        headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster"),
-        *([Text(result["why"])] if result["why"] else []),
-        Text(),
-        pairs(rows),
-        Text(),
-        indented(arms),
-    )
+    cpu_ratio = result["cpu_ratio"]
+    rows = [
+        ("time of a / b", f"{formatting.with_interval(result['ratio'])}, 95 % interval"),
+        ("in CPU seconds", "" if cpu_ratio["median"] is None else formatting.with_interval(cpu_ratio)),
+        ("processes", f"{result['processes']:.0f} in each arm" if (result["processes"] or 1) > 1 else ""),
+        *view_model.ratios_by_position(result),
+        ("measured", measured + _noise(result["system_noise"])),
+        ("device", result["device"]),
+        *((f"memory of {arm}", _memory(result["peak_memory_bytes"].get(arm))) for arm in ("a", "b")),
+        *(row for arm in ("a", "b") for row in _effects(result["effects"].get(arm, {}), f"effect in {arm}")),
+    ]
+    head = headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster")
+    return page(head, result["why"], Text(), pairs(rows), Text(), indented(arms))
 
 
 def diagnose_answer(result: Json) -> RenderableType:
@@ -109,10 +105,10 @@ def diagnose_answer(result: Json) -> RenderableType:
         phases.add_row(row["phase"], bar(row["before"] / longest, BAR_WIDTH), share, ceiling)
     for name, value in view_model.other_ceilings(ceilings, result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
-    return Group(
+    return page(
         headline("Where the time goes", result["task"], False),
-        Text(result["verdict"]),
-        *([Text(result["drift"]["text"])] if result["drift"]["text"] else []),
+        result["verdict"],
+        result["drift"]["text"],
         Text(),
         indented(phases),
         Text(),
@@ -131,25 +127,25 @@ def train_answer(result: Json) -> RenderableType:
     name, seconds = result["metric_name"] or "metric", formatting.seconds
     final, best = formatting.metric(result["metric"]), formatting.metric(result["best_metric"])
     steps = formatting.count(result["steps"], "step", "steps")
-    rows = [(name, f"{final}, best {best}"), ("trained for", f"{steps} in {seconds(result['seconds'])}")]
-    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"])]
+    target = "" if result["target"] is None else f"{formatting.plain(result['target'])} not reached"
     if result["seconds_to_target"] is not None:
-        rows.append(("target", f"reached after {seconds(result['seconds_to_target'])}"))
-    elif result["target"] is not None:
-        rows.append(("target", f"{formatting.plain(result['target'])} not reached"))
-    if result["stopped"]:
-        rows.append(("stopped", "before the last planned step"))
-    if result["skipped_rows"]:
-        where = "; skipped.jsonl lists them" if result["out"] else ""
-        rows.append(("skipped", formatting.count(result["skipped_rows"], "unreadable row", "unreadable rows") + where))
-    if result["tuned_settings"]:
-        where = "; stored in recipe.toml" if result["out"] else ""
-        rows.append(("autotuned", f"{Recipe(result['tuned_settings'])}{where}"))
-    rows += [("no effect", ": ".join(pair)) for pair in result["no_effect"]]
-    rows += _effects(result["effects"])
-    if result["out"]:
-        rows.append(("directory", result["out"]))
-    return Group(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
+        target = f"reached after {seconds(result['seconds_to_target'])}"
+    skipped = formatting.count(result["skipped_rows"], "unreadable row", "unreadable rows")
+    listed, stored = ("; skipped.jsonl lists them", "; stored in recipe.toml") if result["out"] else ("", "")
+    rows = [
+        (name, f"{final}, best {best}"),
+        ("trained for", f"{steps} in {seconds(result['seconds'])}"),
+        ("device", result["device"]),
+        ("peak memory", _memory(result["peak_memory_bytes"])),
+        ("target", target),
+        ("stopped", "before the last planned step" if result["stopped"] else ""),
+        ("skipped", skipped + listed if result["skipped_rows"] else ""),
+        ("autotuned", f"{Recipe(result['tuned_settings'])}{stored}" if result["tuned_settings"] else ""),
+        *(("no effect", ": ".join(pair)) for pair in result["no_effect"]),
+        *_effects(result["effects"]),
+        ("directory", result["out"]),
+    ]
+    return page(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
 
 
 def advice_table(advice: Sequence[Json]) -> list[RenderableType]:
@@ -180,39 +176,35 @@ def _won_facts(result: Json) -> list[tuple[str, str]]:
 def _best_trial(result: Json) -> list[tuple[str, str]]:
     """The fastest trial that was not adopted, of a search without a frontier."""
     best = None if result["frontier"] else view_model.best_trial(view_model.unsuccessful(result["trials"]))
-    return (
-        [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
-        if best
-        else []
-    )
+    if best is None:
+        return []
+    return [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
 
 
 def _facts(result: Json) -> list[tuple[str, str]]:
     """What is worth knowing with a recipe and without one: margin, time and price of a training, and of the search."""
-    rows, quality, seconds = [], result["quality"], result["training_seconds"]["baseline"]
-    if quality["margin"] is not None:
-        margin = formatting.plain(quality["margin"], result["metric"]["unit"], 2)
-        rows.append(("margin", f"{margin}{', ' if result['margin_why'] else ''}{result['margin_why']}"))
+    quality, seconds, takes, price = result["quality"], result["training_seconds"]["baseline"], "", ""
+    margin = formatting.plain(quality["margin"], result["metric"]["unit"], 2)
     if seconds is not None and not view_model.is_recommended(result):
         source = "" if result["training_measured"] else ", predicted from measured steps"
-        rows.append(("a training", f"takes {formatting.seconds(seconds)}{source}"))
+        takes = f"takes {formatting.seconds(seconds)}{source}"
     if prices := view_model.prices(result):
         before, tuned, hour = prices
         amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
-        rows.append(("price", f"{amount} for a training, at {hour} an hour"))
-    rows += _device(result["machine"].get("gpu") or result["machine"].get("device"))
-    if memory := view_model.peak_memory(result):
-        rows.append(("peak memory", ", ".join(memory)))
-    return [*rows, *_single_process(result), *_search_cost(result)]
+        price = f"{amount} for a training, at {hour} an hour"
+    return [
+        ("margin", "" if quality["margin"] is None else ", ".join(filter(None, (margin, result["margin_why"])))),
+        ("a training", takes),
+        ("price", price),
+        ("device", result["machine"].get("gpu") or result["machine"].get("device") or ""),
+        ("peak memory", ", ".join(view_model.peak_memory(result) or ())),
+        *_single_process(result),
+        *_search_cost(result),
+    ]
 
 
-def _device(device: str | None) -> list[tuple[str, str]]:
-    return [("device", device)] if device else []
-
-
-def _memory(peaks: Sequence[Json], sentence: str = "", label: str = "peak memory") -> list[tuple[str, str]]:
-    text = "; ".join(filter(None, (formatting.peak_memory(peaks), sentence)))
-    return [(label, text)] if peaks else []
+def _memory(peaks: Sequence[Json] | None, sentence: str = "") -> str:
+    return "; ".join(filter(None, (formatting.peak_memory(peaks), sentence))) if peaks else ""
 
 
 def _effects(effects: Json, label: str = "effect") -> list[tuple[str, str]]:
@@ -223,12 +215,9 @@ def _effects(effects: Json, label: str = "effect") -> list[tuple[str, str]]:
 def _search_cost(result: Json) -> list[tuple[str, str]]:
     if result["search_seconds"] is None:
         return []
-    took = f"took {formatting.seconds(result['search_seconds'])}{_noise(result['system_noise'])}"
-    pays = view_model.break_even(result)
-    rows = [("search", f"{took}. {pays}" if pays else f"{took}.")]
-    if result["is_partial"]:
-        rows.append(("", "It has not ended; this is the best answer so far."))
-    return rows
+    took = f"took {formatting.seconds(result['search_seconds'])}{_noise(result['system_noise'])}."
+    unfinished = "It has not ended; this is the best answer so far." if result["is_partial"] else ""
+    return [("search", f"{took} {view_model.break_even(result)}".strip()), ("", unfinished)]
 
 
 def _single_process(result: Json) -> list[tuple[str, str]]:
@@ -286,31 +275,35 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
         report = f"hasten report {shlex.quote(result['out'])}"
         parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))
     if recipe and result["recipe_file"]:
-        own = result.get("command", "")
-        command = formatting.train_command(result["task"], recipe, result["recipe_file"], result["processes"], own)
-        parts.append(Text(command))
+        names = (result["task"], recipe, result["recipe_file"], result["processes"], result["command"])
+        parts.append(Text(formatting.train_command(*names)))
     return [Text(), *parts] if parts else []
 
 
 def _step_facts(result: Json) -> list[tuple[str, str]]:
-    flops, rows = result["flops"], [("step", formatting.seconds(result["seconds_per_step"]))]
-    rows += [*_device(result["device"]), *_memory(result["peak_memory_bytes"], result["memory"])]
+    flops, arithmetic = result["flops"], ""
+    achieved, peak, best, copied = map(
+        formatting.plain,
+        (flops[name] for name in ("achieved_gflops", "peak_gflops", "best_peak_gflops", "copy_gb_per_second")),
+    )
     if flops["share"] is not None:
-        peak = ""
-        if flops["peak_gflops"]:
-            achieved, peak_gflops = formatting.plain(flops["achieved_gflops"]), formatting.plain(flops["peak_gflops"])
-            peak = f" ({achieved} of {peak_gflops} GFLOP/s)"
-        rows.append(("arithmetic", f"{formatting.percent(flops['share'])} of the measured peak{peak}"))
-    if flops["best_peak_gflops"] and flops["best_format"] != flops["format"]:
-        best = formatting.plain(flops["best_peak_gflops"])
-        rows.append(("fastest format", f"{flops['best_format']}, a peak of {best} GFLOP/s"))
-    if flops["copy_gb_per_second"]:
-        rows.append(("copying in memory", f"{formatting.plain(flops['copy_gb_per_second'])} GB/s"))
-    for name, value in result["causes"].items():
-        if value is not None:
-            rows.append((name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value)))
-    disturbance = view_model.disturbance(result["system_noise"])
-    return [*rows, ("disturbed", disturbance)] if disturbance else rows
+        of_peak = f" ({achieved} of {peak} GFLOP/s)" if flops["peak_gflops"] else ""
+        arithmetic = f"{formatting.percent(flops['share'])} of the measured peak{of_peak}"
+    has_faster = flops["best_peak_gflops"] and flops["best_format"] != flops["format"]
+    return [
+        ("step", formatting.seconds(result["seconds_per_step"])),
+        ("device", result["device"]),
+        ("peak memory", _memory(result["peak_memory_bytes"], result["memory"])),
+        ("arithmetic", arithmetic),
+        ("fastest format", f"{flops['best_format']}, a peak of {best} GFLOP/s" if has_faster else ""),
+        ("copying in memory", f"{copied} GB/s" if flops["copy_gb_per_second"] else ""),
+        *(
+            (name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
+            for name, value in result["causes"].items()
+            if value is not None
+        ),
+        ("disturbed", view_model.disturbance(result["system_noise"])),
+    ]
 
 
 def _input_throughput(measured: Json) -> list[RenderableType]:

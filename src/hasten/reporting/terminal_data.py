@@ -40,7 +40,7 @@ def inspect_answer(result: Json) -> RenderableType:
     ]
     verdict = f"Not measured: {result['trouble']}" if result["trouble"] else _verdict(result)
     head = headline(result["title"], result["path"], False)
-    return Group(head, _non_empty(rows), Text(), Text(verdict), Text(), _non_empty(speeds), *_faster_formats(result))
+    return Group(head, pairs(rows), Text(), Text(verdict), Text(), pairs(speeds), *_faster_formats(result))
 
 
 def convert_answer(result: Json) -> RenderableType:
@@ -56,7 +56,7 @@ def convert_answer(result: Json) -> RenderableType:
         ("time", formatting.seconds(result["seconds"])),
         ("open it with", result["open"]),
     ]
-    return Group(headline(f"Stored as {result['to']}", result["out"], True), _non_empty(rows))
+    return Group(headline(f"Stored as {result['to']}", result["out"], True), pairs(rows))
 
 
 def _round(number: float) -> str:
@@ -71,10 +71,6 @@ def _speed(result: Json, name: str, formatted: Callable[[float], str], unit: str
         return ""
     limits = " to ".join(formatted(value) for value in result["ranges"].get(name, ()))
     return f"{formatted(median)}{unit}" + (f" ({limits})" if limits else "")
-
-
-def _non_empty(rows: Sequence[tuple[str, str]]) -> RenderableType:
-    return pairs([row for row in rows if row[1]])
 
 
 def _columns(columns: Mapping[str, str]) -> str:

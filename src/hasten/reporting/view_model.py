@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from hasten.core.card import PHASES
+from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
@@ -281,6 +282,12 @@ def step_profile(before: Json, after: Json) -> list[Json]:
     return rows
 
 
+def step_profile_of(result: Json) -> list[Json]:
+    """``step_profile`` of the baseline and the tuned arm of ``tune``."""
+    phases = result["step_profile"]
+    return step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
+
+
 def ceiling_medians(ceilings: Json) -> dict[str, float]:
     """Name -> median of each measured ceiling (time with a phase / time without it)."""
     return {name: ratio["median"] for name, ratio in ceilings.items() if ratio["median"] is not None}
@@ -362,6 +369,12 @@ def disturbance(noise: Mapping[str, Any]) -> str:
     if not isinstance(others, (int, float)) or others <= DISTURBED_PERCENT:
         return ""
     return f"other programs used {others:.0f} % of the processors: on an idle machine the figures may differ"
+
+
+def strong_baseline(result: Json) -> str:
+    """The strong baseline as text; empty without one."""
+    recipe = Recipe(result["strong_baseline_recipe"])
+    return formatting.shorten(str(recipe), 80) if recipe else ""
 
 
 def best_trial(trials: Sequence[Json]) -> Json | None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hasten._torch_compat import Convolution
+from hasten.utils.blocks import repeated_blocks
 
 CPU_FLAGS = {  # names under which Linux lists the matrix units
     "bfloat16_hardware": {"avx512_bf16", "amx_bf16", "bf16"},
@@ -18,7 +19,7 @@ def model_facts(model: nn.Module) -> frozenset[str]:
     """The facts about the model: what it is built of."""
     facts = {
         "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
-        "repeated_blocks": any(_has_repeated_blocks(module) for module in model.modules()),
+        "repeated_blocks": bool(repeated_blocks(model)),
         "matrix_weights": any(parameter.ndim >= 2 for parameter in model.parameters()),
     }
     return frozenset(fact for fact, holds in facts.items() if holds)
@@ -41,11 +42,3 @@ def _cpu_flags() -> set[str]:
         return set()
     flag_lines = [line for line in lines if line.lower().startswith(("flags", "features"))]
     return {flag for line in flag_lines for flag in line.partition(":")[2].split()}
-
-
-def _has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a Sequential or ModuleList holds two modules of one class that have submodules themselves."""
-    if not isinstance(module, (nn.Sequential, nn.ModuleList)):
-        return False
-    blocks = [type(child) for child in module if next(child.children(), None) is not None]
-    return len(set(blocks)) < len(blocks)

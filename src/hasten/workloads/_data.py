@@ -14,7 +14,6 @@ import tarfile
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,31 +131,20 @@ def _download(file: File, path: Path) -> None:
 
 def _chunks(file: File) -> Iterator[bytes]:
     """The content of the file's address in chunks, with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import wrap_file
+
+    shown: Any = {"description": f"downloading {file.path}", "console": Console(stderr=True), "transient": True}
     try:
-        with (
-            urllib.request.urlopen(file.address, timeout=SERVER_TIMEOUT_S) as source,
-            _progress_bar(file, source) as advance,
-        ):
-            while chunk := source.read(CHUNK_BYTES):
-                advance(len(chunk))
-                yield chunk
+        with urllib.request.urlopen(file.address, timeout=SERVER_TIMEOUT_S) as source:
+            size = int(source.headers.get("Content-Length") or 0)
+            with wrap_file(source, size, **shown) as content:
+                while chunk := content.read(CHUNK_BYTES):
+                    yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         advice = f"put the file at {_download_folder() / file.path} by hand"
         raise RunError(f"cannot download {file.address}: {reason}; {advice}") from None
-
-
-@contextmanager
-def _progress_bar(file: File, source: Any) -> Iterator[Callable[[int], None]]:
-    """A progress bar with size and remaining time; yields a function to call with the number of bytes received."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    total = source.headers.get("Content-Length")
-    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(file.path, total=int(total) if total else None)
-        yield lambda count: bar.advance(task, count)
 
 
 def _sha256(path: Path) -> str:
