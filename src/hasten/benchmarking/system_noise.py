@@ -12,7 +12,7 @@ class SystemNoise:
     def __init__(self) -> None:
         self.ticks = _cpu_ticks()
 
-    def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | None]:
+    def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | str | None]:
         """Both arguments, CPU time stolen by the hypervisor since the start (percent), and load average (1 minute)."""
         after = _cpu_ticks()
         total = sum(after) - sum(self.ticks)

@@ -351,5 +351,6 @@ def _script_facts(result: Json) -> list[RenderableType]:
 
 
 def _noise(noise: Mapping[str, Any]) -> str:
-    spread = noise.get("spread_percent")
-    return f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+    spread, throttling = noise.get("spread_percent"), noise.get("gpu_throttling", "none")
+    text = f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+    return text if throttling == "none" else f"{text}; the GPU was throttled: {throttling}"
