@@ -13,8 +13,8 @@ from hasten.benchmarking.blocks import (
     evaluation_seconds_per_sample,
 )
 from hasten.benchmarking.fork_server import Worker
-from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.gpu_state import gpu_summary
+from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
 from hasten.core.errors import ConfigurationError, RunError

@@ -22,7 +22,9 @@ from hasten.reporting.view_model import Json
 
 FILE_NAME = "report.html"
 _SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
-_UNITS = {
+# by the end of a fact's name, as in memory_gb
+_UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", "w": "W", "c": "°C"}
+
     "percent": "%",
     "gb": "GB",
     "mb": "MB",
