@@ -25,15 +25,6 @@ _SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
 # by the end of a fact's name, as in memory_gb
 _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", "w": "W", "c": "°C"}
 
-    "percent": "%",
-    "gb": "GB",
-    "mb": "MB",
-    "seconds": "s",
-    "mhz": "MHz",
-    "w": "W",
-    "c": "°C",
-}  # by the end of a fact's name, as in memory_gb
-
 
 def report(folder: str | Path) -> Path:
     """Write ``report.html`` into the run directory of tune or train.
