@@ -70,15 +70,17 @@ def augmented(shape=(3, 8, 8)):
 
 def test_batches_on_a_device_have_the_bits_of_those_on_the_host():
     host = augmented().batches(16, seed=1, training=True)
-    device = host.on_device(torch.device("cpu"))
-    assert host.nbytes == 40 * (3 * 8 * 8 + 8) and device.length == host.length
+    nbytes, on_device = host.on_device
+    device = on_device(torch.device("cpu"))
+    assert nbytes == 40 * (3 * 8 * 8 + 8) and device.length == host.length
     for epoch, start in ((0, 0), (1, 0), (1, 2)):
         assert equal(list(host.epoch(epoch, start)), list(device.epoch(epoch, start)))
 
 
 def test_transforms_on_a_device_touch_no_memory_of_the_host():
     """The meta device has shapes only: an operation of NumPy or of a CPU tensor raises."""
-    for images, numbers in augmented().batches(16, 0, True).on_device(torch.device("meta")).epoch(0, 0):
+    _, on_device = augmented().batches(16, 0, True).on_device
+    for images, numbers in on_device(torch.device("meta")).epoch(0, 0):
         assert images.is_meta and images.dtype == torch.float32 and images.shape[1:] == (3, 8, 8)
         assert numbers.is_meta and len(numbers) == len(images)
 

@@ -55,7 +55,7 @@ def augmented():
 def test_augmentation_on_the_gpu_draws_as_on_the_host():
     """The same crops and flips; normalizing rounds in another order at most. Resumed in the middle of an epoch, too."""
     host = augmented().batches(32, seed=2, training=True)
-    device = host.on_device(torch.device("cuda"))
+    device = host.on_device[1](torch.device("cuda"))
     for epoch, start in ((0, 0), (1, 3)):
         for ours, theirs in zip(device.epoch(epoch, start), host.epoch(epoch, start), strict=True):
             assert ours[0].is_cuda and torch.equal(ours[1].cpu(), theirs[1])

@@ -220,5 +220,5 @@ def test_place_device_of_a_pipeline_has_no_effect_on_the_cpu(perceptron):
     task = perceptron(train_data=pipeline, validation_data=pipeline, batch_size=None)
     recipe = Recipe().with_method("in_memory_batches", place="device")
     program = build(task, make_methods(recipe))
-    assert program.run.no_effect == {"in_memory_batches": "place=device is for GPUs; this run is on cpu"}
+    assert dict(program.run.no_effect) == {"in_memory_batches": "place=device is for GPUs; this run is on cpu"}
     assert bitwise_equal(batches_of(task, recipe)[0], batches_of(task, Recipe())[0])

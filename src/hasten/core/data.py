@@ -95,9 +95,7 @@ class BatchSource:
         workers: The workers that compute the batches, if known.
         with_workers: ``(WorkerConfig or LoaderAutotuner) -> BatchSource``: the same batches, computed by these workers;
             None where ``spec`` describes how to read them, or only the current workers can compute them.
-        on_device: ``(device) -> BatchSource``: the same samples, stored and transformed on a device; None where they
-            cannot be.
-        nbytes: Bytes of all samples that ``on_device`` stores.
+        on_device: (bytes, ``(device) -> BatchSource``: the same batches of samples that are stored there), if possible.
         position: (epoch, start) of the epoch that ``__iter__`` returns.
     """
 
@@ -109,8 +107,7 @@ class BatchSource:
     generators: tuple[Any, ...] = ()
     workers: WorkerConfig = WorkerConfig()
     with_workers: Callable[[Any], BatchSource] | None = None
-    on_device: Callable[[Any], BatchSource] | None = None
-    nbytes: int = 0
+    on_device: tuple[int, Callable[[Any], BatchSource]] | None = None
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator[Any]:

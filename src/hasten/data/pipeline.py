@@ -366,23 +366,23 @@ class Pipeline:
             seekable=True,
             workers=self.runner.workers,
             with_workers=with_workers,
-            **self._on_device(training),
+            on_device=self._on_device(training),
         )
 
-    def _on_device(self, training: bool) -> dict[str, Any]:
-        """``on_device`` and ``nbytes`` of the BatchSource: arrays in memory, with transforms that run on any device."""
+    def _on_device(self, training: bool) -> tuple[int, Callable[[torch.device], BatchSource]] | None:
+        """``on_device`` of the BatchSource: for arrays in memory, with transforms that run on any device."""
         source, maps = self.source, self.batch_maps
         if not isinstance(source, Arrays) or self.sample_maps or self.collate_fn or self.faults.max_rows:
-            return {}
+            return None
         columns = column_leaves(source.columns)
         if any(column.dtype in SIGNED for column in columns) or not all(runs_on_device(one.function) for one in maps):
-            return {}
+            return None
 
         def on_device(device: torch.device) -> BatchSource:
             moved = replace(self, source=DeviceArrays(source, device), runner=runners.InlineRunner())
             return replace(moved._batch_source(training), workers=WorkerConfig(), with_workers=None)
 
-        return {"on_device": on_device, "nbytes": sum(column.nbytes for column in columns)}
+        return sum(column.nbytes for column in columns), on_device
 
     def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
         """Yields the batches, which threads compute, after checking on one that no user function draws random numbers.

@@ -12,7 +12,7 @@ buffers has.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, cycle, islice
@@ -63,7 +63,7 @@ class InMemoryBatches(Method):
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if self.place == "device" and batches.on_device is not None:
-            return self._on_device(batches, run)
+            return self._on_device(batches, *batches.on_device, run)
         spec, obstacle = batches.spec, self._obstacle(batches.spec, run)
         if spec is None or obstacle:
             if batches.training:
@@ -104,10 +104,11 @@ class InMemoryBatches(Method):
             run.observe_effect(self, describe)
         return replace(batches, epoch=epoch, spec=None)
 
-    def _on_device(self, batches: BatchSource, run: RunContext) -> BatchSource:
+    def _on_device(
+        self, batches: BatchSource, nbytes: int, on_device: Callable[[torch.device], BatchSource], run: RunContext
+    ) -> BatchSource:
         """The batches of a pipeline that stores its arrays, and transforms their batches, on the GPU."""
-        assert batches.on_device is not None
-        obstacle = self._lack_of_gpu(run) or self._lack_of_memory(batches.nbytes / 1e9, run)
+        obstacle = self._lack_of_gpu(run) or self._lack_of_memory(nbytes / 1e9, run)
         if obstacle:
             if batches.training:
                 run.report_no_effect(self, obstacle)
@@ -122,11 +123,11 @@ class InMemoryBatches(Method):
         def describe() -> str:
             if devices != {"cuda"}:
                 raise NoEffectError("no batch was made on the GPU")
-            return f"the batches were made on the GPU, from {batches.nbytes / 1e6:.0f} MB of samples there"
+            return f"the batches were made on the GPU, from {nbytes / 1e6:.0f} MB of samples there"
 
         if batches.training:
             run.observe_effect(self, describe)
-        return batches.on_device(run.device).map_iterator(noted)
+        return on_device(run.device).map_iterator(noted)
 
     def _lack_of_gpu(self, run: RunContext) -> str:
         return "" if run.device.type == "cuda" else f"place=device is for GPUs; this run is on {run.device}"
