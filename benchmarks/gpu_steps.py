@@ -98,19 +98,49 @@ def memory() -> tuple[str, bool, dict]:
     return "a comparison of arms of 80 GB", True, {"result": result}
 
 
+def largest_batch() -> tuple[str, bool, dict]:
+    """Step 8: the largest batch that fits by estimate does train, without and with what saves memory."""
+    from hasten.core.errors import RunError
+    from hasten.core.recipe import Recipe
+    from hasten.tuning.largest_batch import fitting_factor, memory_savers
+
+    rows, trained = [], []
+    for recipe in (Recipe(), memory_savers(frozenset({"cuda", "repeated_blocks"}))):
+        plan = built("small_batches", recipe)
+        factor = fitting_factor(plan["batch_size"], plan["peak_memory"], plan["samples_per_epoch"])
+        larger = recipe.with_method("batch_size", factor=factor) if factor > 1 else recipe
+        try:
+            peak, why = built("small_batches", larger)["peak_memory"][0]["reserved"] / 1e9, ""
+        except RunError as error:
+            peak, why = float("nan"), str(error)
+        rows.append((str(recipe), factor, f"{peak:.0f} GB {why}"))
+        trained.append(not why)
+    show(("recipe", "batch, in multiples of 4", "peak"), rows)
+    grows = rows[1][1] > rows[0][1]
+    figure = f"both estimates train ({sum(trained)} of 2 do), and with savings a larger batch fits ({grows})"
+    return figure, all(trained) and grows, {"rows": rows}
+
+
+def built(task: str, recipe: Any) -> dict:
+    """The plan of an arm that has trained its first steps, in a process of its own."""
+    from hasten.benchmarking.worker_group import start_workers
+    from hasten.engine.tasks import TaskRef
+
+    arguments = {"task": TaskRef.of(f"{TASKS}:{task}"), "methods": recipe.methods, "device": "cuda", "seed": 0}
+    with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
+        return arm.call("build", with_evaluation=False)
+
+
 def hand_over() -> tuple[str, bool, dict]:
     """Step 9: ten trials of half the GPU's memory and more, one after the other, without an "out of memory"."""
-    from hasten.benchmarking.fork_server import Worker
     from hasten.core.errors import RunError
-    from hasten.engine.tasks import TaskRef
+    from hasten.core.recipe import Recipe
 
     failed, seconds = [], []
     for _ in range(10):
         began = time.monotonic()
         try:
-            task = TaskRef.of(f"{TASKS}:large").to_json()
-            with Worker("hasten.benchmarking.arm:Arm", task=task, methods={}, device="cuda", seed=0) as arm:
-                arm.call("build", with_evaluation=False)
+            built("large", Recipe())
         except RunError as error:
             failed.append(str(error))
         seconds.append(time.monotonic() - began)
@@ -287,6 +317,7 @@ STEPS: dict[str, Callable[[], tuple[str, bool, dict]]] = {
         planted,
         suspended,
         memory,
+        largest_batch,
         hand_over,
         launch_bound,
         gpt,

@@ -67,6 +67,11 @@ def gpt(width: int = 1024, blocks: int = 24, heads: int = 16, context: int = 102
     )
 
 
+def small_batches() -> Task:
+    """The same GPT at batches of 4, of which many fit."""
+    return gpt(batch=4)
+
+
 def launch_bound() -> Task:
     """24 small layers at a batch of 8: every operation takes less time than its launch."""
     layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]

@@ -148,8 +148,8 @@ def test_clock_and_throttling_are_noted_beside_a_block():
     assert 5 < found["highest_gpu_power_w"] < 2000 and 10 < found["highest_gpu_temperature_c"] < 110
 
 
-def test_largest_batch_that_is_estimated_fits():
-    """F19: with recomputed activations a larger batch fits than without, and the estimate is no exaggeration."""
+def test_recomputed_activations_let_a_larger_batch_fit():
+    """F19. `gpu_steps.py largest_batch` trains with the batches that are estimated."""
     task = replace(tasks.transformer(), batch_size=64)
     factors = {}
     for recipe in ({}, {"activation_checkpointing": {}}):

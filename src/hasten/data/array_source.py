@@ -4,7 +4,6 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +74,17 @@ class Arrays(Source):
 
 
 class DeviceArrays(WrappedSource):
-    """The columns of ``Arrays`` on a device, to which they are copied at the first read."""
+    """The rows of ``Arrays``, on a device, to which they are copied at the first read."""
 
     def __init__(self, source: Arrays, device: torch.device) -> None:
         super().__init__(source)
-        self.device = device
-
-    @cached_property
-    def columns(self) -> Any:
-        arrays: Any = self.source
-        return map_columns(lambda column: column.to(self.device), arrays.columns)
+        self.arrays, self.device = source, device
+        self.copied_columns, self.columns = None, None
 
     def read(self, rows: numpy.ndarray) -> Any:
+        if self.copied_columns is not self.arrays.columns:  # at first, and after files have changed
+            self.copied_columns = self.arrays.columns
+            self.columns = map_columns(lambda column: column.to(self.device), self.arrays.columns)
         index = copy_to_device(torch.from_numpy(rows), self.device)
         return map_columns(lambda column: column.index_select(0, index), self.columns)
 

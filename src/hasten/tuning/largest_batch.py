@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hasten.core.card import FACTS, Exactness
 from hasten.core.recipe import Recipe
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak, largest_batch
 from hasten.engine.registry import cards_that_state
 from hasten.tuning.study import Study
@@ -26,11 +27,19 @@ def largest_batch_compositions(
     larger, savers = next((item for item in items if item.card.ceiling == "larger_batch"), None), memory_savers(facts)
     if larger is None or not savers or "cuda" not in facts:
         return []
-    plans = [study.memory_plan(recipe) for recipe in (base, merge(base, savers))]
+    savers, with_savers = _with_effect(study, base, savers)
+    plans = study.memory_plan(base), with_savers
     if any("failed" in plan for plan in plans):
         return []
     factors = [fitting_factor(plan["batch_size"], plan["peak_memory"], samples) for plan in plans]
     return larger_batch_recipes(larger, savers, *factors)
+
+
+def _with_effect(study: Study, base: Recipe, savers: Recipe) -> tuple[Recipe, dict]:
+    """(the savers without those that have no effect here, the plan of ``base`` with them)."""
+    plan = study.memory_plan(merge(base, savers))
+    without_effect = [name for name in savers.methods if f"{name} {NO_EFFECT}" in plan.get("failed", "")]
+    return _with_effect(study, base, savers.drop(*without_effect)) if without_effect else (savers, plan)
 
 
 def memory_savers(facts: frozenset[str]) -> Recipe:
