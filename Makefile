@@ -24,7 +24,7 @@ BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_ch
 unexport PYTHONDONTWRITEBYTECODE
 
 # Each step is a command of its own and takes at most 10 minutes; docs/gpu.md says what they show.
-GPU_STEPS := environment self_comparison memory hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text
+GPU_STEPS := environment self_comparison planted suspended memory largest_batch hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text
 HAS_GPU   := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
   { echo "there is no NVIDIA GPU here that this PyTorch can use: nothing was run"; exit 0; }
 

@@ -23,6 +23,9 @@ STATE += ("clocks_throttle_reasons.active",)
 COMPARISON_S = 45.0
 BF16, GRAPH = 2.0, 2.0  # the speed-ups that are expected of bfloat16 on the GPT and of a CUDA graph on the small layers
 BF16_MEMORY = 0.55
+PLANTED, PLANTED_TOLERANCE = (0.03, 0.10), 0.002  # shares of a step; what the step takes beside its known length
+HIDDEN_MS = 1.0  # of the host in each step, which a GPU that is busy all the time hides
+SUSPENSIONS, SAME_RATIO = 500, 0.01
 SAME_PACE = 0.97  # of the first epoch, that the fifth must reach
 
 
@@ -48,12 +51,46 @@ def self_comparison() -> tuple[str, bool, dict]:
     return f"no verdict in 4 self-comparisons; it is {wrong}", wrong == 0, {"results": results}
 
 
+def planted(device: str = "cuda") -> tuple[str, bool, dict]:
+    """Step 5: a step that is longer by a known share has this ratio; work of the host that the GPU hides has none."""
+    task, longer = f"{TASKS}:known_step", f"{TASKS}:Longer:milliseconds="
+    results, reached = {}, []
+    for share in PLANTED:
+        method = f"{longer}{share * gpu_tasks.KNOWN_STEP_MS:g}"
+        results[f"{share:.0%} longer"] = found = compared(task, method, "baseline", 30.0, device=device)
+        low, high = (found["ratio"][end] for end in ("low", "high"))
+        is_narrow = high - low <= 2 * share
+        reached.append(is_narrow and low - PLANTED_TOLERANCE <= 1 + share <= high + PLANTED_TOLERANCE)
+    if device != "cpu":  # which cannot hide it
+        found = compared(task, f"{longer}{HIDDEN_MS:g},on_host=true", "baseline", 30.0, device=device)
+        results[f"{HIDDEN_MS:g} ms of the host"] = found
+        reached.append(found["verdict"] not in ("faster", "slower"))
+    show(("planted", "verdict", "ratio", "spread, %"), [(name, *row_of(found)) for name, found in results.items()])
+    figure = f"each interval holds what was planted; {sum(reached)} of {len(reached)} do"
+    return figure, all(reached), {"results": results}
+
+
+def suspended(device: str = "cuda", suspensions: int = SUSPENSIONS) -> tuple[str, bool, dict]:
+    """Step 6: two arms, one with four loader workers and a thread that pins, are suspended and resumed many times."""
+    from hasten.benchmarking.compare import run_interleaved
+    from hasten.core.recipe import Recipe
+    from hasten.engine.tasks import TaskRef
+
+    task, workers = TaskRef.of(f"{TASKS}:known_step"), Recipe.parse("loader_workers:num_workers=4")
+    limits = {"budget": 500.0, "rounds": (1, 1), "looks": [suspensions // 2]}
+    found = run_interleaved(task, Recipe(), workers, device=device, watch=watch, **limits).to_json()
+    print_line(f"{found['blocks']} pairs of blocks, ratio {found['ratio']['median']:.4f}")
+    same = abs(found["ratio"]["median"] - 1) <= SAME_RATIO and 2 * found["blocks"] == suspensions
+    figure = f"no hang in {suspensions} suspensions, and the ratio is 1 to {SAME_RATIO:g}"
+    return figure, same, {"result": found}
+
+
 def memory() -> tuple[str, bool, dict]:
     """Step 8: two arms that do not fit the GPU together are compared all the same, or the sentence names both."""
     from hasten.core.errors import RunError
 
     try:
-        result = compared(f"{TASKS}:large", "baseline", "fused_optimizer", budget=240.0)
+        result = compared(f"{TASKS}:large", "baseline", "fused_optimizer", budget=150.0)
     except RunError as error:
         print_line(str(error))
         return "a comparison of arms of 80 GB", False, {"error": str(error)}
@@ -61,19 +98,49 @@ def memory() -> tuple[str, bool, dict]:
     return "a comparison of arms of 80 GB", True, {"result": result}
 
 
+def largest_batch() -> tuple[str, bool, dict]:
+    """Step 8: the largest batch that fits by estimate does train, without and with what saves memory."""
+    from hasten.core.errors import RunError
+    from hasten.core.recipe import Recipe
+    from hasten.tuning.largest_batch import fitting_factor, memory_savers
+
+    rows, trained = [], []
+    for recipe in (Recipe(), memory_savers(frozenset({"cuda", "repeated_blocks"}))):
+        plan = built("small_batches", recipe)
+        factor = fitting_factor(plan["batch_size"], plan["peak_memory"], plan["samples_per_epoch"])
+        larger = recipe.with_method("batch_size", factor=factor) if factor > 1 else recipe
+        try:
+            peak, why = built("small_batches", larger)["peak_memory"][0]["reserved"] / 1e9, ""
+        except RunError as error:
+            peak, why = float("nan"), str(error)
+        rows.append((str(recipe), factor, f"{peak:.0f} GB {why}"))
+        trained.append(not why)
+    show(("recipe", "batch, in multiples of 4", "peak"), rows)
+    grows = rows[1][1] > rows[0][1]
+    figure = f"both estimates train ({sum(trained)} of 2 do), and with savings a larger batch fits ({grows})"
+    return figure, all(trained) and grows, {"rows": rows}
+
+
+def built(task: str, recipe: Any) -> dict:
+    """The plan of an arm that has trained its first steps, in a process of its own."""
+    from hasten.benchmarking.worker_group import start_workers
+    from hasten.engine.tasks import TaskRef
+
+    arguments = {"task": TaskRef.of(f"{TASKS}:{task}"), "methods": recipe.methods, "device": "cuda", "seed": 0}
+    with start_workers(1, "hasten.benchmarking.arm:Arm", **arguments) as arm:
+        return arm.call("build", with_evaluation=False)
+
+
 def hand_over() -> tuple[str, bool, dict]:
     """Step 9: ten trials of half the GPU's memory and more, one after the other, without an "out of memory"."""
-    from hasten.benchmarking.fork_server import Worker
     from hasten.core.errors import RunError
-    from hasten.engine.tasks import TaskRef
+    from hasten.core.recipe import Recipe
 
     failed, seconds = [], []
     for _ in range(10):
         began = time.monotonic()
         try:
-            task = TaskRef.of(f"{TASKS}:large").to_json()
-            with Worker("hasten.benchmarking.arm:Arm", task=task, methods={}, device="cuda", seed=0) as arm:
-                arm.call("build", with_evaluation=False)
+            built("large", Recipe())
         except RunError as error:
             failed.append(str(error))
         seconds.append(time.monotonic() - began)
@@ -106,7 +173,7 @@ def gpt() -> tuple[str, bool, dict]:
         "bfloat16 + sdpa:kernel=cudnn",
         "bfloat16 + compile + cuda_graph",
     )
-    results = {recipe: compared(task, "baseline", recipe, budget=60.0) for recipe in recipes}
+    results = {recipe: compared(task, "baseline", recipe) for recipe in recipes}
     show(("recipe", "verdict", "ratio", "spread, %"), [(name, *row_of(found)) for name, found in results.items()])
     bf16 = results["bfloat16"]
     gain, used = bf16["ratio"]["median"], [peak_of(bf16, arm) for arm in ("a", "b")]
@@ -208,7 +275,7 @@ def tune_digits() -> tuple[str, bool, dict]:
 
 def tune_text() -> tuple[str, bool, dict]:
     """Step 19: a search on Shakespeare's texts."""
-    return tuned("tiny_shakespeare", 420.0)
+    return tuned("tiny_shakespeare", 300.0)
 
 
 def tuned(task: str, budget: float) -> tuple[str, bool, dict]:
@@ -222,10 +289,10 @@ def tuned(task: str, budget: float) -> tuple[str, bool, dict]:
     return f"no trial failed; it is {len(failed)}", not failed, {"trials": trials, "verdict": result["verdict"]}
 
 
-def compared(task: str, a: str, b: str, budget: float = COMPARISON_S, seed: int = 0) -> dict:
+def compared(task: str, a: str, b: str, budget: float = COMPARISON_S, seed: int = 0, device: str = "cuda") -> dict:
     from hasten.benchmarking.compare import compare
 
-    return compare(task, a, b, device="cuda", budget=budget, seed=seed, watch=watch)
+    return compare(task, a, b, device=device, budget=budget, seed=seed, watch=watch)
 
 
 def peak_of(result: dict, arm: str) -> int:
@@ -238,7 +305,7 @@ def row_of(result: dict) -> tuple[str, str, str]:
     return (
         result["verdict"],
         f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
-        f"{noise.get('spread_percent')}",
+        f"{noise.get('spread_percent', float('nan')):.1f}",
     )
 
 
@@ -247,7 +314,10 @@ STEPS: dict[str, Callable[[], tuple[str, bool, dict]]] = {
     for step in (
         environment,
         self_comparison,
+        planted,
+        suspended,
         memory,
+        largest_batch,
         hand_over,
         launch_bound,
         gpt,

@@ -1,16 +1,20 @@
-"""Tasks for the measurements on a GPU: launch-bound, compute-bound, copy-bound, with a short batch, and large."""
+"""Tasks for the measurements on a GPU: launch-bound, compute-bound, copy-bound, of known length, and large."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+import time
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hasten import Task
+from hasten import Card, Exactness, Method, Task
 from hasten.workloads.tiny_shakespeare import Block
+
+KNOWN_STEP_MS = 20.0  # of the task known_step, long compared with the rest of its step
+TRIAL_CYCLES = 50_000_000
 
 
 class Random(Dataset):
@@ -63,6 +67,11 @@ def gpt(width: int = 1024, blocks: int = 24, heads: int = 16, context: int = 102
     )
 
 
+def small_batches() -> Task:
+    """The same GPT at batches of 4, of which many fit."""
+    return gpt(batch=4)
+
+
 def launch_bound() -> Task:
     """24 small layers at a batch of 8: every operation takes less time than its launch."""
     layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
@@ -83,6 +92,64 @@ def images_with_short_batch() -> Task:
 def text_with_short_batch() -> Task:
     """10.5 batches of 256 letters."""
     return _task(partial(Transformer, 256, 256, 384, 6, 6), Letters(256, 336, 256), 32)
+
+
+@cache
+def cycles_per_ms() -> float:
+    """Cycles of ``torch.cuda._sleep`` in a millisecond."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    begin.record()
+    torch.cuda._sleep(TRIAL_CYCLES)
+    end.record()
+    end.synchronize()
+    return TRIAL_CYCLES / begin.elapsed_time(end)
+
+
+def keep_busy(milliseconds: float, device: torch.device) -> None:
+    """Occupies the device for a time: queued on a GPU, at once on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda._sleep(round(milliseconds * cycles_per_ms()))
+    until = time.perf_counter() + milliseconds / 1000
+    while time.perf_counter() < until:
+        pass
+
+
+class KnownStep(nn.Module):
+    """A layer, after KNOWN_STEP_MS in which the device is busy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x):
+        keep_busy(KNOWN_STEP_MS, x.device)
+        return self.layer(x)
+
+
+def known_step() -> Task:
+    """A training whose step takes KNOWN_STEP_MS on the device and little else."""
+    return _task(KnownStep, Random((64,), 8 * 512), 8)
+
+
+@dataclass(frozen=True)
+class Longer(Method):
+    """Every step takes longer by ``milliseconds``, of the device or of the host."""
+
+    card = Card(summary="longer steps", exactness=Exactness.BIT_EXACT, accelerates={"forward"})
+
+    milliseconds: float = 1.0
+    on_host: bool = False
+
+    def forward(self, forward, run):
+        def later(batch):
+            if self.on_host:
+                time.sleep(self.milliseconds / 1000)
+            else:
+                keep_busy(self.milliseconds, run.device)
+            return forward(batch)
+
+        return later
 
 
 def large() -> Task:

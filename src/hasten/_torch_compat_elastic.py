@@ -29,12 +29,12 @@ class ElasticAgent(LocalElasticAgent):
         """Waits, when the ranks of this node have succeeded, for those of the other nodes."""
         super()._exit_barrier()
 
-    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
+    def close_workers(self, close: Callable[[signal.Signals, int], None], signal_number: signal.Signals) -> None:
         """Called when a rank has failed or the agent ends: ends the ranks that still run.
 
-        ``close(signal)`` signals them and waits.
+        ``close(signal, timeout)`` signals them, and kills those that still run after ``timeout`` seconds.
         """
-        close(signal_number)
+        close(signal_number, self._shutdown_timeout)
 
     @property
     def remaining_restarts(self) -> int:
@@ -45,10 +45,10 @@ class ElasticAgent(LocalElasticAgent):
     def remaining_restarts(self, count: int) -> None:
         self._remaining_restarts = count
 
-    def workers_running(self) -> bool:
-        """Whether a rank of this node has not ended yet."""
+    def exit_codes(self) -> list[int | None]:
+        """Exit code of each rank of this node; None for one that still runs."""
         context: Any = self._pcontext
-        return any(handler.proc.poll() is None for handler in context.subprocess_handlers.values())
+        return [handler.proc.poll() for handler in context.subprocess_handlers.values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started = self.start_workers(worker_group)
@@ -56,7 +56,7 @@ class ElasticAgent(LocalElasticAgent):
         close = context.close
 
         def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-            self.close_workers(lambda number: close(number, self._shutdown_timeout), death_sig or signal.SIGTERM)
+            self.close_workers(close, death_sig or signal.SIGTERM)
 
         context.close = close_all  # torch calls it with a timeout of its own in three places
         return started

@@ -33,8 +33,8 @@ class Service:
     def sum_of_ranks(self) -> float:
         return self.ranks.all_reduce_sum([self.start + self.ranks.rank])[0]
 
-    def rank_and_world_size(self) -> tuple[str, str]:
-        return os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    def variables(self) -> list[str]:
+        return [os.environ[name] for name in ("RANK", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ENABLE_MONITORING")]
 
     def pids(self) -> list[int]:
         return [int(answer) for answer in self.ranks.all_gather(str(os.getpid()).encode())]
@@ -81,7 +81,7 @@ def test_group_of_two_returns_result_of_rank_0():
     with job(3, start=10) as three, job(2) as two:
         assert three.call("sum_of_ranks") == 33
         assert two.call("sum_of_ranks") == 1
-        assert three.call("rank_and_world_size") == ("0", "3")
+        assert three.call("variables") == ["0", "3", "0"]
 
 
 def test_group_divides_cores_among_ranks():

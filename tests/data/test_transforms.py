@@ -9,6 +9,7 @@ import torch
 from hasten import ConfigurationError
 from hasten.data import arrays, augmented_images, normalize, random_crop, random_horizontal_flip
 from hasten.data.rng import SampleRng
+from hasten.data.transforms import crop_on_device, flip_on_device
 from helpers.pipelines import equal
 
 SHAPES = [(3, 32, 32), (1, 28, 28), (28, 28), (3, 7, 5), (2, 1, 9)]
@@ -45,6 +46,57 @@ def test_random_crop_equals_one_by_one(shape, kind, padding, mirror):
     batch = pictures(shape, kind)
     expected = [cropped(picture, one, padding, mirror) for picture, one in zip(batch, rng(len(batch)), strict=True)]
     assert torch.equal(random_crop(padding, mirror)(batch, rng(len(batch))), torch.stack(expected))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_crop_and_flip_for_any_device_equal_those_for_the_cpu(shape, kind):
+    batch, padding = pictures(shape, kind), 4
+    choices = rng(len(batch)).integers(0, 2 * 9**2)
+    cropped = crop_on_device(batch, choices // 2 // 9, choices // 2 % 9, padding)
+    assert torch.equal(flip_on_device(cropped, choices % 2 == 1), random_crop(padding, mirror=True)(batch, rng(40)))
+    flipped = flip_on_device(batch, rng(len(batch)).bernoulli())
+    assert torch.equal(flipped, random_horizontal_flip()(batch, rng(len(batch))))
+
+
+def augmented(shape=(3, 8, 8)):
+    data = pictures(shape), torch.arange(40)
+    maps = random_crop(2, mirror=True), random_horizontal_flip(), normalize(0.5, 0.25)
+    pipeline = arrays(data).shuffle(seed=3).batch(16)
+    for function in maps:
+        pipeline = pipeline.map(function)
+    return pipeline
+
+
+def test_batches_on_a_device_have_the_bits_of_those_on_the_host():
+    host = augmented().batches(16, seed=1, training=True)
+    nbytes, on_device = host.on_device
+    device = on_device(torch.device("cpu"))
+    assert nbytes == 40 * (3 * 8 * 8 + 8) and device.length == host.length
+    for epoch, start in ((0, 0), (1, 0), (1, 2)):
+        assert equal(list(host.epoch(epoch, start)), list(device.epoch(epoch, start)))
+
+
+def test_transforms_on_a_device_touch_no_memory_of_the_host():
+    """The meta device has shapes only: an operation of NumPy or of a CPU tensor raises."""
+    _, on_device = augmented().batches(16, 0, True).on_device
+    for images, numbers in on_device(torch.device("meta")).epoch(0, 0):
+        assert images.is_meta and images.dtype == torch.float32 and images.shape[1:] == (3, 8, 8)
+        assert numbers.is_meta and len(numbers) == len(images)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipeline: pipeline.map(lambda batch: batch),
+        lambda pipeline: pipeline.skip_bad_rows(1),
+        lambda pipeline: arrays(torch.arange(8).to(torch.uint16)).batch(2),
+        lambda pipeline: arrays(torch.arange(8)).map(abs).batch(2),
+    ],
+    ids=["function of the user", "bad rows", "unsigned integers", "function of samples"],
+)
+def test_pipeline_with_other_parts_stays_on_the_host(change):
+    assert change(augmented()).batches(2, 0, True).on_device is None
 
 
 def test_random_crop_and_flip_draw_uniformly():

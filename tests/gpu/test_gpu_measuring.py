@@ -9,12 +9,14 @@ import torch
 
 from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.compare import compare
+from hasten.benchmarking.gpu_state import gpu_summary
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import import_path
 from hasten.profiling.diagnose import diagnose
 from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
 from hasten.testing import tasks
+from hasten.tuning.largest_batch import fitting_factor
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +136,23 @@ def test_diagnosis_of_a_gpu_run_measures_the_copy_and_no_allocator():
     result = diagnose(replace(tasks.convolutional(), epochs=1000), device="cuda", budget=30.0)
     assert "copy" in result["ceilings"] and "system_time" not in result["ceilings"]
     assert result["flops"]["best_peak_gflops"] >= result["flops"]["peak_gflops"]
+
+
+def test_clock_and_throttling_are_noted_beside_a_block():
+    """F20. They take nvidia-ml-py."""
+    pytest.importorskip("pynvml")
+    arm = Arm(TaskRef.of(tasks.perceptron()), {}, "cuda", 0)
+    arm.build()
+    found = gpu_summary([arm.train(50) for _ in range(3)])
+    assert 100 < found["lowest_gpu_clock_mhz"] <= found["highest_gpu_clock_mhz"] < 10_000
+    assert 5 < found["highest_gpu_power_w"] < 2000 and 10 < found["highest_gpu_temperature_c"] < 110
+
+
+def test_recomputed_activations_let_a_larger_batch_fit():
+    """F19. `gpu_steps.py largest_batch` trains with the batches that are estimated."""
+    task = replace(tasks.transformer(), batch_size=64)
+    factors = {}
+    for recipe in ({}, {"activation_checkpointing": {}}):
+        plan = Arm(TaskRef.of(task), recipe, "cuda", 0).build(with_evaluation=False)
+        factors[len(recipe)] = fitting_factor(plan["batch_size"], plan["peak_memory"], float("inf"))
+    assert 1 < factors[0] <= factors[1], factors

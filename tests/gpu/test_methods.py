@@ -11,6 +11,7 @@ from hasten._torch_compat import compile_in_place
 from hasten.benchmarking.exactness import check_exactness
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
+from hasten.data import arrays, normalize, random_crop
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
@@ -42,6 +43,28 @@ def evidence(task, recipe: str) -> dict[str, str]:
 def test_method_shows_its_effect(recipe, task, text):
     found = evidence(task(), recipe)
     assert text in " ".join(found.values()), found
+
+
+def augmented():
+    """Images of a pipeline, cropped, mirrored and normalized."""
+    images = torch.randint(0, 256, (160, 3, 24, 24), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pipeline = arrays((images, torch.arange(160) % 4)).shuffle(seed=1).batch(32)
+    return pipeline.map(random_crop(4, mirror=True)).map(normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+
+
+def test_augmentation_on_the_gpu_draws_as_on_the_host():
+    """The same crops and flips; normalizing rounds in another order at most. Resumed in the middle of an epoch, too."""
+    host = augmented().batches(32, seed=2, training=True)
+    device = host.on_device[1](torch.device("cuda"))
+    for epoch, start in ((0, 0), (1, 3)):
+        for ours, theirs in zip(device.epoch(epoch, start), host.epoch(epoch, start), strict=True):
+            assert ours[0].is_cuda and torch.equal(ours[1].cpu(), theirs[1])
+            torch.testing.assert_close(ours[0].cpu(), theirs[0], rtol=1e-6, atol=1e-6)
+
+
+def test_samples_of_a_pipeline_lie_on_the_gpu():
+    task = replace(tasks.convolutional(), model=pooled, train_data=augmented(), validation_data=None, batch_size=None)
+    assert "made on the GPU" in " ".join(evidence(task, "in_memory_batches:place=device").values())
 
 
 def test_switches_are_restored():

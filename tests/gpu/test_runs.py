@@ -1,5 +1,6 @@
 """Whole runs on an NVIDIA GPU: killed and resumed, and with a process group of one; docs/gpu.md lists the steps."""
 
+import os
 import random
 import subprocess
 import sys
@@ -85,3 +86,19 @@ def test_process_group_of_one_gpu_serves_all_strategies(monkeypatch):
         assert all(weight.grad is not None for weight in (*ddp.parameters(), *sharded.parameters()))
     finally:
         dist.destroy_process_group()
+
+
+FAILS_WITH_NCCL = """
+import torch, torch.distributed as dist
+dist.init_process_group("cpu:gloo,cuda:nccl")
+dist.all_reduce(torch.ones(1, device="cuda"))
+raise RuntimeError("the rank fails")
+"""
+
+
+def test_process_that_fails_with_a_live_nccl_group_ends_by_itself():
+    """F25: after an error the group is not destroyed, because NCCL would wait for ranks that wait for this one."""
+    variables = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", FAILS_WITH_NCCL]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "the rank fails" in done.stderr, done.stderr

@@ -1,7 +1,10 @@
 """Tasks in float64 for several ranks: 2 epochs of 23 steps, with a last batch that no number of ranks divides."""
 
+import ctypes
 import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -296,6 +299,28 @@ def no_data_on_the_second() -> Task:
     if os.environ.get("RANK") == "1":
         raise FileNotFoundError(2, "No such file or directory", "data/train.npy")
     return task()
+
+
+class WaitsForever(nn.Module):
+    """Rank 1 is killed in its third step. Rank 0 waits in C for ever, as in an NCCL kernel: no signal handler runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.calls, self.mutex = network(), 0, ctypes.create_string_buffer(64)
+
+    def forward(self, rows):
+        self.calls += 1
+        if self.calls == 3 and os.environ.get("RANK") == "1":
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.calls == 3:
+            for _ in range(2):  # the second call waits for the first one to unlock
+                ctypes.CDLL(None).pthread_mutex_lock(self.mutex)
+        return self.network(rows)
+
+
+def waits_in_c_for_a_lost_rank() -> Task:
+    return task(model=WaitsForever)
 
 
 def slow() -> Task:

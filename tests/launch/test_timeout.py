@@ -15,6 +15,7 @@ from hasten.cli.main import main
 from hasten.core.errors import CollectiveTimeout
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
+from hasten.launch.elastic import FAILURE_GRACE_S, SHUTDOWN_GRACE_S
 from helpers import rank_tasks
 from helpers.process import Job, children, environment, jobs_left, train_command, wait_until_it_trains
 from helpers.ranks import run_ranks
@@ -49,6 +50,15 @@ def test_all_ranks_restart_if_a_restart_is_left(folder):
     train(rank_tasks.slow(), out=folder / "single", device="cpu")
     ours, single = (load_file(folder / name / "model.safetensors") for name in ("run", "single"))
     assert all(ours[name].sub(single[name]).abs().max() < 1e-9 for name in single) and not jobs_left()
+
+
+@pytest.mark.slow
+def test_rank_that_waits_in_c_for_a_lost_rank_is_killed_before_the_time_for_a_checkpoint_is_over(folder):
+    words = [*train_command("waits_in_c_for_a_lost_rank", "--out", "run", "--max-restarts", "0")]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    seconds = time.time() - (folder / "killed").stat().st_mtime
+    assert done.returncode == 1 and "rank 1 was killed by SIGKILL (out of memory?)" in done.stderr, done.stderr
+    assert FAILURE_GRACE_S <= seconds < (FAILURE_GRACE_S + SHUTDOWN_GRACE_S) / 2 and not jobs_left()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
+from hasten.data import arrays
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.utils.batch import batch_tensors, map_tensors
@@ -212,3 +213,12 @@ def test_combination_with_batch_methods_works_and_with_the_cache_is_refused(perc
 def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="gigabytes"):
         make_methods(Recipe.coerce("in_memory_batches:gigabytes=0"))
+
+
+def test_place_device_of_a_pipeline_has_no_effect_on_the_cpu(perceptron):
+    pipeline = arrays((torch.randn(50, 12), torch.arange(50) % 4)).shuffle(seed=0).batch(16)
+    task = perceptron(train_data=pipeline, validation_data=pipeline, batch_size=None)
+    recipe = Recipe().with_method("in_memory_batches", place="device")
+    program = build(task, make_methods(recipe))
+    assert dict(program.run.no_effect) == {"in_memory_batches": "place=device is for GPUs; this run is on cpu"}
+    assert bitwise_equal(batches_of(task, recipe)[0], batches_of(task, Recipe())[0])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import cached_compile_seconds, is_out_of_memory
+from hasten.benchmarking.gpu_state import gpu_state
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 from hasten.core.errors import PeerFailure, RunError
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
@@ -207,7 +208,7 @@ class Arm:
             seconds, ``issue_seconds`` (until the host had queued all work of the device), samples, ``position``
             (samples since the start of the run), ``loss`` (mean over the steps and the ranks; NaN if the losses are
             not read) and, summed over all ranks: cpu and system (CPU seconds), faults (minor page faults) and switches
-            (involuntary context switches).
+            (involuntary context switches). On a GPU also the figures of ``gpu_state``, of this rank's GPU.
 
         Raises:
             RunError: a loss is not finite.
@@ -242,7 +243,7 @@ class Arm:
             "samples": progress.samples - samples,
             "position": progress.samples,
         }
-        return block | dict(zip(usage, sums, strict=True))
+        return block | dict(zip(usage, sums, strict=True)) | gpu_state(self.program.run.device)
 
     def evaluate(self) -> float:
         """Seconds of one evaluation, extrapolated from some of its batches if it is long."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS
 from hasten.benchmarking.fork_server import DeadlineError, mark_warnings_shown, reset_shown_warnings
+from hasten.benchmarking.gpu_state import gpu_summary
 from hasten.benchmarking.measurement import MAX_ROUNDS, MIN_ROUNDS, ArmSamples, Measurement, order_of
 from hasten.benchmarking.pair import ArmBuilder, ArmsDoNotFitError, SequentialPair, build_pair
 from hasten.benchmarking.ratio import LOOKS, Ratio, ratio_of, spread
@@ -213,6 +214,7 @@ def run_interleaved(
             raise
     switches = sum(block["switches"] for block in arms[0].blocks)
     figures = noise.summary(100 * spread(arms[0].seconds_per_sample()), int(switches))
+    figures |= gpu_summary([*arms[0].blocks, *arms[1].blocks])
     seconds = time.monotonic() - began
     why, positions = done.why(), done.by_position
     return Comparison(done.verdict, done.ratio, *arms, why, seconds, figures, positions, not done.is_sequential)

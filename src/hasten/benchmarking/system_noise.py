@@ -15,7 +15,7 @@ class SystemNoise:
     def __init__(self) -> None:
         self.ticks, self.own = _cpu_ticks(), _own_cpu_seconds()
 
-    def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | None]:
+    def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | str | None]:
         """Both arguments, and the figures of the machine since the start.
 
         ``steal_percent`` is the time that the hypervisor took, ``others_percent`` that which other programs used, of

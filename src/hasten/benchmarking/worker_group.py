@@ -189,6 +189,8 @@ def _rank_environment(rank: int, processes: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
+        # after a suspension of minutes its monitor may find that NCCL's watchdog thread, which was suspended too, hangs
+        "TORCH_NCCL_ENABLE_MONITORING": 0,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(LOOPBACK) or "",
     }
     return {name: str(value) for name, value in variables.items() if value != ""}

@@ -95,6 +95,7 @@ class BatchSource:
         workers: The workers that compute the batches, if known.
         with_workers: ``(WorkerConfig or LoaderAutotuner) -> BatchSource``: the same batches, computed by these workers;
             None where ``spec`` describes how to read them, or only the current workers can compute them.
+        on_device: (bytes, ``(device) -> BatchSource``: the same batches of samples that are stored there), if possible.
         position: (epoch, start) of the epoch that ``__iter__`` returns.
     """
 
@@ -106,6 +107,7 @@ class BatchSource:
     generators: tuple[Any, ...] = ()
     workers: WorkerConfig = WorkerConfig()
     with_workers: Callable[[Any], BatchSource] | None = None
+    on_device: tuple[int, Callable[[Any], BatchSource]] | None = None
     position: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,4 +130,4 @@ class BatchSource:
         def mapped(epoch: int, start: int = 0) -> Iterator[Any]:
             return function(self.epoch(epoch, start))
 
-        return dataclasses.replace(self, epoch=mapped, spec=None, with_workers=None)
+        return dataclasses.replace(self, epoch=mapped, spec=None, with_workers=None, on_device=None)

@@ -15,7 +15,8 @@ from hasten.core.errors import ConfigurationError, format_error
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.buffer_pool import acquire
 from hasten.data.io.paths import file_signature, is_remote, plain
-from hasten.data.source import Source, column_leaves, column_spec, map_columns
+from hasten.data.source import Source, WrappedSource, column_leaves, column_spec, map_columns
+from hasten.utils.batch import copy_to_device
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -70,6 +71,25 @@ class Arrays(Source):
         if key not in self.digests:
             self.digests[key] = _digest(column)
         return [*form, self.digests[key]]
+
+
+class DeviceArrays(WrappedSource):
+    """The rows of ``Arrays``, on a device, to which they are copied at the first read."""
+
+    def __init__(self, source: Arrays, device: torch.device) -> None:
+        super().__init__(source)
+        self.arrays, self.device = source, device
+        self.copied_columns, self.columns = None, None
+
+    def read(self, rows: numpy.ndarray) -> Any:
+        if self.copied_columns is not self.arrays.columns:  # at first, and after files have changed
+            self.copied_columns = self.arrays.columns
+            self.columns = map_columns(lambda column: column.to(self.device), self.arrays.columns)
+        index = copy_to_device(torch.from_numpy(rows), self.device)
+        return map_columns(lambda column: column.index_select(0, index), self.columns)
+
+    def fingerprint(self) -> dict:
+        return self.source.fingerprint()
 
 
 def _local_path(path: str | Path) -> str:

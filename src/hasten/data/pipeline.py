@@ -27,10 +27,12 @@ import torch
 from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.progress import ProgressCallback
+from hasten.data.array_source import SIGNED, Arrays, DeviceArrays
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
 from hasten.data.sampler import DeterministicBatchSampler
-from hasten.data.source import Source
+from hasten.data.source import Source, column_leaves
+from hasten.data.transforms import runs_on_device
 from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
 from hasten.engine.resources import available_cpus, free_memory
@@ -364,7 +366,23 @@ class Pipeline:
             seekable=True,
             workers=self.runner.workers,
             with_workers=with_workers,
+            on_device=self._on_device(training),
         )
+
+    def _on_device(self, training: bool) -> tuple[int, Callable[[torch.device], BatchSource]] | None:
+        """``on_device`` of the BatchSource: for arrays in memory, with transforms that run on any device."""
+        source, maps = self.source, self.batch_maps
+        if not isinstance(source, Arrays) or self.sample_maps or self.collate_fn or self.faults.max_rows:
+            return None
+        columns = column_leaves(source.columns)
+        if any(column.dtype in SIGNED for column in columns) or not all(runs_on_device(one.function) for one in maps):
+            return None
+
+        def on_device(device: torch.device) -> BatchSource:
+            moved = replace(self, source=DeviceArrays(source, device), runner=runners.InlineRunner())
+            return replace(moved._batch_source(training), workers=WorkerConfig(), with_workers=None)
+
+        return sum(column.nbytes for column in columns), on_device
 
     def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
         """Yields the batches, which threads compute, after checking on one that no user function draws random numbers.

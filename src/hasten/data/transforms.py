@@ -2,7 +2,8 @@
 
 These functions are for ``Pipeline.map`` after ``batch``. They transform the batch, or the first part of a tuple. Images
 keep their dtype until ``normalize`` writes floats, and all results are written into reused memory, because fresh memory
-would take longer than the computation.
+would take longer than the computation. Where the samples lie on a GPU, the same functions compute there: with the same
+random numbers, and to the same bits but for the rounding of ``normalize``.
 
 A crop does not pad images. Images lie one after the other in memory, so a crop is the same number of values from
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
@@ -18,6 +19,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.data.buffer_pool import acquire
 from hasten.data.rng import SampleRng
+from hasten.utils.batch import copy_to_device
 
 
 def random_horizontal_flip() -> Callable:
@@ -59,14 +61,19 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
 
 
 def _random_flip(batch: Any, rng: SampleRng) -> Any:
-    images = images_of(batch)
-    return _replaced(batch, _flip(acquire(images.shape, images.dtype).copy_(images), rng.bernoulli()))
+    images, chosen = images_of(batch), rng.bernoulli()
+    if not images.is_cpu:
+        return _replaced(batch, flip_on_device(images, chosen))
+    return _replaced(batch, _flip(acquire(images.shape, images.dtype).copy_(images), chosen))
 
 
 def _random_crop(batch: Any, rng: SampleRng, *, padding: int, mirror: bool) -> Any:
     images, sides = images_of(batch), 2 * padding + 1
     choices = rng.integers(0, 2 * sides**2)  # each of the crops of a padded image, flipped or not
     top, left, flipped = choices // 2 // sides, choices // 2 % sides, choices % 2 == 1
+    if not images.is_cpu:
+        moved = crop_on_device(images, top, left, padding)
+        return _replaced(batch, flip_on_device(moved, flipped) if mirror else moved)
     moved = _shifted(images, (top - padding) * images.shape[-1] + left - padding)
     _zero_outside(moved, top, left, padding)
     return _replaced(batch, _flip(moved, flipped) if mirror else moved)
@@ -77,15 +84,43 @@ def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...])
     if len(means) not in (1, images.shape[1]):
         shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
         raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
-    floats = acquire(images.shape, torch.float32).copy_(images)
+    floats = (
+        acquire(images.shape, torch.float32).copy_(images) if images.is_cpu else images.to(torch.float32, copy=True)
+    )
     channels = floats.unbind(1) if len(means) > 1 else [floats]
     unit = 1.0 if images.dtype.is_floating_point else 255.0
     for channel, mean, std in zip(channels, means, stds, strict=True):
-        torch.add(torch.tensor(-mean / std), channel, alpha=1 / (unit * std), out=channel)
+        torch.add(channel.new_full((), -mean / std), channel, alpha=1 / (unit * std), out=channel)
     return _replaced(batch, floats)
 
 
-# ---- computation
+# ---- computation on any device
+
+
+def runs_on_device(function: Callable) -> bool:
+    """Whether a function is one of this module, which computes where the images lie."""
+    return getattr(getattr(function, "func", function), "__module__", None) == __name__
+
+
+def crop_on_device(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
+    """Returns the windows of the images' own size that begin at (top, left) of the images padded with zeros."""
+    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    planes = padded.view(len(images), -1, *padded.shape[-2:])
+    height, width = images.shape[-2:]
+    rows = copy_to_device(top[:, None] + torch.arange(height), images.device)
+    columns = copy_to_device(left[:, None] + torch.arange(width), images.device)
+    numbers = torch.arange(len(images), device=images.device)[:, None, None, None]
+    channels = torch.arange(planes.shape[1], device=images.device)[:, None, None]
+    return planes[numbers, channels, rows[:, None, :, None], columns[:, None, None, :]].view(images.shape)
+
+
+def flip_on_device(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Returns the images, those where ``chosen`` (bool, shape (rows,)) is True flipped left to right."""
+    chosen = copy_to_device(chosen, images.device).view(-1, *[1] * (images.ndim - 1))
+    return torch.where(chosen, images.flip(-1), images)
+
+
+# ---- computation on the CPU
 
 
 def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ step               torchrun                                      here, and the t
                    so does one that joins, on the other nodes    none (test_elastic: joining node)
 ``monitor``        notices a lost node when collectives time     notices it by its missing heartbeat
                    out (minutes)                                 (test_elastic: finished node is not missed)
-``close``          30 s from SIGTERM to SIGKILL                  60 s, to save a checkpoint; 3 s where ranks have
-                                                                 waited in vain for a silent one (test_timeout)
+``close``          30 s from SIGTERM to SIGKILL                  60 s, to save a checkpoint; 20 s where a rank was
+                                                                 lost, 3 s where ranks have waited in vain for a
+                                                                 silent one (test_timeout)
 ``exit_barrier``   waits 300 s, then gives up; a failure on      waits as long as the other nodes are alive, and
                    another node does not end the wait            notices a failure (test_elastic: finished node)
 =================  ============================================  =====================================================
@@ -42,6 +43,7 @@ from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.launch.rank_results import RESUME_DIR, RankResult, read_results, remove_results, run_directory
 
 SHUTDOWN_GRACE_S = 60  # for ranks to save and to end after SIGTERM
+FAILURE_GRACE_S = 20  # if a rank has failed: the others can only finish writing a checkpoint that they have begun
 HANG_REPORT_S = 3.0  # in which all ranks except the hanging one report that they have waited in vain
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 90.0  # after an interrupted connection TCP resumes only after twice the time that it was down
@@ -75,14 +77,19 @@ class ElasticAgent(_torch_compat_elastic.ElasticAgent):
             os.environ[RESUME_DIR] = self.store.get(RUN_DIR).decode()
         return super().start_workers(worker_group)
 
-    def close_workers(self, close: Callable[[signal.Signals], None], signal_number: signal.Signals) -> None:
-        """Ends the remaining ranks. If a rank timed out, those that do not end within 3 s hang and are killed."""
+    def close_workers(self, close: Callable[[signal.Signals, int], None], signal_number: signal.Signals) -> None:
+        """Ends the remaining ranks. If a rank timed out, those that do not end within 3 s hang and are killed.
+
+        A rank in an NCCL kernel that waits for a lost rank of the same node neither ends by itself nor runs a signal
+        handler of Python, so that it is killed after FAILURE_GRACE_S.
+        """
         deadline = time.monotonic() + HANG_REPORT_S
-        while self._some_waited() and self.workers_running():
+        while self._some_waited() and None in self.exit_codes():
             if time.monotonic() > deadline:
-                return close(signal.SIGKILL)
+                return close(signal.SIGKILL, SHUTDOWN_GRACE_S)
             time.sleep(0.05)
-        close(signal_number)
+        has_failed = any(self.exit_codes()) and not any(result.stopped for result in read_results(self.job).values())
+        close(signal_number, FAILURE_GRACE_S if has_failed else SHUTDOWN_GRACE_S)
 
     def _some_waited(self) -> bool:
         return any(result.waited for result in read_results(self.job).values())

@@ -5,13 +5,14 @@ epoch, stacking them once is enough: a batch is then one ``index_select`` per fi
 memory causes page faults. Small batches are fetched several at a time, because the Python part of a fetch costs more
 than copying their bytes.
 
-With ``place=device`` the samples lie in the memory of the GPU: then no batch is copied, only its indices. Batches on a
-GPU get new memory, which torch reuses in the order of the GPU's work: the host runs ahead of the GPU by more batches
-than a ring of buffers has.
+With ``place=device`` the samples lie in the memory of the GPU: then no batch is copied, only its indices. So do the
+arrays of a pipeline of ``hasten.data``, whose random crops and flips then run on the GPU. Batches on a GPU get new
+memory, which torch reuses in the order of the GPU's work: the host runs ahead of the GPU by more batches than a ring of
+buffers has.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, cycle, islice
@@ -61,6 +62,8 @@ class InMemoryBatches(Method):
     place: str = option("host", one_of=("host", "device"))  # memory that holds the samples
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if self.place == "device" and batches.on_device is not None:
+            return self._on_device(batches, *batches.on_device, run)
         spec, obstacle = batches.spec, self._obstacle(batches.spec, run)
         if spec is None or obstacle:
             if batches.training:
@@ -101,13 +104,43 @@ class InMemoryBatches(Method):
             run.observe_effect(self, describe)
         return replace(batches, epoch=epoch, spec=None)
 
+    def _on_device(
+        self, batches: BatchSource, nbytes: int, on_device: Callable[[torch.device], BatchSource], run: RunContext
+    ) -> BatchSource:
+        """The batches of a pipeline that stores its arrays, and transforms their batches, on the GPU."""
+        obstacle = self._lack_of_gpu(run) or self._lack_of_memory(nbytes / 1e9, run)
+        if obstacle:
+            if batches.training:
+                run.report_no_effect(self, obstacle)
+            return batches
+        devices: set[str] = set()
+
+        def noted(iterator: Iterator[Batch]) -> Iterator[Batch]:
+            for batch in iterator:
+                devices.update(tensor.device.type for tensor in batch_tensors(batch))
+                yield batch
+
+        def describe() -> str:
+            if devices != {"cuda"}:
+                raise NoEffectError("no batch was made on the GPU")
+            return f"the batches were made on the GPU, from {nbytes / 1e6:.0f} MB of samples there"
+
+        if batches.training:
+            run.observe_effect(self, describe)
+        return on_device(run.device).map_iterator(noted)
+
+    def _lack_of_gpu(self, run: RunContext) -> str:
+        return "" if run.device.type == "cuda" else f"place=device is for GPUs; this run is on {run.device}"
+
     def _obstacle(self, spec: LoaderSpec | None, run: RunContext) -> str:
         """Why these samples cannot be stacked, such as random ones; empty if they can."""
         on_gpu = self.place == "device"
-        if on_gpu and run.device.type != "cuda":
-            return f"place=device is for GPUs; this run is on {run.device}"
+        if on_gpu and (why := self._lack_of_gpu(run)):
+            return why
         if spec is None:
-            return "the data cannot be read sample by sample"
+            return "the data cannot be read sample by sample" + on_gpu * (
+                ", and are no arrays() of hasten.data with transforms of its own only"
+            )
         if spec.collate not in (None, default_collate):
             return "the task has its own collate function"
         if tensors := contiguous_tensors(spec.dataset):

@@ -8,7 +8,7 @@ def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
     run, plan, source = program.run, program.plan, program.train
     facts = {
-        "indexed_samples": source.spec is not None,
+        "indexed_samples": source.spec is not None or (run.device.type == "cuda" and source.on_device is not None),
         "workers": source.spec is not None or source.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,
         "distributed": not run.ranks.is_single_process,

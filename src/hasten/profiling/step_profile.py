@@ -13,6 +13,7 @@ from hasten.benchmarking.blocks import (
     evaluation_seconds_per_sample,
 )
 from hasten.benchmarking.fork_server import Worker
+from hasten.benchmarking.gpu_state import gpu_summary
 from hasten.benchmarking.ratio import spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
@@ -146,7 +147,8 @@ def profile_steps(
         input=input_throughput,
         flops=_flops_rates(flops, samples / seconds) if flops else None,
         facts=frozenset(facts),
-        system_noise=noise.summary(100 * spread([_per_sample(block) for block in plain]), int(_sum(both, "switches"))),
+        system_noise=noise.summary(100 * spread([_per_sample(block) for block in plain]), int(_sum(both, "switches")))
+        | gpu_summary(both),
         metric=metric,
         code={name: operations.get(name, []) for name in ("synchronizations", "functions")},
     )

@@ -24,7 +24,8 @@ from hasten.reporting.view_model import Json
 
 FILE_NAME = "report.html"
 _SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
-_UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s"}  # by the end of a fact's name, as in memory_gb
+# by the end of a fact's name, as in memory_gb
+_UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", "w": "W", "c": "°C"}
 
 
 def report(folder: str | Path) -> Path:

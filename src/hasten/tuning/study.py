@@ -31,6 +31,7 @@ CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where the
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
 PROFILE_SECONDS = 3.0
+ARM = "hasten.benchmarking.arm:Arm"
 BASE_FAILED = "not measured, because the recipe to compare with failed"
 
 
@@ -161,6 +162,17 @@ class Study:
 
         outcome = self._charge("step_profile", {"recipe": recipe.methods}, f"profiling {recipe}", measure)
         return outcome.get("phases", {})
+
+    def memory_plan(self, recipe: Recipe) -> dict:
+        """The plan of an arm that trains ``recipe``, with its ``batch_size`` and ``peak_memory``; or ``failed``."""
+
+        def measure(_: ProgressCallback) -> dict:
+            limits = self.timeout, self.budget.deadline()
+            arguments = {"methods": recipe.methods, "device": self.device, "seed": self.seed}
+            with start_workers(self.processes, ARM, *limits, task=self.task, **arguments) as arm:
+                return arm.call("build", with_evaluation=False)
+
+        return self._charge("memory_plan", {"recipe": recipe.methods}, f"the memory of {recipe}", measure)
 
     def operations(self, recipe: Recipe) -> dict | None:
         """Which operations of a step ran in which precision; None without lower precision, or if that is not seen."""

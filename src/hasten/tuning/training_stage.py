@@ -14,6 +14,7 @@ from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
 from hasten.tuning.joint_search import search_jointly, shorten, split_joint
+from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
 from hasten.tuning.systems_stage import (
@@ -59,6 +60,10 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
         recipes = [] if candidates.is_restricted else experience_of(study, state)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
+        if not candidates.is_restricted:
+            facts = frozenset(state.diagnosis.get("facts") or ())
+            epoch = plan["samples_per_epoch"] or float("inf")
+            recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
         best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         joint, others = split_joint(items)
         best = shorten(study, state.incumbents, joint, baseline, best)
