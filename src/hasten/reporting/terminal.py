@@ -162,7 +162,10 @@ def advice_table(advice: Sequence[Json]) -> list[RenderableType]:
             unbounded.setdefault(row["why"], []).append(row["method"])
         else:
             table.add_row(Text(row["method"], BOLD), formatting.ratio(row["bound"]), Text(row["why"]))
-    parts = [Text(), indented(table)]
+    limit = "at most: if what it works on cost nothing; tune measures the real gain"
+    parts: list[RenderableType] = [Text(), indented(table)]
+    if table.row_count:
+        parts.append(Text(f"  {limit}", style=DIM))
     if unbounded:
         parts += [Text(), pairs([("could pay too", f"{', '.join(names)}: {why}") for why, names in unbounded.items()])]
     return parts
@@ -200,6 +203,7 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         before, tuned, hour = prices
         amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
         rows.append(("price", f"{amount} for a training, at {hour} an hour"))
+    rows += view_model.not_done(result["trials"])
     rows += _device(result["machine"].get("gpu") or result["machine"].get("device"))
     if memory := view_model.peak_memory(result):
         rows.append(("peak memory", ", ".join(memory)))
