@@ -65,6 +65,33 @@ def test_attached_script_is_described_by_what_it_names():
     assert described["metric"] == {"name": "skill", "direction": "max"}
 
 
+CONTAINER = """
+import torch
+import hasten
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.head(self.body(x))
+whole = Whole()
+optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+run = hasten.attach({attached}, optimizer, [torch.ones(2, 4)] * 20)
+for batch in run.batches:
+    {called}.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("called", ["whole(batch)", "whole.head(whole.body(batch))"])
+def test_container_of_an_attached_model_is_not_counted_beside_it(called, tmp_path):
+    (tmp_path / "train.py").write_text(CONTAINER.format(attached="whole.body", called=called))
+    models = watch_script(script("train.py", directory=tmp_path))["models"]
+    assert models[0]["type"] == "Linear" and "Whole" not in {model["type"] for model in models}
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_attached_script_is_trained_in_blocks_with_the_time_of_its_batches():

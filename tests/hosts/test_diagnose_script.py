@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.core.errors import ConfigurationError
 from hasten.hosts.inside.code import CodeObserver
-from hasten.hosts.whole_run import seen_metric
+from hasten.hosts.whole_run import has_named_metric, seen_metric
 from hasten.reporting import view_model
 from hasten.reporting.terminal import diagnose_answer
 
@@ -55,6 +56,18 @@ def test_metric_that_is_ambiguous_has_candidates_and_the_question():
 def test_metric_that_is_not_there_has_the_reason():
     assert "no number that looks like a metric" in seen("hello\n")["why"]
     assert "did you mean val loss" in seen("a: val loss 0.5\na: val loss 0.4\n", "val los")["why"]
+
+
+def test_name_of_a_metric_is_refused_once_another_of_held_out_data_has_come_often_enough():
+    def has_come(metric: str, values: int) -> bool:
+        script = Script()
+        script.metric = metric
+        lines = [f"step {n}: loss {1 / (n + 1):.3f}\nval loss {2 / (n + 1):.3f}" for n in range(values)]
+        return has_named_metric(script, Printed("\n".join(lines)), DESCRIBED)
+
+    assert has_come("val loss", 2) and not has_come("val los", 2), "it may come later"
+    with pytest.raises(ConfigurationError, match=r"no metric 'val los' .*did you mean val loss"):
+        has_come("val los", 3)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from hasten.tuning.trial_store import TrialStore
 
 SCRIPTS = Path(__file__).with_name("scripts")
 KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
+LONG = {"total_steps": None, "watched_seconds": 8.0, "watched_steps": 9, "expected_steps": 36, "metric_has_come": True}
 
 
 def script(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:
@@ -42,7 +43,8 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
         ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
-        ("lr", {"total_steps": None}, "--vary needs whole runs of the script"),
+        ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 250s"),
+        ("lr", LONG | {"expected_steps": None}, "8 s (9 steps); give more than --budget 125s"),
         ("lr", {"metric": None}, "--vary needs a metric"),
     ],
 )

@@ -71,10 +71,11 @@ def test_tune_reaches_the_training_however_it_is_started(way, project):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_several_processes_are_refused_where_arms_are_compared(project):
-    argv = ("--b", "num_threads:count=1", "--budget", "6s", "--quiet", "--json", "--", *COMMANDS["torchrun"])
-    code, result = hasten("compare", *argv)
-    assert code == 2 and "trains in several processes by itself, which diagnose can measure" in result["error"]
+@pytest.mark.parametrize("verb", [("compare", "--b", "num_threads:count=1"), ("tune", "--metric", "val loss")])
+def test_several_processes_are_refused_after_their_first_step(verb, project):
+    code, result = hasten(*verb, "--budget", "200s", "--quiet", "--json", "--", *COMMANDS["torchrun"])
+    assert code == 2 and "trains in 2 processes by itself, which diagnose can measure" in result["error"]
+    assert "--budget" not in result["error"] and not list(project.glob("runs"))
     left = subprocess.run(["pgrep", "-f", str(project)], capture_output=True, text=True).stdout
     assert not left, "processes of the script are left"
 

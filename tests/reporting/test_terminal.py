@@ -5,7 +5,7 @@
 import io
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from hasten.reporting import terminal, terminal_methods
 from helpers import sample_results as samples
@@ -170,6 +170,20 @@ def test_unsuccessful_trials_that_ran_are_listed_first():
     positions = [listed.index(entry) for entry in (*ran, *no_effect, "and 1 more")]
     assert positions == sorted(positions) and listed.count("nothing there") == 2, "the reason, once for each method"
     assert "channels_last" not in listed, "methods that were not tried are only counted"
+
+
+def test_diagnosis_that_was_not_made_is_no_method_that_was_tried():
+    result = samples.faster()
+    result["trials"].append(samples.trial("diagnosis", "diagnosis", "not made", None, "its steps are too long"))
+    text = words_of(printed(terminal.tune_answer(result)))
+    assert text.count("its steps are too long") == 1
+    assert text.index("diagnosis not made: its steps are too long") < text.index("tried without success")
+
+
+def test_bound_of_an_advice_is_explained():
+    advice = [{"method": "tf32", "bound": 4.3, "why": "of the time, forward 76%"}]
+    text = words_of(printed(Group(*terminal.advice_table(advice))))
+    assert "tf32 4.30×" in text and "at most: if what it works on cost nothing" in text
 
 
 def test_effects_of_both_arms_are_shown():

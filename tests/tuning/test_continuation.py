@@ -13,7 +13,8 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.continuation import earlier_findings, finish_earlier
 from hasten.tuning.finding import ESTIMATED, EXACT, recommended
 from hasten.tuning.result import SearchState
-from hasten.tuning.trial_store import LOCK, check_no_search_runs
+from hasten.tuning.trial_store import LOCK, TrialStore
+from hasten.tuning.tune import tune
 from helpers.planted_study import Planted
 from helpers.process import start_process
 
@@ -64,14 +65,37 @@ def hold(path, ready):
 
 
 def test_second_search_in_a_folder_is_refused(tmp_path):
-    check_no_search_runs(tmp_path / "nothing")
     process = start_process(hold, tmp_path / LOCK, tmp_path / "ready")
     try:
         while not (tmp_path / "ready").exists():
             assert process.is_alive()
         with pytest.raises(ConfigurationError, match="another search is running"):
-            check_no_search_runs(tmp_path)
+            TrialStore(tmp_path, {})
     finally:
         process.kill()
         process.join()
-    check_no_search_runs(tmp_path)
+    TrialStore(tmp_path, {})
+
+
+def is_free(lock) -> None:
+    with lock.open("r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_search_locks_its_folder_before_the_task_runs_and_leaves_nothing_if_it_is_refused(tmp_path, monkeypatch):
+    def refused(*_):
+        process = start_process(is_free, tmp_path / "runs/search" / LOCK)
+        process.join()
+        assert process.exitcode == 1, "the folder is not locked"
+        raise ConfigurationError("the task is refused")
+
+    monkeypatch.setattr("hasten.tuning.tune._describe", refused)
+    with pytest.raises(ConfigurationError, match="the task is refused"):
+        tune("digits", out=tmp_path / "runs/search")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_search_keeps_the_files_of_an_earlier_one(tmp_path):
+    TrialStore(tmp_path, {}).trial("run", {}, dict)
+    TrialStore(tmp_path, {}).leave()
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, "trials.jsonl"}

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import seconds_to_wait
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak
@@ -96,11 +96,8 @@ class ScriptArm:
         began = time.monotonic()
         ready = self._start()
         assert self.process is not None
-        if self.process.rivals() and self.needs_one_process:
-            raise ConfigurationError(
-                f"{self.script.name} trains in several processes by itself, which diagnose can measure but no "
-                "comparison can; start one process, or write the training as a hasten.Task and give --processes"
-            )
+        if self.needs_one_process:
+            self.process.check_one_process()
         elapsed, described = time.monotonic() - began, self._ask("describe")
         # imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
         # torch.compile is another process
@@ -309,7 +306,7 @@ class ScriptProbe(ScriptArm):
         self._not_in_a_script()
 
     def input(self, budget: float) -> dict[str, Any]:
-        self._not_in_a_script()
+        raise OwnLoopError("the loaders of a script are timed within its steps only: see the share of input above")
 
     def _not_in_a_script(self) -> NoReturn:
         raise OwnLoopError(f"{self.script.name} owns its training loop")

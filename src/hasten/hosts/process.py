@@ -66,6 +66,7 @@ class ScriptProcess:
         left = seconds_to_wait(None, deadline)
         self.script, self.methods, self.began = script, methods, time.monotonic()
         self.connection: Connection | None = None
+        self.world_size = 1  # processes that train together
         self.groups = set[int]()  # process groups of the command, and of its process that trains
         with ExitStack() as stack:
             box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
@@ -110,7 +111,18 @@ class ScriptProcess:
         self.connection = Connection(self.listener.accept()[0].detach())
         answer = self._receive(timeout, deadline)
         self.groups.add(answer.pop("group"))
+        self.world_size = answer.pop("world_size")
         return answer
+
+    def check_one_process(self) -> None:
+        """Raises ConfigurationError if the script trains in several processes, as far as that is known by now."""
+        count = max(self.world_size, 1 + self.rivals())
+        if count > 1:
+            raise ConfigurationError(
+                f"{self.script.name} trains in {count} processes by itself, which diagnose can measure but tune and "
+                "compare cannot: they suspend one process; start one, or write the training as a hasten.Task and give "
+                f"--processes {count}"
+            )
 
     def train_in_chunks(self, deadline: float | None) -> Iterator[dict[str, Any]]:
         """Trains on in requests of about ``CHUNK_S`` seconds. Yields each answer; the last one has ``ended``."""

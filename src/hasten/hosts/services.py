@@ -12,14 +12,16 @@ from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
-from hasten.hosts.whole_run import find_metric, run_to_end
+from hasten.hosts.whole_run import find_metric, has_named_metric, run_to_end
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
-WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one
+WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
+FIRST_LOOK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
+SPARE = 1.25  # how much larger than necessary a recommended budget is
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
@@ -55,8 +57,9 @@ class ScriptDescription(Calls):
     def facts(self, processes: int) -> dict[str, Any]:
         """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
         site_map = watch_script(self.script, self.deadline)
-        if self.script.metric and not site_map["total_steps"]:
-            why = "the first run did not end within its part of the budget, so no whole run can be judged"
+        varied = _varied(self.script, site_map)
+        why = _too_long(site_map) if self.script.metric and not site_map["total_steps"] else ""
+        if why:
             warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
@@ -64,8 +67,9 @@ class ScriptDescription(Calls):
             "has_validation": metric is not None,
             "higher_is_better": metric is None or metric["direction"] == "max",
             "metric": metric["name"] if metric else "",
+            "metric_why": why,
             "target": None,
-            "varied": _varied(self.script, site_map),
+            "varied": varied,
         }
 
 
@@ -101,18 +105,41 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
     with ScriptProcess(script, {}, deadline=deadline) as process:
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
+        process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
-        watched = WHOLE_SHARE * left if script.vary else min(WATCH_S, WATCH_SHARE * left)
-        end, chunks = time.monotonic() + watched, process.train_in_chunks(deadline)
-        while time.monotonic() < end and not answer.get("ended"):
+        watched = WHOLE_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
+        began, chunks = time.monotonic(), process.train_in_chunks(deadline)
+        has_come, look = script.metric is None, began + FIRST_LOOK_S
+        while time.monotonic() < began + watched and not answer.get("ended"):
             answer = next(chunks)
+            if not has_come and time.monotonic() > look:
+                has_come = has_named_metric(script, process, process.ask("describe", None, deadline))
+                look += look - began  # all output is read each time
+        process.check_one_process()
         described = process.ask("describe", None, deadline)
+        if not (has_come or answer.get("ended")):
+            has_come = has_named_metric(script, process, described, enough=1)
+        described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
+        described["metric_has_come"] = has_come
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
         metric = find_metric(script, process, described) if described["total_steps"] else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
+
+
+def _too_long(site_map: dict[str, Any]) -> str:
+    """Why no whole run can be judged: the first one did not end in its part of the budget; and the budget it needs."""
+    watched, steps, total = site_map["watched_seconds"], site_map["watched_steps"], site_map["expected_steps"]
+    is_known = total and total > steps
+    seconds = watched * (total / steps if is_known else 2)
+    length = f"{steps} of about {total} steps, which take about {seconds:.0f} s" if is_known else f"{steps} steps"
+    unseen = "" if site_map["metric_has_come"] else "no metric of that name has come so far, and "
+    return (
+        f"{unseen}the first run did not end within its part of the budget, {watched:.0f} s ({length}); give "
+        f"{'' if is_known else 'more than '}--budget {SPARE * seconds / WHOLE_SHARE:.0f}s, or a shorter training"
+    )
 
 
 def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
@@ -130,10 +157,7 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")
     if script.vary and not site_map["total_steps"]:
-        raise ConfigurationError(
-            "--vary needs whole runs of the script, and its first one did not end within its part of the budget; "
-            "give a larger --budget, or a shorter training"
-        )
+        raise ConfigurationError(f"--vary needs whole runs of the script, and {_too_long(site_map)}")
     if script.vary and site_map["metric"] is None:
         raise ConfigurationError(
             "--vary needs a metric to judge by, and none is measured on held-out data; see --metric"

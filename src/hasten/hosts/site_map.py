@@ -36,6 +36,10 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "samples_per_step",
         "metric",
         "arguments",
+        "expected_steps",
+        "watched_seconds",
+        "watched_steps",
+        "metric_has_come",
     ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value

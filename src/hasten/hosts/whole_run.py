@@ -23,10 +23,11 @@ from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
-    from hasten.hosts.metric_lines import Line
+    from hasten.hosts.metric_lines import Line, Series
     from hasten.hosts.script_ref import ScriptRef
 
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
+ENOUGH_VALUES = 3  # of a metric, after which another name that is asked for will not come either
 HELD_OUT = ("validation", "test", "evaluation")
 
 
@@ -52,14 +53,19 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
     Raises:
         ConfigurationError: No number has the name that ``--metric`` gives, or several have.
     """
-    logged = series_of_logged([(t, name, value, evaluating) for t, name, value, evaluating in described["logged"]])
-    printed = series_of(lines_of(process.whole_output(), described["marks"], described["seconds"]))
+    logged, printed = _series(process, described)
     if script.metric is not None:
         return select_metric([*logged, *printed], script.metric)
     if described["monitor"] is not None:  # by a callback, an argument or ``hasten.attach``
         return select_metric(logged, ":".join(filter(None, described["monitor"])))
     found = [choose_metric(series) for series in (logged, printed)]
     return next((one for one in found if _is_held_out(one)), found[1] or found[0])
+
+
+def _series(process: ScriptProcess, described: dict[str, Any]) -> tuple[list[Series], list[Series]]:
+    """What a script has logged, and what it has printed, until now."""
+    logged = series_of_logged([(t, name, value, evaluating) for t, name, value, evaluating in described["logged"]])
+    return logged, series_of(lines_of(process.whole_output(), described["marks"], described["seconds"]))
 
 
 def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +87,23 @@ def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
         for one in found.candidates
     ]
     return nothing | {"candidates": candidates, "why": str(question(found))}
+
+
+def has_named_metric(
+    script: ScriptRef, process: ScriptProcess, described: dict[str, Any], enough: int = ENOUGH_VALUES
+) -> bool:
+    """Whether a script that still trains has printed or logged what ``--metric`` names.
+
+    Raises:
+        ConfigurationError: It has not, but another number of held-out data ``enough`` times; it names similar ones.
+    """
+    try:
+        return metric_so_far(script, process, described) is not None
+    except ConfigurationError:
+        held_out = [one for series in _series(process, described) for one in series if one.phase in HELD_OUT]
+        if any(len(one.values) >= enough for one in held_out):
+            raise
+        return False
 
 
 def lines_of(output: str, marks: list[list[Any]], seconds: float) -> list[Line]:

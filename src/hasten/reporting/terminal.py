@@ -158,7 +158,10 @@ def advice_table(advice: Sequence[Json]) -> list[RenderableType]:
             unbounded.setdefault(row["why"], []).append(row["method"])
         else:
             table.add_row(Text(row["method"], BOLD), formatting.ratio(row["bound"]), Text(row["why"]))
-    parts = [Text(), indented(table)]
+    limit = "at most: if what it works on cost nothing; tune measures the real gain"
+    parts: list[RenderableType] = [Text(), indented(table)]
+    if table.row_count:
+        parts.append(Text(f"  {limit}", style=DIM))
     if unbounded:
         parts += [Text(), pairs([("could pay too", f"{', '.join(names)}: {why}") for why, names in unbounded.items()])]
     return parts
@@ -196,6 +199,7 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         ("margin", "" if quality["margin"] is None else ", ".join(filter(None, (margin, result["margin_why"])))),
         ("a training", takes),
         ("price", price),
+        *view_model.not_done(result["trials"]),
         ("device", result["machine"].get("gpu") or result["machine"].get("device") or ""),
         ("peak memory", ", ".join(view_model.peak_memory(result) or ())),
         *_single_process(result),

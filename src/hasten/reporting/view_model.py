@@ -17,6 +17,7 @@ MIN_GAIN = 1.005  # a smaller contribution is reported as none
 DISTURBED_PERCENT = 10.0  # of the processors' time, that other programs may use before the figures are doubtful
 WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole training
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
+NOT_DONE = ("not made", "not used")  # verdicts about a part of the search: the diagnosis, --metric
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
 MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
 PHASES_OF_CODE = {"input": "in the DataLoader", "loop": "the training loop, with the loss"}
@@ -399,8 +400,13 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
         group = NOT_COMPARED.index(verdict) + 1 if verdict in NOT_COMPARED else 0
         return group, -(trial["ratio"]["median"] or 0.0)
 
-    candidates = (trial for trial in trials if not is_success(trial) and trial["stage"] not in ("baseline", "search"))
-    return sorted(candidates, key=rank)
+    others = [trial for trial in trials if trial["stage"] not in ("baseline", "search")]
+    return sorted((one for one in others if not is_success(one) and one["verdict"] not in NOT_DONE), key=rank)
+
+
+def not_done(trials: Sequence[Json]) -> list[tuple[str, str]]:
+    """(what, reason) of the parts of a search itself that were left out, such as the diagnosis."""
+    return [(one["what"], f"{one['verdict']}: {one['why']}") for one in trials if one["verdict"] in NOT_DONE]
 
 
 def is_success(trial: Json) -> bool:

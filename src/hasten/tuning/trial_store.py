@@ -33,20 +33,31 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
 
 
 class TrialStore:
-    """The trials of one search. ``settings``, part of every key: what all share (task, device, versions, machine)."""
+    """The trials of one search, which has its folder for itself from here on.
+
+    Args:
+        folder: Where the file of the trials lies; created if missing.
+        settings: Part of every key: what all trials share (task, device, versions, machine). They can be set later.
+
+    Raises:
+        ConfigurationError: Another search is running there, or the folder cannot be used.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
         self.path, self.settings = folder / FILE, dict(settings)
         self.outcomes: dict[str, dict] = {}  # by key
         self.reused = 0  # number of trials that were answered from the file of an earlier search
+        self._made = [path for path in (folder / LOCK, folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / LOCK).open("a")
-            weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
+            self._unlock = weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
-            raise _already_running(folder) from None
+            raise ConfigurationError(
+                f"another search is running in {folder}; wait for it or choose another --out"
+            ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
@@ -56,6 +67,13 @@ class TrialStore:
             except (ValueError, KeyError, TypeError):
                 continue  # the line that was being written when the search was killed
         self._from_file = set(self.outcomes)
+
+    def leave(self) -> None:
+        """Gives up a search that was refused: removes the folders that were made for it, and releases the lock."""
+        for path in self._made:
+            with suppress(OSError):  # something else lies there by now
+                path.rmdir() if path.is_dir() else path.unlink()
+        self._unlock()
 
     def trial(
         self, kind: str, what: Mapping[str, Any], measure: Callable[[], dict], failure_lasts: bool = True
@@ -99,16 +117,3 @@ class TrialStore:
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
-
-
-def check_no_search_runs(folder: Path) -> None:
-    """Raises ConfigurationError if a search is running in ``folder``: refused before the task is loaded."""
-    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # no folder, or none that can be used: reported later
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _already_running(folder) from None
-
-
-def _already_running(folder: Path) -> ConfigurationError:
-    return ConfigurationError(f"another search is running in {folder}; wait for it or choose another --out")

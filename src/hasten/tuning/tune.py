@@ -40,7 +40,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
-from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore, check_no_search_runs
+from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
 from hasten.utils.durations import format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
@@ -119,28 +119,32 @@ def tune(
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, device = TaskRef.of(task), pick_device(device)
     folder = search_folder(task, out)
-    check_no_search_runs(folder)
+    store = TrialStore(folder, {})  # locks the folder before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
-    facts = _describe(task, processes, clock)
-    if not facts["has_validation"] and evidence in ("proven", "estimated"):
-        raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
-    settings = {
-        "task": facts["fingerprint"],
-        "target": facts["target"],
-        "device": device,
-        "seed": seed,
-        "processes": processes,
-        "code": source_hash(),
-        **machine_and_versions(device),
-    }
-    earlier = _earlier_result(folder, settings) if continues else {}
+    try:
+        facts = _describe(task, processes, clock)
+        if not facts["has_validation"] and evidence in ("proven", "estimated"):
+            raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
+        settings = store.settings = {
+            "task": facts["fingerprint"],
+            "target": facts["target"],
+            "device": device,
+            "seed": seed,
+            "processes": processes,
+            "code": source_hash(),
+            **machine_and_versions(device),
+        }
+        earlier = _earlier_result(folder, settings) if continues else {}
+    except BaseException:
+        store.leave()
+        raise
     if continues:
         clock.wall, clock.total = clock.total, clock.total + earlier["budget_seconds"]
     study = Study(
         task,
         device,
-        TrialStore(folder, settings),
+        store,
         clock,
         watch,
         seed=seed,
@@ -164,6 +168,8 @@ def tune(
         return result
 
     varied = facts.get("varied", {})
+    if facts.get("metric_why"):
+        study.note("--metric", "metric", "not used", facts["metric_why"])
     plan = _estimate(study, state, seconds, timeout)
     has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     state.findings += earlier_findings(earlier)

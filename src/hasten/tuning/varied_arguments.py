@@ -4,16 +4,14 @@ All values are multiples of the user's own. What an argument means is not known;
 values reach. Whole trainings with them are judged as those of any method that changes the training.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hasten.engine.registry import method_class, takes_any_option
 from hasten.tuning.systems import Candidate
+from hasten.utils.parsed_arguments import names_length
 from hasten.utils.search_range import SearchRange
 
-LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
-NO_LENGTH = {"warmup", "eval", "log", "save", "print", "interval", "every", "per", "accumulation", "size"}
 SHORTEST, LONGEST = 0.16, 0.64  # of the user's own length
 FACTORS = (2.0, 4.0, 0.5)  # of the user's value, tried one after the other where the length stays
 
@@ -43,9 +41,8 @@ def _candidates(item: Candidate, varied: Mapping[str, float]) -> list[Candidate]
 
 
 def _range(name: str, value: float) -> SearchRange:
-    words = set(re.split(r"[^a-z]+", name.lower()))
     is_integer = isinstance(value, int)
-    if words & LENGTH and not words & NO_LENGTH:
+    if names_length(name):
         return SearchRange(SHORTEST, LONGEST, of=value, is_integer=is_integer, is_length=True)
     if is_integer:
         return SearchRange(1, 8, powers_of_two=True, of=value, is_integer=True)

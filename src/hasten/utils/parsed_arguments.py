@@ -2,9 +2,19 @@
 
 import functools
 import inspect
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
+
+LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
+NO_LENGTH = {"warmup", "eval", "log", "save", "print", "interval", "every", "per", "accumulation", "size"}
+
+
+def names_length(name: str) -> bool:
+    """Whether the name of an argument is that of the length of a training, such as ``max_steps``."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return bool(words & LENGTH) and not words & NO_LENGTH
 
 
 def after_parsing(call: Callable[[Namespace], None]) -> None:

@@ -1,14 +1,16 @@
 """What the cards ask about a run, answered for a script."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.hosts.inside.loaders import batch_size_of
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.steps import StepSeam
+from hasten.utils.parsed_arguments import names_length
 from hasten.utils.run_facts import hardware_facts, model_facts
 
 
@@ -35,3 +37,26 @@ def describe(
     if len(roots) > 1 and sizes:  # several backward passes of a step read the same batch
         samples = max(sizes)
     return {"facts": sorted(found), "samples_per_step": samples, "device": str(device)}
+
+
+def expected_steps(arguments: Mapping[str, Any], training: Iterable[Any], steps: StepSeam) -> int | None:
+    """The steps of the whole training by the script's own arguments, such as ``--epochs``; None if they do not say it.
+
+    Args:
+        arguments: That the script has parsed.
+        training: Its loaders for training, whose lengths are those of an epoch.
+        steps: Knows how many batches are a step.
+    """
+    lengths: list[int] = []
+    for loader in training:
+        if not isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch warns later of a length asked for
+            with suppress(Exception):  # a sampler of the user's
+                lengths.append(len(loader))
+    found: list[float] = []
+    for name, value in arguments.items():
+        if names_length(name) and isinstance(value, (int, float)) and value > 0:
+            if "epoch" not in name.lower():
+                found.append(value)
+            elif lengths:
+                found.append(value * max(lengths) / max(1, steps.backwards))
+    return int(min(found)) if found else None

@@ -45,6 +45,7 @@ class ModelSeam:
         self.sites, self.phases, self.steps, self.wrap = sites, phases, steps, wrap
         self.roots: list[nn.Module] = []
         self.known: set[int] = set()
+        self.attached: set[int] = set()  # ids of the roots that the script has named
         self.adopted: dict[int, Callable[..., Any]] = {}  # what a framework calls in place of a root
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients = self.trains_in_eval_mode = False
@@ -66,11 +67,21 @@ class ModelSeam:
 
     def find_uncalled(self) -> None:
         """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""
-        for module in _outermost_modules():
+        outermost = [part for module in _outermost_modules() for part in self._without_roots(module)]
+        for module in outermost:
             if id(module) not in self.known and any(p.grad is not None for p in module.parameters()):
                 self.known.add(id(module))
                 self.roots.append(module)
                 self.sites.note("models", module, called=False)
+
+    def _without_roots(self, module: nn.Module) -> list[nn.Module]:
+        """The module; of a container of attached ones, the parts that hold none."""
+        if id(module) in self.attached or not self._contains_attached(module):
+            return [module]
+        return [part for child in module.children() for part in self._without_roots(child)]
+
+    def _contains_attached(self, module: nn.Module) -> bool:
+        return bool(self.attached) and any(id(part) in self.attached for part in module.modules())
 
     def _first_calls(self) -> Callable[..., Any]:
         def first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,11 +114,12 @@ class ModelSeam:
         self.known.add(id(module))
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
-        if any(module is root for root in _outermost_modules()):
+        if any(module is root for root in _outermost_modules()) and not self._contains_attached(module):
             self._take(module)
 
     def attach(self, module: nn.Module) -> None:
         """Takes a module that the script names, whatever it is a part of."""
+        self.attached.add(id(module))
         if not any(module is root for root in self.roots):  # known are also those that were called and rejected
             self.known.add(id(module))
             self._take(module)

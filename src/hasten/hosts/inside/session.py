@@ -287,6 +287,7 @@ class Session:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
         result["group"] = os.getpgrp()  # torchrun starts each rank in a session of its own
+        result["world_size"] = _world_size()
         if self.block is not None:
             result |= self._end_block()
         if self.observer is not None:
@@ -341,6 +342,7 @@ class Session:
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             "arguments": self.arguments,
+            "expected_steps": facts.expected_steps(self.arguments, self.loaders.training_loaders(), self.steps),
             **self._evaluations(),
             **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
         }
@@ -421,6 +423,12 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:
     return [(f"{index}.{name}", parameter) for name, parameter in root.named_parameters()]
+
+
+def _world_size() -> int:
+    """The number of processes that train together, as torch.distributed knows it."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _synchronize() -> None:
