@@ -1,114 +1,66 @@
-"""The parameter server: its definition for any order of arrival; starting, resuming and ending a job."""
+"""The parameter server: its definition; starting, resuming and ending a job."""
 
+import dataclasses
 import random
 import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from hasten.core.errors import ConfigurationError, PeerFailure, RunError
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.distributed.process_group import init_process_group
+from hasten.engine.plan import build
+from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from hasten.methods.distributed.parameter_server import Server
 from helpers import HELPERS, rank_tasks
 from helpers.assertions import CLOSE, farthest
 from helpers.markers import slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
 
-def server_of(size: int, world: int, staleness: int, rate: float = 1.0, momentum: float = 0.0) -> Server:
-    weight = torch.nn.Parameter(torch.zeros(size, dtype=torch.float64))
-    return Server([weight], torch.optim.SGD([weight], lr=rate, momentum=momentum), world, staleness)
+class OwnWeights(torch.nn.Module):
+    def __init__(self, world: int, steps: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(world, steps, dtype=torch.float64))
 
 
-def message(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.cat([gradient, gradient.new_ones(1)])
+def updates_before_each_step(rank: int, world: int, steps: int, staleness: int) -> tuple[list[int], torch.Tensor]:
+    """Returns how many updates the weights had before each step, and the weights after the last one.
 
-
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_any_order_of_arrival_equals_the_definition(world, staleness):
-    """Gradients depend on the weights that their rank had; momentum and falling rates identify each update."""
-    chance, steps = random.Random(world), 200
-    wanted = torch.randn(world, steps, 4, generator=torch.Generator().manual_seed(staleness), dtype=torch.float64)
-    server = server_of(4, world, staleness, momentum=0.9)
-    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    optimizer, after = torch.optim.SGD([weight], lr=1.0, momentum=0.9), [weight.detach().clone()]
-    came, had, aheads = defaultdict(dict), [0] * world, set()
-    while min(server.pushed) < steps:
-        worker = chance.choice(
-            [each for each in range(world) if server.pushed[each] < steps and ahead(server.pushed, each) <= staleness]
-        )
-        step = server.pushed[worker]
-        settings = [{"lr": 0.5 / (1 + step)}]
-        came[step][worker] = after[had[worker]] - wanted[worker, step]
-        if len(came[step]) == world:
-            optimizer.param_groups[0].update(settings[0])
-            weight.grad = sum(came[step].values()) / world
-            optimizer.step()
-            after.append(weight.detach().clone())
-        newest = server.exchange(worker, message(came[step][worker]), settings if worker == 0 else None)
-        torch.testing.assert_close(newest, after[-1], rtol=1e-12, atol=1e-12)
-        had[worker] = len(after) - 1
-        aheads.add(step + 1 - had[worker])
-    assert max(aheads) == staleness, "the bound was never tried"
-    assert server.version == steps and not server.sums and not server.settings
-
-
-def ahead(pushed: list[int], worker: int) -> int:
-    """Returns how many steps ahead of the slowest worker one more step would be."""
-    counts = [*pushed[:worker], pushed[worker] + 1, *pushed[worker + 1 :]]
-    return counts[worker] - min(counts)
+    The gradient of a rank in a step changes a weight of its own, by the learning rate of the step.
+    """
+    task = dataclasses.replace(
+        rank_tasks.samples(),
+        model=lambda: OwnWeights(world, steps),
+        optimizer=lambda model: torch.optim.SGD(model.parameters()),
+    )
+    chance, seen = random.Random(rank), []
+    with init_process_group("cpu") as ranks:
+        program = build(task, [make_method("parameter_server", {"staleness": staleness})], ranks=ranks)
+        weight = program.run.model.weight
+        with program.process_context():
+            for step in range(steps):
+                time.sleep(chance.random() * 0.002)
+                columns = (weight != 0).sum(0)
+                assert set(columns.tolist()) <= {0, world}, "an update lacks the gradient of a rank"
+                seen.append(int((columns == world).sum()))
+                weight.grad = torch.zeros_like(weight)
+                weight.grad[rank, step] = 1.0
+                program.run.optimizer.param_groups[0]["lr"] = world / (1 + step)
+                program.optimizer_step()
+            return seen, program.export().weight.detach().clone()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_every_gradient_counts_once_and_staleness_is_bounded(staleness):
-    """Each gradient changes a weight of its own."""
-    world, steps = 4, 30
-    server = server_of(world * steps, world, staleness)
-
-    def work(worker: int) -> None:
-        chance = random.Random(worker)
-        for step in range(steps):
-            time.sleep(chance.random() * 0.002)
-            own = torch.zeros(world, steps, dtype=torch.float64)
-            own[worker, step] = 1.0
-            newest = server.exchange(worker, message(own.flatten()), [{"lr": 1.0}] if worker == 0 else None)
-            updates = (newest.view(world, steps) == -1 / world).all(0)
-            assert updates[: max(step + 1 - staleness, 0)].all(), "weights are too old"
-            assert step + 1 - min(server.pushed) <= staleness
-
-    with ThreadPoolExecutor(world) as threads:
-        list(threads.map(work, range(world)))
-    assert torch.equal(server.newest, torch.full((world * steps,), -1 / world, dtype=torch.float64))
-
-
-def test_worker_that_left_is_missed_only_if_waited_for():
-    server = server_of(1, 3, 1)
-    for worker in (0, 1):
-        server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] if worker == 0 else None)
-    server.lose(2)
-    with pytest.raises(PeerFailure, match="rank 2 has ended without an error message"):
-        server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}])
-    server = server_of(1, 2, 1)
-    server.exchange(1, message(torch.ones(1, dtype=torch.float64)))
-    server.lose(1)
-    assert server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}]).item() == -1
-
-
-@pytest.mark.parametrize(("groups", "trouble"), [(1, ZeroDivisionError), (2, ValueError)])
-def test_update_that_raises_is_reported_to_all(groups, trouble):
-    """In the optimizer, or before it: the message has more parameter groups than the optimizer."""
-    server = server_of(1, 2, 1)
-    server.optimizer.step = lambda: 1 / 0
-    server.exchange(0, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
-    for worker in (1, 0):
-        with pytest.raises(trouble):
-            server.exchange(worker, message(torch.ones(1, dtype=torch.float64)), [{}] * groups)
+    world, steps = 3, 30
+    wanted = -1 / (1 + torch.arange(steps, dtype=torch.float64)).expand(world, steps)
+    for seen, weights in run_ranks(world, updates_before_each_step, world, steps, staleness):
+        assert all(step - staleness <= updates <= step for step, updates in enumerate(seen)), seen
+        torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("world", [2, slow(4)])
@@ -164,7 +116,7 @@ def test_training_with_staleness_converges(tmp_path, world):
     assert farthest(tmp_path / "shared", tmp_path / "single") > CLOSE, "no gradient was ever taken at older weights"
 
 
-def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
+def test_updates_use_the_optimizer_of_other_methods(tmp_path):
     """With the optimizer that a method creates in place of the task's, whatever its internal state."""
     recipe = f"{HELPERS / 'rank_methods.py'}:Descending"
     train(rank_tasks.rates_by_name_and_schedule(), recipe, device="cpu", out=tmp_path / "single")
@@ -180,7 +132,7 @@ def test_server_updates_with_the_optimizer_of_other_methods(tmp_path):
 
 
 @pytest.mark.parametrize("world", [slow(1), slow(2), 3])
-def test_run_resumes_with_the_state_of_the_server(tmp_path, world):
+def test_run_resumes_from_a_checkpoint(tmp_path, world):
     make, recipe = rank_tasks.rates_by_name_and_schedule, "parameter_server:staleness=2"
     broken = run_ranks(2, interrupted_run, make, tmp_path / "run", recipe)
     assert all(isinstance(answer, RunError) for answer in broken), broken
