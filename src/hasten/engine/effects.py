@@ -67,13 +67,11 @@ class EffectObserver:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
     def _observed(self, steps: Generator[T]) -> Generator[T]:
-        while self.warmup_steps:
-            for item in steps:
-                yield item
-                break
-            else:
-                return
+        for item in islice(steps, self.warmup_steps):
+            yield item
             self.warmup_steps -= 1
+        if self.warmup_steps:  # continues in the next epoch
+            return
         for item in self._observe_next(steps):
             self.check()
             yield item
