@@ -54,11 +54,7 @@ class EffectObserver:
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
     def observed(self, steps: Generator[T]) -> Generator[T]:
-        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
-
-        Raises:
-            RunError: A method has no effect, and ``require_effect`` is set.
-        """
+        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them."""
         return self._observed(steps) if self.checks else steps
 
     def check(self) -> None:

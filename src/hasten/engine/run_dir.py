@@ -29,7 +29,7 @@ FREE_THE_DISK = "the files saved before are complete; free the disk and continue
 
 
 class RunDirectory:
-    """The files of one run.
+    """The files of one run. The constructor reads and checks what is in the directory; it writes nothing.
 
     Args:
         path: The directory.
@@ -51,7 +51,6 @@ class RunDirectory:
         resume: bool,
         resume_key: Callable[[Recipe], Recipe],
     ) -> None:
-        """Reads what is in the directory and checks it against the arguments; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
         self.written = self.recipe  # in recipe.toml
@@ -79,10 +78,8 @@ class RunDirectory:
             return None
 
     def begin(self, environment: dict[str, Any]) -> None:
-        """Creates and locks the directory, and writes environment.json for a new run.
-
-        Raises:
-            ConfigurationError: Another process is training in the directory, or it cannot be written to.
+        """Creates and locks the directory, and writes environment.json for a new run. ConfigurationError if another
+        process is training in the directory, or it cannot be written to.
         """
         checkpoints = self.path / "checkpoints"
         try:

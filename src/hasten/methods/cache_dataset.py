@@ -60,12 +60,7 @@ class CacheDataset(Method):
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose samples are read once, as long as they fit into the budget.
-
-    Args:
-        dataset: The dataset to cache.
-        budget: Memory for samples, in bytes.
-    """
+    """A map-style dataset whose samples are read once, as long as they fit into the budget, in bytes."""
 
     def __init__(self, dataset: Any, budget: int):
         self.dataset, self.budget = dataset, budget

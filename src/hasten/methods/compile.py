@@ -94,11 +94,7 @@ class Compile(Method):
 
 
 class GraphRecorder:
-    """A compiler backend that records the graphs that it compiles, and why each of them ends.
-
-    Args:
-        backend: The backend that compiles.
-    """
+    """A compiler backend that records the graphs that ``backend`` compiles, and why each of them ends."""
 
     def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
         self.backend, self.graphs = backend, 0

@@ -151,11 +151,7 @@ class TensorParallel(Method):
 
 
 def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
-    """Finds the blocks of a model that ``degree`` ranks can share, as far as torch.fx can trace it.
-
-    Returns:
-        The blocks, and for each block that cannot be sharded the reason.
-    """
+    """(blocks of a model that ``degree`` ranks can share, reasons against others), as far as torch.fx can trace it."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     blocks: list[Block] = []
     rejected: list[str] = []
