@@ -30,13 +30,13 @@ from types import SimpleNamespace
 
 import torch
 
-from hasten.utils.batch import map_tensors, split_inputs_target
+from hasten.utils.batch import call_model, map_tensors, split_inputs_target
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.engine import data_adapters
 from hasten.engine.data_adapters import apply_data_hook, from_spec, in_sequence, load_data, shuffled, training
-from hasten.engine.forward import accumulate_gradients, call_model, own_loss
+from hasten.engine.forward import accumulate_gradients, own_loss
 from hasten.engine.evaluation import _measure
 from hasten.engine.loop import is_finished, train_epoch
 from hasten.engine.optimizer import with_clipping

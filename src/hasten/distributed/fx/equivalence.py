@@ -81,20 +81,10 @@ def _difference(
     return None
 
 
-def call_traced_model(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> Any:
-    """The model's output for a batch; with ``whole_batch`` the target is passed to the model, too."""
-    if not whole_batch:
-        args, kwargs, _ = batches.split_inputs_target(batch)
-        return model(*args, **kwargs)
-    if hasattr(batch, "keys"):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> tuple[Tensors, Tensors]:
     """Name -> tensor of the outputs for a batch, and of the gradients of the sum of their mean squares."""
     model.eval()
-    outputs = batches.batch_tensors(call_traced_model(model, batch, whole_batch))
+    outputs = batches.batch_tensors(batches.call_model(model, batch, whole_batch)[0])
     outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
     terms = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
     if not terms:

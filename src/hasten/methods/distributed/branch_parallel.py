@@ -50,7 +50,7 @@ from hasten.distributed.fx.branch_finder import (
     replace_blocks,
     tensors_used_by,
 )
-from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
+from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
@@ -180,7 +180,7 @@ def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[d
         with cast(Any, torch.random).fork_rng(devices), torch.no_grad():
             for _ in range(MEASUREMENTS):
                 seconds.append(defaultdict(float))
-                call_traced_model(profiled, batch, run.task.loss is None)
+                batches.call_model(profiled, batch, run.task.loss is None)
         shortest = {key: min(times[key] for times in seconds) for key in seconds[0]}
         message = json.dumps([shortest, sorted(random_nodes)]).encode()
     times, names = json.loads(run.ranks.broadcast(message))
