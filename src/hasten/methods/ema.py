@@ -7,12 +7,8 @@ from functools import partial
 
 import torch
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten._torch_compat import foreach_copy_, foreach_lerp_, in_place_version
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.tensor_list import TensorList
 

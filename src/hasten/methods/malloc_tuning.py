@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.op_recorder import NOT_CHECKED
 
 MIB = 1 << 20

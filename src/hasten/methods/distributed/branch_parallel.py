@@ -30,11 +30,8 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
+from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, RunError, WrapOrder, option
 from hasten._torch_compat import in_place_version, inside_backward
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
 from hasten.distributed.dtensor_state import move_to_meta

@@ -14,10 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
+from hasten import Card, ConfigurationError, Exactness, HastenWarning, Method, NoEffectError, RunContext, WrapOrder
 from hasten.distributed.collectives import warn_local_batch_norm
 
 WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes N) is nearly always faster"

@@ -32,12 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten._torch_compat import mark_updated
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.collectives import GradientBucket
 

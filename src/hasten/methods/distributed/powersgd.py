@@ -22,10 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
+from hasten import Card, Exactness, Method, RunContext, StepFn, WrapOrder, option
 from hasten.distributed import collectives
 from hasten.distributed.collectives import GradientBucket
 from hasten.utils.observe_step import observe_collectives

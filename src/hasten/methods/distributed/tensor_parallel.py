@@ -30,11 +30,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, ProgressWarning
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
