@@ -79,7 +79,8 @@ class ParameterServer(Method):
         return model
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        updates = run.checkpoint_state[self.name]
+        updates: DelayedUpdates = run.checkpoint_state[self.name]
+        updates.weights = [weight for weight in run.unwrapped_model.parameters() if weight.requires_grad]
         updates.optimizer_step = optimizer_step
 
         def describe() -> str:
@@ -99,14 +100,11 @@ class DelayedUpdates:
 
     def __init__(self, run: RunContext, staleness: int):
         self.run, self.staleness = run, staleness
+        self.weights: list[torch.nn.Parameter] = []
         self.optimizer_step: StepFn  # makes one update
-        self.group: Any = None  # gloo: its collectives run in threads of their own, one after the other
+        self.group: Any = None  # of gloo, whose collectives run in threads of their own
         self.pending: deque[tuple[Any, torch.Tensor, list[dict[str, Any]]]] = deque()  # work, gradients, settings
         self.sent = 0
-
-    @property
-    def weights(self) -> list[torch.nn.Parameter]:
-        return [weight for weight in self.run.unwrapped_model.parameters() if weight.requires_grad]
 
     def send_and_update(self) -> None:
         """Sends the gradients of this step; then makes the updates that are due, or whose gradients have arrived."""
@@ -119,7 +117,7 @@ class DelayedUpdates:
         work = dist.all_reduce(message, group=self.group, async_op=True)
         self.pending.append((work, message, copy.deepcopy(settings)))
         self.sent += 1
-        for weight in bucket.params:
+        for weight in self.weights:
             weight.grad = None
         mark_updated(self.run.optimizer)  # else a schedule that steps before the first update would warn
         while self.pending and (len(self.pending) > self.staleness or self.pending[0][0].is_completed()):
@@ -135,10 +133,9 @@ class DelayedUpdates:
         """Waits for the oldest gradients; makes the optimizer step with their mean and the settings of their step."""
         work, total, settings = self.pending.popleft()
         work.wait()
-        weights, groups = self.weights, self.run.optimizer.param_groups
-        sizes = [weight.numel() for weight in weights]
+        sizes, groups = [weight.numel() for weight in self.weights], self.run.optimizer.param_groups
         *gradients, has_gradient = (total / self.run.ranks.world_size).split([*sizes, len(sizes)])
-        for weight, gradient, exists in zip(weights, gradients, has_gradient, strict=True):
+        for weight, gradient, exists in zip(self.weights, gradients, has_gradient, strict=True):
             weight.grad = gradient.view_as(weight).to(weight) if exists else None
         current = [dict(group) for group in groups]
         for group, values in zip(groups, settings, strict=True):
@@ -146,7 +143,7 @@ class DelayedUpdates:
         self.optimizer_step()
         for group, values in zip(groups, current, strict=True):
             group.update(values)
-        for weight in weights:
+        for weight in self.weights:
             weight.grad = None
 
     def close(self) -> None:
