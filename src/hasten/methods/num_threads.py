@@ -32,7 +32,7 @@ class NumThreads(Method):
     count: int = option(1, at_least=1)  # threads, at most the number of cores
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         if self.count == torch.get_num_threads():
             run.report_no_effect(self, f"torch computes with {self.count} threads already")
             return context
