@@ -8,9 +8,9 @@ import os
 
 from loadtune import Workload
 
-from hasten.engine.forward import call_model, own_loss
+from hasten.engine.forward import own_loss
 from hasten.engine.tasks import load_task
-from hasten.utils.batch import map_tensors
+from hasten.utils.batch import call_model, map_tensors
 from hasten.utils.optimizers import optimizer_and_schedule, takes_steps
 
 

@@ -171,5 +171,5 @@ def test_resume_unknown_recipe_without_methods_is_refused(here, capfd):
     files = {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}
     assert train("--out", "run", "--resume") == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert "the run in run cannot be read: the recipe in environment.json is not a table of methods" in line
+    assert "the run in run cannot be read: the recipe in environment.json: every method is a table" in line
     assert files == {path: path.read_bytes() for path in (here / "run").rglob("*") if path.is_file()}

@@ -62,19 +62,22 @@ class Recipe:
             content: Any = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
-        methods: Any = content.get("methods", {})
         if unknown := sorted(content.keys() - {"methods"}):
             rule = "a recipe holds [methods.NAME] tables only"
             raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
-        if not isinstance(content.get("methods", {}), dict) or any(type(one) is not dict for one in methods.values()):
+        return Recipe.from_tables(content.get("methods", {}), where)
+
+    @staticmethod
+    def from_tables(methods: Any, where: str) -> Recipe:
+        """The recipe with the options of each method; ``where`` names their document in errors."""
+        if not isinstance(methods, dict) or any(type(one) is not dict for one in methods.values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
-        recipe = Recipe(content.get("methods", {}))
-        for name, options in recipe.methods.items():
+        for name, options in methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
                     kinds = f"a number, a text or true/false, not a {type(value).__name__}"
                     raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
-        return recipe
+        return Recipe(methods)
 
     @staticmethod
     def load(path: str | Path) -> Recipe:

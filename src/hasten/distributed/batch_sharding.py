@@ -8,7 +8,7 @@ different data are found before the step.
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,6 +26,7 @@ from hasten.core.run_context import TrainPlan, TrainProgress
 from hasten.core.types import Batch
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.rng import derive_seed
+from hasten.utils.tree import tree_leaves
 
 SUM_TOLERANCE = 1e-6  # relative; processors of different kinds may add in another order
 SAME_DATA = (
@@ -52,16 +53,13 @@ class GlobalBatchInfo:
     fingerprint: int
 
 
-class IndexShard(list[int]):
-    """List of dataset indices: a rank's shard of a global batch, which starts at position ``first`` in it."""
+class BatchIndices(list[int]):
+    """List of dataset indices: those from position ``first`` on of a global batch, which has the index ``batch`` in its
+    epoch; None: the same as among the batches that this rank reads.
+    """
 
     first = 0
-
-
-class NumberedIndices(list[int]):
-    """List of dataset indices: the batch with index ``batch`` of an epoch of which a rank may read other batches."""
-
-    batch = 0
+    batch: int | None = None
 
 
 @dataclass
@@ -105,7 +103,7 @@ def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSou
     def numbered(epoch: int) -> Iterator[list[int]]:
         first, step = (shards.ranks.rank, shards.ranks.world_size) if shards.active else (0, 1)
         for batch, indices in islice(enumerate(order(epoch)), first, None, step):
-            result = NumberedIndices(indices)
+            result = BatchIndices(indices)
             result.batch = batch
             yield result
 
@@ -320,7 +318,7 @@ def _shard_sampler(
         log.plans[epoch] = [len(indices) for indices in batches], fingerprint
         for indices in batches:
             first, end = (0, len(indices)) if len(indices) < ranks.world_size else ranks.shard_bounds(len(indices))
-            shard = IndexShard(indices[first:end])
+            shard = BatchIndices(indices[first:end])
             shard.first = first
             yield shard
 
@@ -339,17 +337,13 @@ def _shard(batch: Batch, ranks: ProcessGroupInfo) -> Batch:
 
 def _has_samples_outside_tensors(batch: Batch, samples: int) -> bool:
     """Whether a batch holds data per sample outside tensors (NumPy array, list), which cannot be sharded here."""
-    if isinstance(batch, numpy.ndarray):
-        return batch.ndim > 0
-    if isinstance(batch, Mapping):
-        return any(_has_samples_outside_tensors(value, samples) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        is_list_of_samples = len(batch) == samples and not any(tensor.ndim for tensor in batch_tensors(batch))
-        return is_list_of_samples or any(_has_samples_outside_tensors(item, samples) for item in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-        return any(_has_samples_outside_tensors(value, samples) for value in fields)
-    return False
+
+    def is_list_of_samples(node: Any) -> bool:
+        is_list = isinstance(node, (list, tuple)) and len(node) == samples
+        return is_list and not any(tensor.ndim for tensor in batch_tensors(node))
+
+    leaves = tree_leaves(batch, is_leaf=is_list_of_samples)
+    return any(is_list_of_samples(leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim) for leaf in leaves)
 
 
 def _fingerprint(batch: Batch) -> int:

@@ -1,30 +1,22 @@
 """The device mesh of a run: replicas of the model ("copies"), pipeline stages of a replica, and shards of a stage."""
 
 import math
-from typing import ClassVar, Protocol
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hasten.core.errors import ConfigurationError
+from hasten.core.method import Method
 from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed.collectives import all_reduce_gradients
 
 
-class HasDegree(Protocol):
-    """A method with the option ``degree``: size of its mesh dimension; 0: all ranks that other dimensions leave."""
-
-    name: ClassVar[str]
-
-    @property
-    def degree(self) -> int: ...
-
-
-def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
-    """The number of ranks that hold one model replica, from the method's ``degree``; 0 stands for all ranks.
+def resolve_parallel_size(name: str, degree: int, world_size: int) -> int:
+    """The number of ranks that hold one model replica, from a method's ``degree``; 0 stands for all ranks.
     ConfigurationError if the degree is 1, or does not divide the number of ranks.
     """
-    degree, name = method.degree or world_size, method.name
+    degree = degree or world_size
     if degree == 1:
         raise ConfigurationError(
             f"{name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {name} out"
@@ -35,22 +27,24 @@ def resolve_parallel_size(method: HasDegree, world_size: int) -> int:
     return degree
 
 
-def assign_mesh_dim(method: HasDegree, run: RunContext, dimension: str) -> None:
-    """Assigns a dimension of the mesh ("stages" or "shards") to a method, with the size that its ``degree`` requests.
-    ConfigurationError if the degrees do not fit the number of ranks, or two methods both request all ranks.
+def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
+    """Assigns a dimension of the mesh ("stages" or "shards") to a method with the option ``degree``: the size of the
+    dimension; 0: all ranks that others leave. ConfigurationError if the degrees do not fit the number of ranks, or two
+    methods both request all ranks.
     """
     parallel = run.parallel
     assert parallel is not None
-    parallel.mesh_dim_owner[dimension] = method  # pyright: ignore[reportArgumentType]  # a Method, by its degree
-    methods: list[HasDegree] = list(parallel.mesh_dim_owner.values())  # pyright: ignore[reportAssignmentType]
+    parallel.mesh_dim_owner[dimension] = method
     world_size = parallel.ranks.world_size
-    if len(methods) == 1:
-        degrees = [resolve_parallel_size(method, world_size)]
+    owners: Any = parallel.mesh_dim_owner.values()
+    requested: dict[str, int] = {owner.name: owner.degree for owner in owners}
+    if len(requested) == 1:
+        degrees = [resolve_parallel_size(method.name, requested[method.name], world_size)]
     else:
-        requested = math.prod(owner.degree for owner in methods if owner.degree)
-        degrees = [owner.degree or world_size // requested for owner in methods]
-        names = " and ".join(f"{owner.name}:degree={owner.degree}" if owner.degree else owner.name for owner in methods)
-        if not any(owner.degree for owner in methods):
+        left = world_size // math.prod(degree for degree in requested.values() if degree)
+        degrees = [degree or left for degree in requested.values()]
+        names = " and ".join(f"{name}:degree={degree}" if degree else name for name, degree in requested.items())
+        if not any(requested.values()):
             remedy = f"give one of them a degree, such as {method.name}:degree=2"
             raise ConfigurationError(f"{names} would each take all {world_size} processes; {remedy}")
         if min(degrees) < 2 or world_size % math.prod(degrees):

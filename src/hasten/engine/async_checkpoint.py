@@ -41,10 +41,8 @@ class AsyncCheckpointer:
     ) -> None:
         """Begins to copy a state (nested dicts and lists of tensors and plain data) and to ``write`` it in the thread.
 
-        The tensors in ``update_only`` change only after a call of ``before_update``.
-
-        Raises:
-            RunError: The previous checkpoint could not be written.
+        The tensors in ``update_only`` change only after ``before_update``. RunError if the previous checkpoint could
+        not be written.
         """
         self.finish()
         found: dict[Key, torch.Tensor] = {}

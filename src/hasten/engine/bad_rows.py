@@ -15,10 +15,7 @@ FILE = "skipped.jsonl"
 
 def with_bad_row_limit(task: Task, max_rows: int) -> Task:
     """The task, whose hasten.data pipelines skip up to ``max_rows`` unreadable rows per run before they raise.
-
-    Raises:
-        ConfigurationError: An invalid number, or training data that are no pipeline. For data that a function returns,
-            raised when it is called.
+    ConfigurationError for training data that are no pipeline; for a function, when it is called.
     """
     validation = _with_limit(task.validation_data, max_rows, required=False)
     return replace(task, train_data=_with_limit(task.train_data, max_rows, required=True), validation_data=validation)

@@ -59,9 +59,7 @@ def training(
     """The training batches of a task with loaded data; with several ``ranks``, this rank's shard of each global batch.
 
     ``log`` records the shards and is needed with several ranks; ``stages`` are the pipeline stages of each replica.
-
-    Raises:
-        ConfigurationError: With several ranks: the data skip bad rows, or a sampler shards them already.
+    ConfigurationError if, with several ranks, the data skip bad rows, or a sampler shards them already.
     """
     data = task.train_data
     if not ranks.is_single_process:
@@ -111,9 +109,7 @@ def _refuse_distributed_sampler(data: Any, field: str) -> None:
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
     """The first training batch, without consuming it; of the validation data if the training data are read only once.
-
-    Raises:
-        ConfigurationError: Both can be read only once, so that reading a batch would consume it.
+    ConfigurationError if both are.
     """
     source = training if training.seekable else validation
     if source is None:

@@ -39,7 +39,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 def cores() -> int:
     """Number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def source_hash() -> str:
@@ -52,8 +52,5 @@ def source_hash() -> str:
 
 def cpu_name() -> str:
     """The model of the CPU, such as ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -6,10 +6,10 @@ import torch
 
 from hasten.distributed.batch_sharding import EvaluationShards
 from hasten.distributed.collectives import buffers_of_main_process
-from hasten.engine.forward import call_model, own_loss
+from hasten.engine.forward import own_loss
 from hasten.engine.metrics import EvaluationResult, MetricAccumulator, SumOverRanks, own_result
 from hasten.engine.plan import Program
-from hasten.utils.batch import batch_size, copy_to_device
+from hasten.utils.batch import batch_size, call_model, copy_to_device
 from hasten.utils.rng import preserve_rng_state
 
 

@@ -14,7 +14,7 @@ from hasten.utils import batch as batches
 def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
     """``(batch) -> loss``: model, then ``loss``; with ``own`` the model gets the batch and returns its loss."""
     if own:
-        return lambda batch: loss(*call_model(model, batch, own=True))
+        return lambda batch: loss(*batches.call_model(model, batch, own=True))
 
     def forward(batch: Batch) -> torch.Tensor:
         if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a function call
@@ -23,16 +23,6 @@ def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
         return loss(model(*args, **kwargs), target)
 
     return forward
-
-
-def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
-    """(output, target) of a batch; with ``own`` the model gets the target, too, and its output holds the loss."""
-    if not own:
-        args, kwargs, target = batches.split_inputs_target(batch)
-        return model(*args, **kwargs), target
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return model(**batch), batches.target_of(batch)
-    return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), batches.target_of(batch)
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hasten._torch_compat import contains_worker_traceback, worker_error_text, w
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
-from hasten.distributed.batch_sharding import IndexShard, NumberedIndices
+from hasten.distributed.batch_sharding import BatchIndices
 from hasten.utils.denormals import flushes_denormals
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
@@ -215,10 +215,11 @@ class _SeededDataset(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, keyed: tuple[int, int, list[int]]) -> list[Any]:
         epoch, batch, indices = keyed
-        if not self.seeded and not isinstance(indices, (IndexShard, NumberedIndices)):
+        first = 0
+        if isinstance(indices, BatchIndices):
+            first, batch = indices.first, batch if indices.batch is None else indices.batch
+        elif not self.seeded:
             return self._read(indices)
-        batch = getattr(indices, "batch", batch)
-        first = getattr(indices, "first", 0)  # of a shard, in the global batch
         with seeded_rng(derive_seed(self.seed, epoch, batch, *([first] if first else []))):
             return self._read(indices)
 

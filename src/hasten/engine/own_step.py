@@ -1,7 +1,6 @@
 """The training step that a task brings: ``(model, batch, context) -> loss``, and its updates by several optimizers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any
 
@@ -11,27 +10,17 @@ from hasten.core.errors import RunError
 from hasten.core.run_context import RunContext
 from hasten.core.task import StepContext
 from hasten.core.types import Batch, ForwardFn, StepFn
+from hasten.utils.batch import map_tensors
 from hasten.utils.optimizers import OptimizerList
-from hasten.utils.tree import tree_map
 
 
-@dataclass
 class OwnStep:
-    """Calls Task(step=); its state between two batches is part of checkpoints.
+    """Calls Task(step=); its state between two batches is part of checkpoints."""
 
-    Attributes:
-        run: The run, whose model and task are there.
-        context: What the step is given.
-        losses: The losses of the current batch that the step has not yet computed; for several optimizers.
-    """
-
-    run: RunContext
-    context: StepContext = field(init=False)
-    losses: Iterator[Any] = field(init=False, default_factory=lambda: iter(()))
-
-    def __post_init__(self) -> None:
-        self.context = StepContext(self.run.progress)
-        self.run.checkpoint_state["step"] = self
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.context = run, StepContext(run.progress)
+        self.losses: Iterator[Any] = iter(())  # of the current batch, not yet computed; for several optimizers
+        run.checkpoint_state["step"] = self
 
     def forward(self, batch: Batch) -> Any:
         """The loss of a batch, for one optimizer."""
@@ -86,15 +75,10 @@ class OwnStep:
 
     def _detach(self) -> None:
         if self.context.state:
-            self.context.state = tree_map(_detached, self.context.state)
+            self.context.state = map_tensors(torch.Tensor.detach, self.context.state)
 
     def state_dict(self) -> dict[str, Any]:
         return self.context.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.run.device
-        self.context.state = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        self.context.state = map_tensors(lambda tensor: tensor.to(self.run.device), state)

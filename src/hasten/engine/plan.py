@@ -74,9 +74,7 @@ def build(
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
     """Builds the program of a task under a set of methods, in the order of their cards, for a device of this process.
-
-    Raises:
-        ConfigurationError: Methods conflict, or the parts of the task do not fit together.
+    ConfigurationError if methods conflict, or the parts of the task do not fit together.
     """
     parallel = None if ranks.is_single_process else ParallelContext(ranks)
     services = EngineServices(partial(higher_is_better, task), available_cpus, free_memory)

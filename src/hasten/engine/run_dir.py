@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
@@ -29,7 +29,7 @@ FREE_THE_DISK = "the files saved before are complete; free the disk and continue
 
 
 class RunDirectory:
-    """The files of one run.
+    """The files of one run. The constructor reads and checks what is in the directory; it writes nothing.
 
     Args:
         path: The directory.
@@ -51,7 +51,6 @@ class RunDirectory:
         resume: bool,
         resume_key: Callable[[Recipe], Recipe],
     ) -> None:
-        """Reads what is in the directory and checks it against the arguments; writes nothing."""
         self.path, self.resume_key = Path(path), resume_key
         self.identity, self.recipe = identity, recipe or Recipe()
         self.written = self.recipe  # in recipe.toml
@@ -79,10 +78,8 @@ class RunDirectory:
             return None
 
     def begin(self, environment: dict[str, Any]) -> None:
-        """Creates and locks the directory, and writes environment.json for a new run.
-
-        Raises:
-            ConfigurationError: Another process is training in the directory, or it cannot be written to.
+        """Creates and locks the directory, and writes environment.json for a new run. ConfigurationError if another
+        process is training in the directory, or it cannot be written to.
         """
         checkpoints = self.path / "checkpoints"
         try:
@@ -155,7 +152,8 @@ class RunDirectory:
         try:
             self.environment = before = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
             self.written = Recipe.load(self.path / "recipe.toml")
-            first_recipe = _recipe_in(before)
+            methods = before.get("recipe") if isinstance(before, dict) else None
+            first_recipe = Recipe.from_tables(methods, "the recipe in environment.json")  # as the run began
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
         if recipe is None or recipe == self.written:
@@ -178,20 +176,6 @@ class RunDirectory:
         values = ["none" if value is None else str(value) for value in (before, now)]
         what = f"another {name.replace('_', ' ')}: {values[0]} there, {values[1]} here"
         return ConfigurationError(f"the run in {self.path} has {what}; pass the same or choose another --out")
-
-
-def _recipe_in(environment: Any) -> Recipe:
-    """The recipe in the content of environment.json: that which the run began with. ``ValueError`` if damaged."""
-    if not isinstance(environment, dict):
-        raise ValueError("environment.json is not a table")
-    methods: Any = cast(dict[str, Any], environment).get("recipe")
-    tables = list(cast(dict[str, Any], methods).values()) if isinstance(methods, dict) else [None]
-    if not all(isinstance(table, dict) for table in tables):
-        raise ValueError("the recipe in environment.json is not a table of methods")
-    recipe = cast(dict[str, dict[str, Any]], methods)
-    if not all(isinstance(value, (bool, int, float, str)) for options in recipe.values() for value in options.values()):
-        raise ValueError("an option in environment.json is not a number, a text, true or false")
-    return Recipe(recipe)
 
 
 def to_json_lines(records: list[dict[str, Any]]) -> str:

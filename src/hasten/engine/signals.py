@@ -14,9 +14,7 @@ DEBOUNCE_S = 1.0  # two presses of Ctrl-C within this time are one request
 @contextmanager
 def catch_stop_signals() -> Generator[list[int]]:
     """Context manager: yields a list to which SIGINT, SIGTERM and SIGHUP are appended instead of ending the process.
-
-    Raises:
-        KeyboardInterrupt: A signal arrived more than ``DEBOUNCE_S`` after the first.
+    A signal that arrives more than ``DEBOUNCE_S`` after the first raises KeyboardInterrupt.
     """
     received: list[int] = []
     first_at = 0.0

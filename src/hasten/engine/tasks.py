@@ -55,10 +55,8 @@ class TaskRef:
 
     @staticmethod
     def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
-        """A reference to a task. The user's file is not imported yet.
-
-        Raises:
-            ConfigurationError: No such workload or file, a file without ``:function``, or an object that is no task.
+        """A reference to a task; the user's file is not imported yet. ConfigurationError if there is no such workload
+        or file, for a file without ``:function``, and for an object that is no task.
         """
         if isinstance(task, TaskRef):
             return task

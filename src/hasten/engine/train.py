@@ -230,10 +230,8 @@ def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None)
 
 
 def device_of(ranks: ProcessGroupInfo, device: str) -> str:
-    """The device of this rank: each rank of a node gets its own GPU. A collective.
-
-    Raises:
-        ConfigurationError: The node has fewer GPUs than ranks, or the request names a single GPU for several ranks.
+    """The device of this rank: each rank of a node gets its own GPU. A collective. ConfigurationError if the node has
+    fewer GPUs than ranks, or the request names a single GPU for several ranks.
     """
     if ranks.is_single_process or not device.startswith("cuda"):
         return device

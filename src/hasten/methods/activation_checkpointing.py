@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # without annotations
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, WrapOrder
 from hasten._torch_compat import BatchNorm, inside_backward
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
 from hasten.utils.blocks import repeated_blocks
 from hasten.utils.op_recorder import NOT_CHECKED
 

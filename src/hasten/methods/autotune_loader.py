@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, WorkerConfig
+from hasten import BatchSource, Card, Exactness, Method, RunContext, WorkerConfig, WrapOrder, option
 from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.loading.autotuner import (
     DEFAULT_PREFETCH,
     WAIT_TOLERANCE,

@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.data import BatchSource
+from hasten import BatchSource, Card, Exactness, Method, RunContext, TrainPlan, option
 from hasten.core.errors import ConfigurationError, NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.optimizers import optimizer_and_schedule, scale_learning_rates

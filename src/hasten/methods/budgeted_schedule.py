@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import ConfigurationError, NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext, TrainPlan
+from hasten import Card, ConfigurationError, Exactness, Method, NoEffectError, RunContext, TrainPlan, option
 from hasten.core.types import OptimizerFactory
 from hasten.utils.accelerated_schedule import accelerate_schedule
 from hasten.utils.optimizers import OptimizerList, ScheduleList, optimizer_and_schedule, scale_learning_rates

@@ -8,11 +8,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
+from hasten import BatchSource, Card, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
 from hasten.loading.probe import is_deterministic
 from hasten.utils.batch import map_tensors
 from hasten.utils.tree import tree_leaves
@@ -60,12 +56,7 @@ class CacheDataset(Method):
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose samples are read once, as long as they fit into the budget.
-
-    Args:
-        dataset: The dataset to cache.
-        budget: Memory for samples, in bytes.
-    """
+    """A map-style dataset whose samples are read once, as long as they fit into the budget, in bytes."""
 
     def __init__(self, dataset: Any, budget: int):
         self.dataset, self.budget = dataset, budget

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import BatchFn
+from hasten import BatchFn, Card, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.batch import map_tensors
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 

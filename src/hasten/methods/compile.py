@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
 from hasten._torch_compat import (
     cached_compile_seconds,
     compile_in_place,
@@ -20,11 +21,7 @@ from hasten._torch_compat import (
     graph_break_of,
     graph_break_reasons,
 )
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError, format_error
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten.core.errors import format_error
 from hasten.utils.blocks import repeated_blocks
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
@@ -94,11 +91,7 @@ class Compile(Method):
 
 
 class GraphRecorder:
-    """A compiler backend that records the graphs that it compiles, and why each of them ends.
-
-    Args:
-        backend: The backend that compiles.
-    """
+    """A compiler backend that records the graphs that ``backend`` compiles, and why each of them ends."""
 
     def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
         self.backend, self.graphs = backend, 0

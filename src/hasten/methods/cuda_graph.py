@@ -21,12 +21,9 @@ from typing import Any
 
 import torch
 
+from hasten import Batch, Card, Exactness, ForwardFn, Method, NoEffectError, RunContext, RunError, StepFn, WrapOrder
 from hasten._torch_compat import foreach_zero_
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError, RunError, format_error
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import Batch, ForwardFn, StepFn
+from hasten.core.errors import format_error
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.tree import bitwise_equal, tree_leaves
 

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.op_recorder import CONVOLUTIONS, OpRecorder
 
 

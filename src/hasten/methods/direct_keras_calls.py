@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import has_forward_hooks
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
 from hasten.utils.keras_models import NO_KERAS, is_keras
 
 DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone

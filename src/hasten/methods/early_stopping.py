@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import Evaluation, RunContext, TrainPlan
+from hasten import Card, Evaluation, Exactness, Method, NoEffectError, RunContext, TrainPlan, option
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """An exponential moving average of the parameters, which is often as good as a lower learning rate."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -9,13 +7,10 @@ from functools import partial
 
 import torch
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten._torch_compat import foreach_copy_, foreach_lerp_, in_place_version
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
 from hasten.utils.op_recorder import NOT_CHECKED
+from hasten.utils.tensor_list import TensorList
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,20 @@ class Ema(Method):
             return optimizer_step
         parameters: list[torch.Tensor] = list(run.model.parameters())
         progress = run.progress
-        average = run.checkpoint_state[self.name] = ParameterAverage(parameters)
+        average = run.checkpoint_state[self.name] = TensorList(parameter.detach().clone() for parameter in parameters)
 
         def step_and_average() -> None:
             optimizer_step()
             t = progress.step - self.start
-            average.update(parameters, min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0)
+            decay = min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0
+            with torch.no_grad():
+                foreach_lerp_(average, parameters, 1 - decay)
 
         run.observe_effect(self, partial(self._observe, average, run))
         return step_and_average
 
-    def _observe(self, average: ParameterAverage, run: RunContext) -> Generator[None, None, str]:
-        pairs = zip(run.model.parameters(), average.tensors, strict=True)
+    def _observe(self, average: TensorList, run: RunContext) -> Generator[None, None, str]:
+        pairs = zip(run.model.parameters(), average, strict=True)
         trained = [tensor for parameter, tensor in pairs if parameter.requires_grad]
         step, before = run.progress.step, [in_place_version(tensor) for tensor in trained]
         yield
@@ -74,24 +71,5 @@ class Ema(Method):
             return model
         averaged = copy.deepcopy(model)
         with torch.no_grad():
-            foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name].tensors)
+            foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name])
         return averaged
-
-
-class ParameterAverage:
-    """Exponential moving averages of parameters, with ``state_dict`` for checkpoints."""
-
-    def __init__(self, parameters: list[torch.Tensor]):
-        self.tensors = [parameter.detach().clone() for parameter in parameters]
-
-    @torch.no_grad()
-    def update(self, parameters: list[torch.Tensor], decay: float) -> None:
-        """In place: average <- decay * average + (1 - decay) * parameters."""
-        foreach_lerp_(self.tensors, parameters, 1 - decay)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {str(index): tensor for index, tensor in enumerate(self.tensors)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for index, tensor in enumerate(self.tensors):
-            tensor.copy_(state[str(index)])

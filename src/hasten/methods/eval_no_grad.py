@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import Batch, ForwardFn
+from hasten import Batch, Card, Exactness, ForwardFn, Method, RunContext, WrapOrder
 from hasten.utils.op_recorder import NOT_CHECKED
 
 

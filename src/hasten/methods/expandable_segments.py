@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import set_allocator_settings
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
+from hasten import Card, Exactness, Method, RunContext, RunError, WrapOrder, option
 from hasten._torch_compat import foreach_mul_, skips_overflows
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import RunError
-from hasten.core.method import Method, option
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import end_intra_op_threads
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
 from hasten.utils.denormals import flushes_denormals, nonzero_values, smallest_denormals
 
 VALUES_PER_THREAD = 1 << 16  # torch divides an operation among threads from 2 ** 15 values on

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import OptimizerFactory
+from hasten import Card, Exactness, Method, NoEffectError, OptimizerFactory, RunContext
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 from hasten.utils.optimizers import optimizer_and_schedule
 

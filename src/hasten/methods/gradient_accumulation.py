@@ -6,11 +6,8 @@ from functools import partial
 
 import torch
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, option
 from hasten._torch_compat import BatchNorm
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.utils.op_recorder import NOT_CHECKED
 
 

@@ -22,11 +22,8 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, LoaderSpec
+from hasten import BatchSource, Card, Exactness, LoaderSpec, Method, RunContext, WrapOrder, option
 from hasten.core.errors import NoEffectError, RunError, format_error
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, probe_samples
 from hasten.utils.batch import batch_tensors, copy_to_device, map_tensors

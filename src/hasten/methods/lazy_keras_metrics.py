@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
+from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.keras_models import NO_KERAS, is_keras
 
 BATCH_HOOKS = ("on_train_batch_end", "on_test_batch_end", "on_batch_end")

@@ -3,10 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource, WorkerConfig
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
+from hasten import BatchSource, Card, Exactness, Method, RunContext, WorkerConfig, WrapOrder, option
 from hasten.utils.observe_step import observe_workers
 
 

@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.op_recorder import NOT_CHECKED
 
 MIB = 1 << 20
@@ -75,23 +71,19 @@ def set_malloc_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None
 
 
 class _MallInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")] + [
-        (name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")
-    ]  # <malloc.h>
+    """``struct mallinfo2`` of <malloc.h>."""
+
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
 
 
 def _describe(libc: ctypes.CDLL) -> str:
-    """Allocates 64 MiB, which glibc serves by ``mmap`` unless ``mallopt`` has forbidden it.
-
-    Raises:
-        NoEffectError: It did, or the memory came from another allocator, such as a preloaded one. Other threads may
-            allocate and free memory meanwhile, so half of the block is enough to recognize it.
+    """Allocates 64 MiB, which glibc serves by ``mmap`` unless ``mallopt`` has forbidden it; NoEffectError if it did, or
+    if the memory came from another allocator. Other threads may allocate and free memory meanwhile, so half of the
+    block is enough to recognize it.
     """
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     if not hasattr(libc, "mallinfo2"):  # before glibc 2.33
         return f"{NOT_CHECKED}: this glibc does not report where memory comes from"
     libc.mallinfo2.restype = _MallInfo

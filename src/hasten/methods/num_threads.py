@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, option
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class NumThreads(Method):
     count: int = option(1, at_least=1)  # threads, at most the number of cores
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         if self.count == torch.get_num_threads():
             run.report_no_effect(self, f"torch computes with {self.count} threads already")
             return context

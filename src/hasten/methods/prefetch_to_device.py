@@ -3,12 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.data import BatchSource
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import Batch
+from hasten import Batch, BatchSource, Card, Exactness, Method, NoEffectError, RunContext, WrapOrder
 from hasten.loading.cuda_prefetcher import prefetch_to_cuda
 
 

@@ -3,11 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.parsed_arguments import after_parsing
 
 

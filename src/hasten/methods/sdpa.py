@@ -6,11 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import Batch, ForwardFn
+from hasten import Batch, Card, Exactness, ForwardFn, Method, NoEffectError, RunContext, option
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
 KERNELS = {

@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
+from hasten import Card, Exactness, Method, NoEffectError, RunContext
 
 
 @dataclass(frozen=True)

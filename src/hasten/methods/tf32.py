@@ -7,11 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory
+from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.float32_precision import get_float32_precision, set_float32_precision
 
 

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, WrapOrder
 from hasten._torch_compat import BatchNorm
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
 
 # targets of fx nodes
 ADDITIONS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}  # pyright: ignore[reportUnknownMemberType]

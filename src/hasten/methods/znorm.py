@@ -5,11 +5,7 @@ from functools import partial
 
 import torch
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, option
 from hasten.utils.observe_step import observe_gradients
 from hasten.utils.op_recorder import NOT_CHECKED
 

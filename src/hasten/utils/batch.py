@@ -98,6 +98,16 @@ def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], 
     raise RunError(f"the batch has no target among {names}; name it one of {', '.join(TARGET_NAMES)}")
 
 
+def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
+    """(output, target) of a batch; with ``own`` the model gets the target, too, and its output holds the loss."""
+    if not own:
+        args, kwargs, target = split_inputs_target(batch)
+        return model(*args, **kwargs), target
+    if hasattr(batch, "keys"):
+        return model(**batch), target_of(batch)
+    return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), target_of(batch)
+
+
 def target_of(batch: Batch) -> Any:
     """The target of a batch by its name (see TARGET_NAMES); None where the batch has no such field."""
     try:

@@ -45,7 +45,13 @@ def verify_partition(
 
     def problem_of(blocks: list[Any]) -> str | None:
         for plan in plans:
-            problem = _difference(copy.deepcopy(model), blocks, plan, samples, whole_batch, expected)
+            partitioned = copy.deepcopy(model)
+            try:
+                plan.partition(partitioned, blocks)
+                actual = gather_full_state(outputs_and_grads(partitioned, samples, whole_batch))
+                problem = _difference(actual, expected, plan.everywhere)
+            except Exception as error:
+                problem = f"it cannot be partitioned ({format_error(error, 100)})"
             if run.ranks.any(problem is not None):
                 return problem or "it fails on another rank"
         return None
@@ -59,42 +65,21 @@ def verify_partition(
     return correct, [f"{block}: {problem}" for block, problem in problems.items() if problem]
 
 
-def _difference(
-    model: torch.nn.Module,
-    blocks: list[Any],
-    plan: PartitionPlan,
-    batch: Batch,
-    whole_batch: bool,
-    expected: tuple[Tensors, Tensors],
-) -> str | None:
-    """The first output or gradient that changes when the blocks are partitioned, as text; None if none does."""
-    try:
-        plan.partition(model, blocks)
-        outputs, gradients = gather_full_state(outputs_and_grads(model, batch, whole_batch))
-    except Exception as error:
-        return f"it cannot be partitioned ({format_error(error, 100)})"
-    if name := first_mismatch(outputs, expected[0]):
+def _difference(actual: tuple[Tensors, Tensors], expected: tuple[Tensors, Tensors], everywhere: bool) -> str | None:
+    """The first output or gradient that differs, as text; None if none does. ``everywhere``: of ``PartitionPlan``."""
+    (outputs, gradients), (expected_outputs, of_all) = actual, expected
+    if name := first_mismatch(outputs, expected_outputs):
         return f"{name} differs"
-    local = expected[1] if plan.everywhere else {name: expected[1][name] for name in gradients if name in expected[1]}
+    local = of_all if everywhere else {name: of_all[name] for name in gradients if name in of_all}
     if name := first_mismatch(gradients, local):
         return f"the gradient of {name} differs"
     return None
 
 
-def call_traced_model(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> Any:
-    """The model's output for a batch; with ``whole_batch`` the target is passed to the model, too."""
-    if not whole_batch:
-        args, kwargs, _ = batches.split_inputs_target(batch)
-        return model(*args, **kwargs)
-    if hasattr(batch, "keys"):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> tuple[Tensors, Tensors]:
     """Name -> tensor of the outputs for a batch, and of the gradients of the sum of their mean squares."""
     model.eval()
-    outputs = batches.batch_tensors(call_traced_model(model, batch, whole_batch))
+    outputs = batches.batch_tensors(batches.call_model(model, batch, whole_batch)[0])
     outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
     terms = [tensor.square().mean() for tensor in outputs if tensor.requires_grad]
     if not terms:

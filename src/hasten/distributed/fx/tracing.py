@@ -1,17 +1,17 @@
 """Traces a model into a torch.fx graph, for methods that partition models."""
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import numpy
 import torch
 import torch.fx
 from torch import nn
 
 from hasten._torch_compat import MODULE_STATE_ATTRIBUTES
+from hasten.utils.rng import get_rng_state, preserve_rng_state
+from hasten.utils.tree import bitwise_equal
 
 PLAIN_TYPES = (bool, int, float, str)  # of attributes by which a module may choose what it computes
 FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace")  # torch.fx would call them with unknown sizes
@@ -27,55 +27,31 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
         tracer.is_leaf_module = lambda m, module_qualified_name: is_leaf(m)
-    before = _python_state(module)
+    held = [vars(part).get(name) for part in module.modules() for name in MODULE_STATE_ATTRIBUTES]
+    attributes = [*map(vars, module.modules()), *(each for each in held if isinstance(each, dict))]
+    before = [dict(each) for each in attributes]
     try:
-        with _factories_as_nodes():
+        with preserve_rng_state(), _factories_as_nodes():
+            state = get_rng_state()
             graph = tracer.trace(module)
             with eval_mode(module):
                 same = str(graph) == str(tracer.trace(module))
+            draws = not bitwise_equal(state, get_rng_state())
+        return graph if same and not draws and not _counts(before, attributes) else None
     except Exception:
         return None
     finally:
-        changed = _restore(before)
-    return graph if same and not changed else None
+        for now, old in zip(attributes, before, strict=True):
+            now.clear()
+            now.update(old)
 
 
-def _python_state(module: nn.Module) -> tuple[Any, ...]:
-    """State that a forward pass may change besides tensors: random generators, and attributes of modules."""
-    dicts: list[Any] = []
-    for part in module.modules():
-        dicts += [vars(part), *map(vars(part).get, MODULE_STATE_ATTRIBUTES)]
-    copies = [(attributes, dict(attributes)) for attributes in dicts if isinstance(attributes, dict)]
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), copies
-
-
-def _restore(before: tuple[Any, ...]) -> bool:
-    """Restores the state; whether anything had changed on which control flow may depend. A number that became part of
+def _counts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether a number or a text among attributes has changed, on which control flow may depend; what became part of
     the graph decides nothing.
     """
-    torch_state, python_state, numpy_state, copies = before
-    drew = not (
-        torch.equal(torch_state, torch.get_rng_state())
-        and python_state == random.getstate()
-        and all(map(numpy.array_equal, numpy_state, numpy.random.get_state()))
-    )
-    counted = any(
-        isinstance(value, PLAIN_TYPES) and not _is_same(value, old.get(name))
-        for attributes, old in copies
-        for name, value in attributes.items()
-    )
-    if drew:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-    for attributes, old in copies:
-        attributes.clear()
-        attributes.update(old)
-    return drew or counted
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and a == b)
+    changes = [(new, old.get(name)) for old, now in zip(before, after, strict=True) for name, new in now.items()]
+    return any(isinstance(new, PLAIN_TYPES) and (type(new), new) != (type(old), old) for new, old in changes)
 
 
 @contextmanager

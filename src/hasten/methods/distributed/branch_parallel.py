@@ -30,11 +30,8 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
+from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, RunError, WrapOrder, option
 from hasten._torch_compat import in_place_version, inside_backward
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.core.types import StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
 from hasten.distributed.dtensor_state import move_to_meta
@@ -50,7 +47,7 @@ from hasten.distributed.fx.branch_finder import (
     replace_blocks,
     tensors_used_by,
 )
-from hasten.distributed.fx.equivalence import PartitionPlan, call_traced_model, verify_partition
+from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.mesh import assign_mesh_dim, get_device_mesh, reduce_over_replicas
 from hasten.distributed.p2p_metadata import HEADER, decode_meta, empty_from_meta, encode_meta
 from hasten.utils import batch as batches
@@ -180,7 +177,7 @@ def _profile_nodes(model: nn.Module, graphs: Graphs, run: RunContext) -> tuple[d
         with cast(Any, torch.random).fork_rng(devices), torch.no_grad():
             for _ in range(MEASUREMENTS):
                 seconds.append(defaultdict(float))
-                call_traced_model(profiled, batch, run.task.loss is None)
+                batches.call_model(profiled, batch, run.task.loss is None)
         shortest = {key: min(times[key] for times in seconds) for key in seconds[0]}
         message = json.dumps([shortest, sorted(random_nodes)]).encode()
     times, names = json.loads(run.ranks.broadcast(message))

@@ -14,10 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, HastenWarning, NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
+from hasten import Card, ConfigurationError, Exactness, HastenWarning, Method, NoEffectError, RunContext, WrapOrder
 from hasten.distributed.collectives import warn_local_batch_norm
 
 WARNING = "data_parallel copies the model to every GPU in every step; ddp (--processes N) is nearly always faster"
@@ -43,8 +40,11 @@ class DataParallel(Method):
     def parallelize(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if run.parallel is not None:
             raise ConfigurationError("data_parallel is for a single process; use ddp with several")
-        if reason := _no_effect_reason(run):
-            run.report_no_effect(self, reason)
+        if run.device.type != "cuda":
+            run.report_no_effect(self, f"it is for GPUs; this run is on {run.device}")
+            return model
+        if torch.cuda.device_count() < 2:
+            run.report_no_effect(self, "there is only one GPU")
             return model
         if run.task.loss is None:
             raise ConfigurationError(
@@ -59,7 +59,7 @@ class DataParallel(Method):
         return wrapped
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        return model if _no_effect_reason(run) else cast(torch.nn.Module, model.module)
+        return cast(Any, model).module if isinstance(model, torch.nn.DataParallel) else model
 
 
 def _observe(model: torch.nn.DataParallel[torch.nn.Module]) -> Generator[None, None, str]:
@@ -77,9 +77,3 @@ def _observe(model: torch.nn.DataParallel[torch.nn.Module]) -> Generator[None, N
     if len(devices) < 2:
         raise NoEffectError(f"the step called the model on {len(devices)} GPU")
     return f"the batch was split over {len(devices)} GPUs"
-
-
-def _no_effect_reason(run: RunContext) -> str | None:
-    if run.device.type != "cuda":
-        return f"it is for GPUs; this run is on {run.device}"
-    return None if torch.cuda.device_count() > 1 else "there is only one GPU"

@@ -12,11 +12,7 @@ from typing import cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import ForwardFn
+from hasten import Card, ConfigurationError, Exactness, ForwardFn, Method, RunContext, WrapOrder, option
 from hasten.distributed.collectives import sync_on_last_microbatch, warn_local_batch_norm
 from hasten.utils.observe_step import observe_collectives
 

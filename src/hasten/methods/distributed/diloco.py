@@ -17,11 +17,8 @@ from typing import Any
 
 import torch
 
+from hasten import Card, Exactness, Method, RunContext, StepFn, WrapOrder, option
 from hasten._torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
 from hasten.distributed import collectives
 from hasten.utils.observe_step import observe_seldom_communication
 

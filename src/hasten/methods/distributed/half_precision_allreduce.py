@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.card import Card, Exactness
-from hasten.core.errors import ConfigurationError, NoEffectError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
+from hasten import Card, ConfigurationError, Exactness, Method, NoEffectError, RunContext, option
 from hasten.utils.op_recorder import OpRecorder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

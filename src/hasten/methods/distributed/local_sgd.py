@@ -19,11 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
+from hasten import Card, ConfigurationError, Exactness, Method, RunContext, StepFn, WrapOrder, option
 from hasten.distributed import collectives
 from hasten.utils.observe_step import observe_seldom_communication
 

@@ -30,11 +30,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import NoEffectError, PeerFailure
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import ContextFactory, StepFn
+from hasten import (
+    Card,
+    ContextFactory,
+    Exactness,
+    Method,
+    NoEffectError,
+    PeerFailure,
+    RunContext,
+    StepFn,
+    WrapOrder,
+    option,
+)
 from hasten.distributed import collectives
 from hasten.distributed.collectives import GradientBucket
 

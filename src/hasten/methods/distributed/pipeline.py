@@ -35,10 +35,7 @@ import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, ProgressWarning
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
+from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.fx.pipeline_split import (

@@ -15,8 +15,6 @@ backward pass, in three rounds, in the same order on every backend. Nothing over
 is left to overlap.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -24,13 +22,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
-from hasten.core.types import StepFn
+from hasten import Card, Exactness, Method, RunContext, StepFn, WrapOrder, option
 from hasten.distributed import collectives
 from hasten.distributed.collectives import GradientBucket
 from hasten.utils.observe_step import observe_collectives
+from hasten.utils.tensor_list import TensorList
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,10 @@ class PowerSGD(Method):
         weights, progress = [p for p in run.unwrapped_model.parameters() if p.requires_grad], run.progress
         compressed = [index for index, weight in enumerate(weights) if self._is_compressible(weight)]
         bases = run.checkpoint_state[self.name] = TensorList(
-            [_basis(weights[index], self.matrix_approximation_rank, run.seed + index) for index in compressed]
+            _basis(weights[index], self.matrix_approximation_rank, run.seed + index) for index in compressed
         )
         errors = run.parallel.rank_state[self.name] = TensorList(
-            [torch.zeros_like(_as_matrix(weights[index])) for index in compressed]
+            torch.zeros_like(_as_matrix(weights[index])) for index in compressed
         )
 
         def exchange_gradients() -> None:
@@ -106,8 +102,8 @@ def _all_reduce_compressed(
     """Averages the gradients over all ranks in place; those with an index in ``compressed`` as two factors."""
     chosen = [gradients.tensors[index] for index in compressed]
     others = [gradient for index, gradient in enumerate(gradients.tensors) if index not in set(compressed)]
-    matrices = [_as_matrix(gradient) + error for gradient, error in zip(chosen, errors.tensors, strict=True)]
-    products = [matrix @ basis for matrix, basis in zip(matrices, bases.tensors, strict=True)]
+    matrices = [_as_matrix(gradient) + error for gradient, error in zip(chosen, errors, strict=True)]
+    products = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
     collectives.all_reduce_mean([*others, gradients.shares, *products])
     if not all(product.isfinite().all() for product in products):  # on every rank; must not enter the error feedback
         collectives.all_reduce_mean(chosen)
@@ -115,11 +111,11 @@ def _all_reduce_compressed(
     qr = cast(Any, torch.linalg).qr
     spans: list[torch.Tensor] = [qr(product).Q if dist.get_rank() == 0 else product for product in products]
     collectives.coalesced(spans, lambda numbers: collectives.broadcast_tensors([numbers]))
-    bases.tensors = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
-    collectives.all_reduce_mean(bases.tensors)
+    bases[:] = [matrix.T @ span for matrix, span in zip(matrices, spans, strict=True)]
+    collectives.all_reduce_mean(bases)
     has_gradient = [gradients.shares[index] > 0 for index in compressed]
     for exists, gradient, matrix, span, basis, error in zip(
-        has_gradient, chosen, matrices, spans, bases.tensors, errors.tensors, strict=True
+        has_gradient, chosen, matrices, spans, bases, errors, strict=True
     ):
         if not exists:
             continue  # no rank has a gradient to which the error could be added
@@ -139,16 +135,3 @@ def _basis(weight: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
     matrix, generator = _as_matrix(weight), torch.Generator().manual_seed(seed)
     shape = matrix.shape[1], min(rank, *matrix.shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix)
-
-
-class TensorList:
-    """A list of tensors with ``state_dict`` and ``load_state_dict``, so that checkpoints store it."""
-
-    def __init__(self, tensors: list[torch.Tensor]):
-        self.tensors = tensors
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(index): tensor for index, tensor in enumerate(self.tensors)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensors = [state[name].to(tensor) for name, tensor in self.state_dict().items()]

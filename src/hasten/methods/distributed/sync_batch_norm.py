@@ -12,11 +12,8 @@ from functools import partial
 
 from torch import nn
 
+from hasten import Card, ConfigurationError, Exactness, Method, NoEffectError, RunContext, WrapOrder
 from hasten._torch_compat import BatchNorm
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, NoEffectError
-from hasten.core.method import Method
-from hasten.core.run_context import RunContext
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.utils.observe_step import observe_collectives
 from hasten.utils.op_recorder import NOT_CHECKED

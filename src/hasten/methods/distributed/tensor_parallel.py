@@ -30,11 +30,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
 from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, ProgressWarning
-from hasten.core.method import Method, option
-from hasten.core.run_context import RunContext
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
@@ -151,11 +148,7 @@ class TensorParallel(Method):
 
 
 def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
-    """Finds the blocks of a model that ``degree`` ranks can share, as far as torch.fx can trace it.
-
-    Returns:
-        The blocks, and for each block that cannot be sharded the reason.
-    """
+    """(blocks of a model that ``degree`` ranks can share, reasons against others), as far as torch.fx can trace it."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     blocks: list[Block] = []
     rejected: list[str] = []

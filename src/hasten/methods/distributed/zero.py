@@ -34,11 +34,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.core.card import Card, Exactness, WrapOrder
-from hasten.core.errors import ConfigurationError, RunError
-from hasten.core.method import Method, option
+from hasten import Card, ConfigurationError, Exactness, Method, RunContext, RunError, WrapOrder, option
 from hasten.core.process_group_info import ProcessGroupInfo
-from hasten.core.run_context import RunContext
 from hasten.core.types import BackwardFn, ForwardFn, OptimizerFactory, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.deferred_init import module_tensors
