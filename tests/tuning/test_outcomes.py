@@ -114,6 +114,14 @@ def test_equal_quality_follows_the_metric_direction(higher):
     assert not baseline.as_good([1.0 - better * 2 * MARGIN])
 
 
+def test_metric_near_the_margin_may_be_as_good_but_is_not_surely():
+    baseline = Baseline([0], [{"metric": 0.9}, {"metric": 0.904}], TARGET, MARGIN, True, [7, 8])
+    near = baseline.metric - 0.9 * MARGIN
+    assert baseline.as_good([near]) and not baseline.as_good([near], surely=True)
+    assert baseline.as_good([baseline.metric], surely=True)
+    assert baseline.as_good([near + 0.002] * 9, surely=True), "more seeds leave less doubt"
+
+
 @pytest.mark.parametrize(("what", "expected"), [("x.py:Slow", True), ("ema + x.py:Slow:size=2", True), ("ema", False)])
 def test_method_is_found_in_the_text_of_a_recipe_by_its_whole_name(what, expected):
     assert is_in("x.py:Slow", what) is expected

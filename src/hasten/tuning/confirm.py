@@ -191,11 +191,20 @@ def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseli
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline, check)):
             return why
+    if _ends_worse(attempt, baseline):
+        return None  # further runs of the recipe alone would only say so more surely
     for seed in further_seeds(study.seed, pairs * _further_per_pair(attempt)):
         attempt.tuned_runs[seed] = run = study.run(attempt.recipe, seed)
         if "failed" in run:
             return f"seed {seed}: {run['failed']}"
     return None
+
+
+def _ends_worse(attempt: Confirmation, baseline: Baseline) -> bool:
+    """Whether the recipe ends worse by more than the margin, on average over the paired seeds."""
+    pairs = [(attempt.baseline_runs[seed]["metric"], attempt.tuned_runs[seed]["metric"]) for seed in attempt.paired]
+    worse = fmean(before - after for before, after in pairs) * (1 if baseline.higher_is_better else -1)
+    return worse > baseline.margin
 
 
 def fresh_seeds(seed: int, count: int) -> list[int]:

@@ -65,11 +65,14 @@ class Baseline:
         samples = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
         return samples[len(samples) // 2]
 
-    def as_good(self, metrics: list[float]) -> bool:
-        """Whether the metrics are good enough to continue with; the quality gate decides later, with more seeds."""
+    def as_good(self, metrics: list[float], surely: bool = False) -> bool:
+        """Whether the metrics are good enough to continue with; the quality gate decides later, with more seeds.
+
+        They may be as good as the original's, or ``surely`` are: one standard error on either side of the margin.
+        """
         worse = self.metric - fmean(metrics) if self.higher_is_better else fmean(metrics) - self.metric
         error = stdev(run["metric"] for run in self.runs) / math.sqrt(len(metrics))
-        return worse <= self.margin + error
+        return worse <= self.margin + (-error if surely else error)
 
 
 @dataclass(frozen=True)
