@@ -94,8 +94,8 @@ def diagnose(
     )
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
-        limits = {"seconds": budget * DRIFT_SHARE, "watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
-        drift, no_drift = _measure_drift(task, recipe, profile.plan, **where, **limits)
+        where |= {"seconds": budget * DRIFT_SHARE, "watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
+        drift, no_drift = _measure_drift(task, recipe, profile.plan, **where)
     peaks, ceilings = profile.plan["peak_memory"], _ceilings(profile)
     measured = {*profile.ceilings.ratios, "evaluation"}
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
@@ -160,7 +160,7 @@ def _refused(task: TaskRef, names: Iterable[str]) -> dict[str, str]:
 
 
 def _measure_drift(
-    task: TaskRef, recipe: Recipe, plan: dict[str, Any], *, seconds: float, **where: Any
+    task: TaskRef, recipe: Recipe, plan: dict[str, Any], seconds: float, **where: Any
 ) -> tuple[Drift, dict[str, str]]:
     """The drift, and why it was not measured: a training that fails later on can still be diagnosed."""
     least = (warm_up_steps(plan["step"]) + STRETCHES) * plan["step"]

@@ -62,17 +62,12 @@ class SamplesCompared(TypedDict, total=False):
 
 
 class Point(TypedDict, total=False):
-    """An evaluation on the validation data, in seconds and samples since the start."""
+    """An evaluation on the validation data, in seconds, samples and (of ``train``) optimizer steps since the start."""
 
     seconds: Amount
     samples: Amount
-    metric: Number
-
-
-class Evaluation(Point, total=False):
-    """An evaluation on the validation data: a ``Point`` with its optimizer step."""
-
     step: Amount
+    metric: Number
 
 
 class Curve(TypedDict, total=False):
@@ -152,19 +147,17 @@ class Offered(TypedDict, total=False):
     why: Text
 
 
-class Advice(TypedDict):
-    """A method that could pay; ``bound`` is its largest possible speed-up."""
-
-    method: Text
-    bound: Amount
-    why: Text
-
-
 class NotAdvised(TypedDict):
     """A method that cannot pay in this run, with the reason."""
 
     method: Text
     why: Text
+
+
+class Advice(NotAdvised):
+    """A method that could pay; ``bound`` is its largest possible speed-up."""
+
+    bound: Amount
 
 
 class Flops(TypedDict, total=False):
@@ -453,7 +446,7 @@ class TrainResult(Result, total=False):
     effects: Mapping[str, Text]
     peak_memory_bytes: Sequence[MemoryPeak]
     recipe: Text
-    evaluations: Sequence[Evaluation]
+    evaluations: Sequence[Point]
 
 
 SCHEMAS = {"tune": TuneResult, "compare": CompareResult, "diagnose": DiagnoseResult, "train": TrainResult}
