@@ -24,6 +24,7 @@ from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phase
 from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
+from hasten.reporting.result_schema import InputThroughput
 
 
 class Probe(Arm):
@@ -105,8 +106,8 @@ class Probe(Arm):
             "copy_bytes_per_second": copy_bytes_per_second(self.device),
         }
 
-    def input(self, budget: float) -> dict:
-        """Throughput of the input pipeline and of the training step, see ``measure_input``. Ends the run."""
+    def input(self, budget: float) -> InputThroughput:
+        """Throughput of the input pipeline and of the training step. Ends the run."""
         self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator; ends the loader's workers
         return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
