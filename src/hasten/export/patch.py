@@ -7,6 +7,7 @@ hand: nothing is left out silently.
 """
 
 import ast
+import copy
 import difflib
 import io
 import itertools
@@ -39,19 +40,12 @@ class _CannotEditError(Exception):
 
 @dataclass(frozen=True)
 class ScriptEdit:
-    """The edit of one method.
+    """The edit of one method."""
 
-    Attributes:
-        method: Its name.
-        summary: What it does, in one line.
-        at: Kind of site -> text, as ``Card.script_edit`` states it, with the values of the options.
-        by_hand: What to do where no edit is possible.
-    """
-
-    method: str
-    summary: str
-    at: dict[str, str]
-    by_hand: str
+    method: str  # its name
+    summary: str  # what it does, in one line
+    at: dict[str, str]  # kind of site -> text, as ``Card.script_edit`` states it, with the values of the options
+    by_hand: str  # what to do where no edit is possible
 
 
 def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, script: str | None = None) -> str:
@@ -166,7 +160,7 @@ class _File:
 
     def edit(self, kind: str, line: int, name: str, text: str) -> None:
         """Makes one edit; raises _CannotEditError, then nothing is changed."""
-        before = {offset: [*texts] for offset, texts in self.insertions.items()}, dict(self.replacements)
+        before = copy.deepcopy((self.insertions, self.replacements))
         try:
             if kind == "process":
                 self._ensure_torch()
