@@ -24,8 +24,8 @@ from hasten.engine.registry import make_methods, options_of
 
 CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
-# A function that calls one of these trains; it must not run without gradients.
 ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
+# A function that calls one of these trains; it must not run without gradients.
 GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
 
 IMPORT = (ast.Import, ast.ImportFrom)
