@@ -70,6 +70,7 @@ def measure_input(program: Program, budget: float) -> InputThroughput:
     elif step and rate:
         wait = max(0.0, 1 - rate / step) if prefetched else step / (step + rate)
         bottleneck = _bottleneck(stages, rate, step, prefetched)
+    skipped_rows: Any = data.faults.listed() if isinstance(data, Pipeline) else []
     return {
         "stages": stages,
         "step_throughput": step,
@@ -78,7 +79,7 @@ def measure_input(program: Program, budget: float) -> InputThroughput:
         "prefetched": prefetched,
         "data_wait_fraction": wait,
         "bottleneck": bottleneck,
-        "skipped_rows": data.faults.listed() if isinstance(data, Pipeline) else [],
+        "skipped_rows": skipped_rows,
         "not_measured": not_measured,
     }
 
