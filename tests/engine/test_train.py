@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import hasten
 from hasten import ConfigurationError, RunError, Task
 from hasten.engine import signals
-from hasten.engine.summary import first_sustained_target
+from hasten.utils.targets import first_sustained_target
 from helpers import engine_tasks
 
 x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3

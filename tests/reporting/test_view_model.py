@@ -18,20 +18,6 @@ def share(name, median, low=None, high=None):
     return {"method": name, "speedup": {"median": median, "low": low, "high": high}}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "higher", "second"),
-    [
-        ((0.5, 0.9, 0.7, 0.9, 0.95), True, 4.0),  # the target was not held after the first evaluation that reached it
-        ((0.5, 0.6, 0.9), True, 3.0),  # the last evaluation has no successor
-        ((0.5, 0.6, 0.7), True, None),
-        ((9.0, 0.8, 0.7), False, 2.0),
-    ],
-)
-def test_target_counts_from_the_evaluation_that_holds_it(metrics, higher, second):
-    found = view_model.target_point(points(*metrics), 0.85, higher)
-    assert (found and found["seconds"]) == second
-
-
 def test_target_must_be_reached_by_most_seeds():
     curves = {"baseline": [{"points": points(0.5, 0.9)}, {"points": points(0.5, 0.6)}, {"points": points(0.5, 0.6)}]}
     (arm,) = view_model.arms(curves, 0.85, True, {})

@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -116,10 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(argv: list[str]) -> CommandResult | None:
     """The result of the command; None if argparse has printed the answer (``--help``, ``--version``)."""
-    try:
+    options = None
+    with suppress(SystemExit):
         options = parse_arguments(argv)
-    except SystemExit:
-        options = None
     if options is None:
         return None
     if options.quiet:
@@ -134,12 +134,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
     own, command = split_command(argv)
     options, unknown = parser.parse_known_args(own if command is None else [*own, " ".join(command) or COMMAND])
     options.argv = argv
-    if command is not None and not unknown:
-        options.task = _script(command, options)
-    elif getattr(options, "vary", None):
-        raise ConfigurationError("--vary names arguments of your own command: hasten tune --vary lr -- python train.py")
     if unknown:
         raise _unknown_argument(unknown, options.verb)
+    if command is not None:
+        from hasten.hosts.script_ref import ScriptRef
+
+        wishes = {name: getattr(options, name, None) for name in ("metric", "vary")}
+        options.task = ScriptRef.of_command(command, **wishes)
+    elif getattr(options, "vary", None):
+        raise ConfigurationError("--vary names arguments of your own command: hasten tune --vary lr -- python train.py")
     if options.verb is None:
         if getattr(options, "json", False):
             raise ConfigurationError("no command is given; see hasten --help")
@@ -156,13 +159,6 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
         return argv, None
     index = argv.index("--")
     return argv[:index], argv[index + 1 :]
-
-
-def _script(command: list[str], options: argparse.Namespace) -> object:
-    from hasten.hosts.script_ref import ScriptRef
-
-    wishes = {name: getattr(options, name, None) for name in ("metric", "vary")}
-    return ScriptRef.of_command(command, **wishes)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,12 +1,12 @@
 """The outcome of a run as plain data."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from hasten.core.run_context import Evaluation, RunContext
 from hasten.core.task import Task
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import finite_or_none
+from hasten.utils.targets import first_sustained_target
 
 
 def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_at: list[float]) -> dict[str, Any]:
@@ -38,11 +38,3 @@ def run_summary(task: Task, run: RunContext, history: list[Evaluation], seconds_
         "seed": run.seed,
         "device": str(run.device),
     }
-
-
-def first_sustained_target(metrics: Sequence[float | None], target: float | None, higher: bool) -> int | None:
-    """Index of the first evaluation at the target whose next one, if any, is too; None if there is none."""
-    if target is None:
-        return None
-    reached = [metric is not None and (metric >= target if higher else metric <= target) for metric in metrics]
-    return next((i for i, yes in enumerate(reached) if yes and all(reached[i + 1 : i + 2])), None)

@@ -7,6 +7,7 @@ hand: nothing is left out silently.
 """
 
 import ast
+import copy
 import difflib
 import io
 import itertools
@@ -23,8 +24,8 @@ from hasten.engine.registry import make_methods, options_of
 
 CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
-# A function that calls one of these trains; it must not run without gradients.
 ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
+# A function that calls one of these trains; it must not run without gradients.
 GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
 
 IMPORT = (ast.Import, ast.ImportFrom)
@@ -39,19 +40,12 @@ class _CannotEditError(Exception):
 
 @dataclass(frozen=True)
 class ScriptEdit:
-    """The edit of one method.
+    """The edit of one method."""
 
-    Attributes:
-        method: Its name.
-        summary: What it does, in one line.
-        at: Kind of site -> text, as ``Card.script_edit`` states it, with the values of the options.
-        by_hand: What to do where no edit is possible.
-    """
-
-    method: str
-    summary: str
-    at: dict[str, str]
-    by_hand: str
+    method: str  # its name
+    summary: str  # what it does, in one line
+    at: dict[str, str]  # kind of site -> text, as ``Card.script_edit`` states it, with the values of the options
+    by_hand: str  # what to do where no edit is possible
 
 
 def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, script: str | None = None) -> str:
@@ -166,7 +160,7 @@ class _File:
 
     def edit(self, kind: str, line: int, name: str, text: str) -> None:
         """Makes one edit; raises _CannotEditError, then nothing is changed."""
-        before = {offset: [*texts] for offset, texts in self.insertions.items()}, dict(self.replacements)
+        before = copy.deepcopy((self.insertions, self.replacements))
         try:
             if kind == "process":
                 self._ensure_torch()

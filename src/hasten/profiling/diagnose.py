@@ -61,8 +61,8 @@ def diagnose(
     Returns:
         Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
         / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
-        of the input pipeline's stages and of the training step, see ``measure_input``. ``flops``, ``facts``, and the
-        speed of the run in seconds and samples. ``operations``: see ``measure_operations``; None without ``ops``.
+        of the input pipeline and of the training step, see ``InputThroughput``. ``flops``, ``facts``, and the
+        speed of the run in seconds and samples. ``operations``: see ``Operations``; None without ``ops``.
         ``drift``: see ``measure_drift``. ``peak_memory_bytes``: of each rank, see ``engine/memory.py``.
 
     Raises:

@@ -37,7 +37,7 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     for length in PEAK_LENGTHS[torch.device(device).type]:
         # random numbers: a GPU that multiplies ones draws less power, and clocks higher than in any training
         a, b = (torch.randn(length, length, device=device).to(dtype) for _ in range(2))
-        best = max(best, 2 * length**3 / _fastest_call(partial(torch.mm, a, b), a.device))
+        best = max(best, 2 * length**3 / fastest_call(partial(torch.mm, a, b), a.device))
         if time.perf_counter() - began > 2 * PEAK_SECONDS:
             break
     return best
@@ -53,10 +53,10 @@ def best_format(device: str, facts: frozenset[str]) -> tuple[str, float]:
 def copy_bytes_per_second(device: str) -> float:
     """The best rate of copying within the memory of a device, bytes read and written."""
     source = torch.zeros(COPY_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
-    return 2 * source.nbytes / _fastest_call(partial(source.clone().copy_, source), source.device)
+    return 2 * source.nbytes / fastest_call(partial(source.clone().copy_, source), source.device)
 
 
-def _fastest_call(work: Callable[[], object], device: torch.device) -> float:
+def fastest_call(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of many calls, within a third of PEAK_SECONDS."""
     best, end = math.inf, time.perf_counter() + PEAK_SECONDS / 3
     while best == math.inf or time.perf_counter() < end:

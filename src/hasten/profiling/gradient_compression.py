@@ -1,25 +1,18 @@
 """Whether sending gradients in 16 bits pays: the seconds saved in the exchange against the seconds of the rounding."""
 
 from collections.abc import Mapping
-from time import perf_counter
 
 import torch
 
-from hasten.engine.devices import synchronize
+from hasten.profiling.flops import fastest_call
 
 HALF_PRECISION_SAVING = 0.5  # share of float32's bytes that 16-bit gradients save
-MEASUREMENTS = 3
 
 
 def measure_cast_seconds(size: int, device: torch.device) -> float:
     """Seconds of casting ``size`` bytes of float32 to bfloat16 and back."""
-    gradients, seconds = torch.zeros(size // 4, device=device), []
-    for _ in range(MEASUREMENTS):
-        began = perf_counter()
-        gradients.copy_(gradients.to(torch.bfloat16))
-        synchronize(device)
-        seconds.append(perf_counter() - began)
-    return min(seconds)
+    gradients = torch.zeros(size // 4, device=device)
+    return fastest_call(lambda: gradients.copy_(gradients.to(torch.bfloat16)), device)
 
 
 def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[float, str]:

@@ -24,6 +24,7 @@ from hasten.data.workers.runners import InlineRunner
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
+from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.batch import batch_size, map_tensors
 
 BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}
@@ -34,24 +35,14 @@ STAGES = ("read", "decode", "map", "batch", "copy")
 _END = object()
 
 
-def measure_input(program: Program, budget: float) -> dict:
+def measure_input(program: Program, budget: float) -> InputThroughput:
     """Measures the input pipeline of a built run. Trains the model while doing so: call it last.
 
-    Never raises: what cannot be measured is None, and ``not_measured`` holds the reason.
+    Never raises: ``not_measured`` holds the reason for what cannot be measured.
 
     Args:
         program: the run; ``program.train`` is the source of its batches.
         budget: seconds to spend, exceeded by at most one batch or one step per measurement.
-
-    Returns:
-        ``stages``: samples/s of "read", "decode", "map", "batch" in one thread and of "copy" to the device; None for a
-        stage that does not exist or cannot be measured. Without "decode", "read" includes it. ``step_throughput``:
-        samples/s that the training step consumes when the next batch is always ready. ``end_to_end``: samples/s of the
-        whole input pipeline, workers included. ``first_batch_seconds``: seconds until its first batch. ``prefetched``:
-        whether batches are computed while the step runs; None if unknown. ``data_wait_fraction``: fraction of the time,
-        from 0 to 1, that the step waits for data. ``bottleneck``: the slowest stage, "input" if the stages are not
-        known, or "step". ``skipped_rows``: ``{"row", "where", "why"}`` of each row that could not be read and was
-        skipped. ``not_measured``: {name of a stage or key: reason}.
     """
     data, batch_size = program.task.train_data, program.plan.batch_size
     not_measured: dict[str, str] = {}
@@ -79,6 +70,7 @@ def measure_input(program: Program, budget: float) -> dict:
     elif step and rate:
         wait = max(0.0, 1 - rate / step) if prefetched else step / (step + rate)
         bottleneck = _bottleneck(stages, rate, step, prefetched)
+    skipped_rows: Any = data.faults.listed() if isinstance(data, Pipeline) else []
     return {
         "stages": stages,
         "step_throughput": step,
@@ -87,7 +79,7 @@ def measure_input(program: Program, budget: float) -> dict:
         "prefetched": prefetched,
         "data_wait_fraction": wait,
         "bottleneck": bottleneck,
-        "skipped_rows": data.faults.listed() if isinstance(data, Pipeline) else [],
+        "skipped_rows": skipped_rows,
         "not_measured": not_measured,
     }
 

@@ -60,12 +60,6 @@ def measure_operations(
 
     The arguments are those of ``diagnose``.
 
-    Returns:
-        ``steps``: how many were recorded. ``rows``: one for each operation and precision (that of the first
-        floating-point input, "" without one), the longest first, with ``calls_per_step`` and its shares of the FLOPs
-        and of the time of all operations. A conversion is named with its target: ``_to_copy to bfloat16``.
-        ``loss_scale``: the scale after each step of the run, warm-up included. ``note``: what is not visible.
-
     Raises:
         RunError: the run could not be built or trained.
         DeadlineError: it was not over at the deadline.
@@ -122,7 +116,7 @@ class RecordedArm(Arm):
 
 
 def rows_of(recorder: OpRecorder, steps: int) -> list[Operation]:
-    """The operations as plain data, the longest first, see ``measure_operations``."""
+    """The operations as plain data, the longest first, see ``Operations``."""
     flops = recorder.flops()
     seconds = sum(stats.seconds for stats in recorder.ops.values())
     return [

@@ -11,9 +11,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from hasten._torch_compat import TorchDispatchMode, host_read_op
+from hasten._torch_compat import host_read_op
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
 from hasten.engine.metrics import higher_is_better, name_of
@@ -24,6 +23,8 @@ from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phase
 from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
+from hasten.reporting.result_schema import InputThroughput
+from hasten.utils.op_recorder import OpRecorder
 
 
 class Probe(Arm):
@@ -68,26 +69,27 @@ class Probe(Arm):
         Reads by the optimizer count on a GPU only: on the CPU torch's optimizers keep their step counts in tensors.
 
         Returns:
-            ``host_reads_per_step``: values that the host reads from the device, or more calls that make it wait for a
-            GPU; ``dtype``: of most matrix products.
+            ``host_reads_per_step``: values that the host reads, on a GPU calls that make it wait; ``dtype``: of most
+            matrix products.
         """
-        program, steps, synchronizations = self.program, 0, 0
-        device = program.run.device.type
-        counter = _OperationCounter(device)
+        program, recorder, waits, steps = self.program, OpRecorder(), 0, 0
+        on_gpu = program.run.device.type == "cuda"
         for batch in islice(self.source.epoch(program.run.progress.epoch, 0), count):
             batch = program.to_device(batch)
-            with counter, count_cuda_syncs(device) as syncs:
-                program.forward_backward(batch)
-                program.grad_transform()
-            synchronizations += len(syncs)
-            with counter if device == "cuda" else nullcontext():
+            with _cuda_syncs() if on_gpu else nullcontext([]) as syncs:
+                with recorder:
+                    program.forward_backward(batch)
+                    program.grad_transform()
                 program.optimizer_step()
+            waits += len(syncs)
             program.zero_grad()
             steps += 1
-        dtypes = counter.dtypes.most_common(1)
-        dtype = dtypes[0][0] if dtypes else next(program.run.model.parameters()).dtype
-        reads = max(counter.reads, synchronizations) / max(1, steps)
-        return {"host_reads_per_step": reads, "dtype": str(dtype).removeprefix("torch.")}
+        reads = waits if on_gpu else recorder.count(host_read_op().overloadpacket.__name__)
+        products = Counter[torch.dtype]()
+        for (_, kind), stats in recorder.ops.items():
+            products[kind or torch.float32] += stats.count if stats.flops else 0
+        dtype = products.most_common(1)[0][0] if products.total() else next(program.run.model.parameters()).dtype
+        return {"host_reads_per_step": reads / max(1, steps), "dtype": str(dtype).removeprefix("torch.")}
 
     def flops(self, dtype: str) -> dict:
         """``flops_per_sample`` of the model without methods; of the machine: ``peak_flops`` in a dtype (``format``),
@@ -105,8 +107,8 @@ class Probe(Arm):
             "copy_bytes_per_second": copy_bytes_per_second(self.device),
         }
 
-    def input(self, budget: float) -> dict:
-        """Throughput of the input pipeline and of the training step, see ``measure_input``. Ends the run."""
+    def input(self, budget: float) -> InputThroughput:
+        """Throughput of the input pipeline and of the training step. Ends the run."""
         self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator; ends the loader's workers
         return measure_input(dataclasses.replace(self.program, train=self.source), budget)
 
@@ -135,16 +137,10 @@ class Probe(Arm):
         return losses
 
 
-HOST_READ = host_read_op()
-
-
 @contextmanager
-def count_cuda_syncs(device: str) -> Iterator[list[str]]:
+def _cuda_syncs() -> Iterator[list[str]]:
     """Context manager: at its end the list holds a message for each call that made the host wait for the GPU."""
     found: list[str] = []
-    if device != "cuda":
-        yield found
-        return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -154,19 +150,3 @@ def count_cuda_syncs(device: str) -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             found += [str(warning.message) for warning in caught if "synchronizing" in str(warning.message)]
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Counts, in torch's dispatcher, values that the host reads from a device type, and matrix products by dtype."""
-
-    def __init__(self, device: str):
-        super().__init__()
-        self.device, self.reads = device, 0
-        self.dtypes: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is HOST_READ:
-            self.reads += args[0].device.type == self.device
-        elif func.overloadpacket in flop_registry:
-            self.dtypes[args[0].dtype] += 1
-        return func(*args, **(kwargs or {}))

@@ -48,7 +48,7 @@ class StepProfile:
     system_share: float  # of the CPU time, spent in the operating system
     issue_share: float  # of the time, until the host has queued a block's work; the GPU then finishes it
     host_reads_per_step: float | None  # values that the host reads from the device
-    input: Any  # throughput of the input pipeline, see ``measure_input``; only ``not_measured`` if that failed
+    input: Any  # throughput of the input pipeline, see ``InputThroughput``; only ``not_measured`` if that failed
     flops: Flops | None  # operations per second, the machine's peak and their quotient
     facts: frozenset[str]  # keys of ``FACTS`` that hold
     system_noise: dict  # how disturbed the machine was

@@ -53,18 +53,10 @@ def best_box(
 
     def cost(candidate: tuple[float, Box]) -> float:
         own, area = candidate
-        return own + 50 * (area.area - area.overlap(inside) + sum(map(area.overlap, forbidden)))
+        outside = area.area - area.overlap(inside)
+        return own + 50 * (outside + sum(map(area.overlap, forbidden))) + 0.3 * sum(map(area.overlap, avoided))
 
-    priced = [(cost(candidate), candidate[1]) for candidate in candidates]
-    ordered = sorted(priced, key=lambda candidate: candidate[0])
-    best, least = ordered[0][1], float("inf")
-    for known, area in ordered:
-        if known >= least:  # no later one can be cheaper
-            break
-        total = known + 0.3 * sum(map(area.overlap, avoided))
-        if total < least:
-            best, least = area, total
-    return best
+    return min(candidates, key=cost)[1]
 
 
 def covered(line: Sequence[Point]) -> set[Box]:

@@ -179,8 +179,8 @@ class Flops(TypedDict, total=False):
 class Operation(TypedDict):
     """An operation of a training step in one precision; shares of the FLOPs and of the time of all operations."""
 
-    op: Text
-    dtype: Text
+    op: Text  # a conversion is named with its target: ``_to_copy to bfloat16``
+    dtype: Text  # of the first floating-point input; "" without one
     calls_per_step: Amount
     flops_share: Amount
     time_share: Amount
@@ -211,12 +211,12 @@ class LossScaleStep(TypedDict):
 
 
 class Operations(TypedDict):
-    """The view of operations; ``note`` states what is not visible."""
+    """The view of operations."""
 
-    steps: Amount
-    rows: Sequence[Operation]
-    loss_scale: Sequence[LossScaleStep]
-    note: Text
+    steps: Amount  # how many were recorded
+    rows: Sequence[Operation]  # the longest first
+    loss_scale: Sequence[LossScaleStep]  # after each step of the run, warm-up included
+    note: Text  # what is not visible
 
 
 class SkippedRow(TypedDict, total=False):
@@ -228,17 +228,17 @@ class SkippedRow(TypedDict, total=False):
 
 
 class InputThroughput(TypedDict, total=False):
-    """Rates in samples per second; ``data_wait_fraction`` is a fraction of the step, 0 to 1."""
+    """Rates in samples per second; None for what does not exist or cannot be measured."""
 
-    stages: Mapping[str, Amount]
-    step_throughput: Amount
-    end_to_end: Amount
+    stages: Mapping[str, Amount]  # read (includes decode if that is None), decode, map, batch in one thread; copy
+    step_throughput: Amount  # what the training step consumes when the next batch is always ready
+    end_to_end: Amount  # the whole input pipeline, workers included
     first_batch_seconds: Amount
-    prefetched: YesNo
-    data_wait_fraction: Amount
-    bottleneck: Text
-    skipped_rows: Sequence[SkippedRow]
-    not_measured: Mapping[str, Text]
+    prefetched: YesNo  # whether batches are computed while the step runs
+    data_wait_fraction: Amount  # of the time, 0 to 1, that the step waits for data
+    bottleneck: Text  # the slowest stage, "input" if the stages are not known, or "step"
+    skipped_rows: Sequence[SkippedRow]  # those that could not be read
+    not_measured: Mapping[str, Text]  # name of a stage or key -> reason
 
 
 class MemoryPeak(TypedDict, total=False):

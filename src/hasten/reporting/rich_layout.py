@@ -10,7 +10,7 @@ from rich.text import Text
 GOOD, DIM, BOLD = "bold cyan", "dim", "bold"
 
 
-def page(*parts: RenderableType) -> Group:
+def stack(*parts: RenderableType) -> Group:
     """The parts one below the other, strings as they are written (no markup); empty strings are left out."""
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts if part != ""))
 

@@ -15,7 +15,7 @@ from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
 from hasten.reporting.frontier import evidence_text, frontier_rows
 from hasten.reporting.operations import operations_table
-from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, page, pairs
+from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs, stack
 from hasten.reporting.validation import validate
 from hasten.reporting.view_model import Json
 
@@ -28,7 +28,7 @@ def tune_answer(result: Json) -> RenderableType:
     result = validate(result)
     won, evidence = view_model.is_recommended(result), evidence_text(result["evidence"])
     shares = _contributions(view_model.contributions(result)) if won else []
-    return page(
+    return stack(
         headline(view_model.tune_headline(result), result["task"], won),
         Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD)) if won else "",
         view_model.tune_sentence(result),
@@ -91,7 +91,7 @@ def compare_answer(result: Json) -> RenderableType:
         *(row for arm in ("a", "b") for row in _effects(result["effects"].get(arm, {}), f"effect in {arm}")),
     ]
     head = headline(view_model.compare_headline(result), result["task"], result["verdict"] == "faster")
-    return page(head, result["why"], Text(), pairs(rows), Text(), indented(arms))
+    return stack(head, result["why"], Text(), pairs(rows), Text(), indented(arms))
 
 
 def diagnose_answer(result: Json) -> RenderableType:
@@ -105,7 +105,7 @@ def diagnose_answer(result: Json) -> RenderableType:
         phases.add_row(row["phase"], bar(row["before"] / longest, BAR_WIDTH), share, ceiling)
     for name, value in view_model.other_ceilings(ceilings, result["phases"]).items():
         phases.add_row(Text(name.replace("_", " ")), "", "", formatting.ratio(value))
-    return page(
+    return stack(
         headline("Where the time goes", result["task"], False),
         result["verdict"],
         result["drift"]["text"],
@@ -145,7 +145,7 @@ def train_answer(result: Json) -> RenderableType:
         *_effects(result["effects"]),
         ("directory", result["out"]),
     ]
-    return page(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
+    return stack(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
 
 
 def advice_table(advice: Sequence[Json]) -> list[RenderableType]:

@@ -70,7 +70,7 @@ def method_page(method: Json) -> RenderableType:
         Text(method["summary"]),
         Text(),
         *([Text("\n".join(paragraphs)), Text()] if any(paragraphs) else []),
-        pairs([(name, value) for name, value in rows if value]),
+        pairs(rows),
     )
 
 

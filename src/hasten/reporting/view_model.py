@@ -11,6 +11,7 @@ from typing import Any
 from hasten.core.card import PHASES
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
+from hasten.utils.targets import first_sustained_target
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
 MIN_GAIN = 1.005  # a smaller contribution is reported as none
@@ -196,17 +197,6 @@ def repeated_reads(synchronizations: Sequence[Json]) -> list[Json]:
     return sorted(found, key=lambda one: -(one["seconds_per_step"] or 0))[:MAX_FUNCTIONS]
 
 
-def target_point(points: Sequence[Json], target: float | None, higher_is_better: bool) -> Json | None:
-    """The first point that reaches the target and whose successor, if any, still holds it; None if there is none."""
-    if target is None:
-        return None
-    reached = [point["metric"] >= target if higher_is_better else point["metric"] <= target for point in points]
-    for index, point in enumerate(points):
-        if all(reached[index : index + 2]):
-            return point
-    return None
-
-
 def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapping[str, float | None]) -> list[Json]:
     """The learning curves of every arm, ready to draw, from {arm: [{"seed", "points"}]}.
 
@@ -223,7 +213,8 @@ def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapp
                 runs.append(sorted(points, key=lambda point: point["seconds"]))
         if not runs:
             continue
-        reached = [point for points in runs if (point := target_point(points, target, higher_is_better))]
+        at = [first_sustained_target([point["metric"] for point in run], target, higher_is_better) for run in runs]
+        reached = [run[index] for run, index in zip(runs, at, strict=True) if index is not None]
         time = times.get(name)
         if time is None and len(reached) * 2 > len(runs):
             time = median(point["seconds"] for point in reached)

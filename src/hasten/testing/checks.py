@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -74,27 +74,19 @@ class Subject:
         self.method = method_class(self.name)
         self.options, self.given_task = options, task
         self.recipe = Recipe().with_method(self.name, **options)
-        self._task: Task | None = None
 
     @property
     def tasks(self) -> list[Task]:
         return [self.given_task] if self.given_task else [task(batch_size=32) for task in SMALL_TASKS]
 
-    @property
+    @cached_property
     def task(self) -> Task:
-        """The first task on which the method has an effect.
-
-        Raises:
-            SkipTest: The method has no effect on any of the tasks on this machine.
-        """
-        if self._task is not None:
-            return self._task
+        """The first task on which the method has an effect; SkipTest if there is none on this machine."""
         no_effect = []
         for task in self.tasks:
             with restored():
                 no_effect = trained(task, self.recipe).run.no_effect
             if not no_effect:
-                self._task = task
                 return task
         raise SkipTest(f"{no_effect[0][0]} has no effect here: {no_effect[0][1]}")
 

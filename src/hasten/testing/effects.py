@@ -19,15 +19,10 @@ STEPS = 4  # the third is observed
 
 @dataclass(frozen=True)
 class ObservedEffect:
-    """The outcome of a short run.
+    """The outcome of a short run."""
 
-    Attributes:
-        acts: Whether the method showed that it acted, or at least did not report the contrary.
-        text: The evidence, or the reason why it has no effect; empty if the method gives neither.
-    """
-
-    acts: bool
-    text: str
+    acts: bool  # whether the method showed that it acted, or at least did not report the contrary
+    text: str  # the evidence, or the reason why it has no effect; empty if the method gives neither
 
 
 def observe_effect(task: Task, recipe: Recipe) -> ObservedEffect:

@@ -19,12 +19,12 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method, make_methods
-from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ops import lowers_precision, measure_operations
 from hasten.profiling.step_profile import profile_steps
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
+from hasten.utils.targets import first_sustained_target
 
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three

@@ -15,12 +15,12 @@ from hasten.core.run_context import Evaluation, RunContext, TrainPlan
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.summary import first_sustained_target
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 from hasten.profiling.probe import Probe
 from hasten.tuning.horizon import Horizon
 from hasten.tuning.race import from_text, is_behind
+from hasten.utils.targets import first_sustained_target
 
 RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
 

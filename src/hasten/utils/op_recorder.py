@@ -25,21 +25,13 @@ CONVOLUTIONS = ("convolution", "cudnn_convolution", "mkldnn_convolution")
 
 @dataclass
 class OpStats:
-    """Calls of one operation in one precision.
+    """Calls of one operation in one precision."""
 
-    Attributes:
-        count: Number of calls.
-        flops: Floating-point operations; 0 unless it is a matrix product, a convolution or attention.
-        seconds: Time of the calls; 0 unless the recorder is timed.
-        channels_last: Calls whose input has the channels-last memory format, and not the default one.
-        channels_first: Calls whose input has the default memory format, and not channels-last.
-    """
-
-    count: int = 0
-    flops: int = 0
-    seconds: float = 0.0
-    channels_last: int = 0
-    channels_first: int = 0
+    count: int = 0  # number of calls
+    flops: int = 0  # 0 unless it is a matrix product, a convolution or attention
+    seconds: float = 0.0  # 0 unless the recorder is timed
+    channels_last: int = 0  # calls whose input has the channels-last memory format, and not the default one
+    channels_first: int = 0  # calls whose input has the default memory format, and not channels-last
 
 
 class OpRecorder(TorchDispatchMode):

@@ -6,25 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchRange:
-    """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm.
-
-    Attributes:
-        low: Smallest value.
-        high: Largest value.
-        powers_of_two: Whether only these are tried, as integers.
-        of: What all values are multiplied by, such as the user's own value.
-        is_integer: Whether the values are integers, at least 1.
-        no_effect: Value at which the recipe leaves the method out; None: there is none.
-        is_length: Whether the option is the length of the training relative to that of the task.
-    """
+    """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm."""
 
     low: float
     high: float
-    powers_of_two: bool = False
-    of: float = 1
-    is_integer: bool = False
-    no_effect: float | None = None
-    is_length: bool = False
+    powers_of_two: bool = False  # whether only these are tried, as integers
+    of: float = 1  # what all values are multiplied by, such as the user's own value
+    is_integer: bool = False  # whether the values are integers, at least 1
+    no_effect: float | None = None  # value at which the recipe leaves the method out; None: there is none
+    is_length: bool = False  # whether the option is the length of the training relative to that of the task
 
     def at(self, position: float) -> float:
         """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
