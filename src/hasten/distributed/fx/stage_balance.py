@@ -96,7 +96,7 @@ def profile_segments(
 
 def estimate_segment_memory(
     model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, pieces: int, in_flight: list[int]
-) -> list[list[int]]:
+) -> list[list[float]]:
     """Bytes that every segment would hold in each stage, computed on the meta device. Shape (stages, segments).
 
     ``pieces`` are the microbatches of a batch; ``in_flight``, for each stage, those that wait there for their backward

@@ -144,24 +144,19 @@ class Pipeline(Method):
         run: RunContext,
     ) -> tuple[list[int], list[float]]:
         """For each stage, the index after its last segment, and its bytes ([] unless balance=memory)."""
-        peek = run.services.peek_batch
         if self.split_sizes:
             return parse_split_sizes(self.split_sizes, num_stages, len(segments), f"{self.name}:split_sizes"), []
-        if self.balance == "time":
-            return balance_on_main_process(
-                lambda: [profile_segments(model, graph, segments, peek(), run.device)] * num_stages, run
-            )[0], []
-        in_flight = [
-            microbatches if self.schedule == "gpipe" else min(microbatches, num_stages - stage)
-            for stage in range(num_stages)
-        ]
-        return balance_on_main_process(
-            lambda: cast(
-                list[list[float]],
-                estimate_segment_memory(model, graph, segments, peek(), microbatches, in_flight),
-            ),
-            run,
-        )
+
+        def costs() -> list[list[float]]:
+            batch = run.services.peek_batch()
+            if self.balance == "time":
+                return [profile_segments(model, graph, segments, batch, run.device)] * num_stages
+            most = [microbatches if self.schedule == "gpipe" else num_stages - stage for stage in range(num_stages)]
+            in_flight = [min(microbatches, count) for count in most]
+            return estimate_segment_memory(model, graph, segments, batch, microbatches, in_flight)
+
+        ends, loads = balance_on_main_process(costs, run)
+        return ends, loads if self.balance == "memory" else []
 
     def _check_options(self, microbatches: int, pp_size: int, run: RunContext) -> None:
         setting = f"pipeline:microbatches={microbatches}"
