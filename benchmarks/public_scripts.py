@@ -1,7 +1,7 @@
 """Public training scripts under hasten: watching them changes nothing, and finds what there is.
 
-DIR holds checkouts of the repositories by their names (nanoGPT, examples, pytorch-lightning, keras); those that are
-missing are skipped. Each script runs in a copy with small data from HASTEN_DATA, or made up: alone, and watched. An
+DIR holds checkouts of the repositories by their names (nanoGPT, examples, Pytorch-UNet, pytorch-lightning, keras);
+those that are missing are skipped. Each script runs in a copy with small data from HASTEN_DATA, or made up: alone, and watched. An
 observer of its own counts steps and hashes the weights in both runs (``weight_recorder/``). Nothing is downloaded.
 
 Figure: weights, output and steps of every script are the same, every loader, optimizer, model and evaluation is found,
@@ -107,6 +107,35 @@ def cora(folder: Path) -> None:
     (folder / "requests.py").write_text(REQUESTS)
 
 
+WANDB = """
+class Histogram:
+    def __init__(self, *_): pass
+Image = Histogram
+class Run:
+    config = {}
+    def log(self, values): pass
+def init(**_): return Run()
+"""
+
+
+def blobs(folder: Path) -> None:
+    """U-Net: pictures of a bright square and their masks; and a module ``wandb`` that logs nowhere."""
+    import numpy
+    from PIL import Image
+
+    rng = numpy.random.default_rng(0)
+    for kind in ("imgs", "masks"):
+        (folder / "data" / kind).mkdir(parents=True, exist_ok=True)
+    for number in range(40):
+        mask = numpy.zeros((32, 32), numpy.uint8)
+        top, left = rng.integers(0, 16, 2)
+        mask[top : top + 16, left : left + 16] = 1
+        image = (mask[..., None] * 120 + rng.integers(0, 120, (32, 32, 3))).astype(numpy.uint8)
+        Image.fromarray(image).save(folder / f"data/imgs/{number}.png")
+        Image.fromarray(mask).save(folder / f"data/masks/{number}_mask.png")
+    (folder / "wandb.py").write_text(WANDB)
+
+
 # ── the scripts, and what there is to be found ───────────────────────────────────────────────────────────────────────
 
 
@@ -199,6 +228,17 @@ SCRIPTS = {
     ),
     "gcn": Script("examples/gcn", f"main.py {GRAPH}", ADAM, ("GCN",), **ON_CORA),
     "gat": Script("examples/gat", f"main.py {GRAPH} --hidden-dim 16", ADAM, ("GAT",), **ON_CORA),
+    "Pytorch-UNet": Script(
+        "Pytorch-UNet",
+        "train.py --epochs 1 --scale 1 --bilinear",
+        ("RMSprop",),
+        ("UNet",),
+        (1, 1),
+        ("validation dice", "max"),
+        blobs,
+        at=12,
+        steps=12,
+    ),
     "imagenet": Script(
         "examples/imagenet",
         "main.py --dummy -a resnet18 -b 2 -j 0 --epochs 1 --seed 1 --no-accel",
