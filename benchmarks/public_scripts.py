@@ -1,8 +1,9 @@
 """Public training scripts under hasten: watching them changes nothing, and finds what there is.
 
 DIR holds checkouts of the repositories by their names (nanoGPT, examples, Pytorch-UNet, pytorch-lightning, keras);
-those that are missing are skipped. Each script runs in a copy with small data from HASTEN_DATA, or made up: alone, and watched. An
-observer of its own counts steps and hashes the weights in both runs (``weight_recorder/``). Nothing is downloaded.
+those that are missing are skipped. Each script runs in a copy with small data from HASTEN_DATA, or made up: alone, and
+watched. An observer of its own counts steps and hashes the weights in both runs (``weight_recorder/``). Nothing is
+downloaded.
 
 Figure: weights, output and steps of every script are the same, every loader, optimizer, model and evaluation is found,
 and no metric is wrong: it is the right one, or hasten asks.
