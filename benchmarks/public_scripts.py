@@ -180,7 +180,7 @@ ADADELTA, ADAM, SGD = ("Adadelta",), ("Adam",), ("SGD",)
 ON_MNIST: dict[str, Any] = {"loaders": (1, 1), "metric": ("accuracy", "max")}
 WORD_MODEL: dict[str, Any] = {"metric": ("valid loss", "min"), "prepare": corpus}
 ON_CORA: dict[str, Any] = {"metric": ("acc val", "max"), "prepare": cora}
-OF_KERAS: dict[str, Any] = {"steps": 200, "environment": {"KERAS_BACKEND": "torch"}}
+OF_KERAS: dict[str, Any] = {"loaders": (1, 0), "steps": 200, "environment": {"KERAS_BACKEND": "torch"}}
 IMAGES, FABRIC = mnist_at("../data"), "pytorch-lightning/examples/fabric/image_classifier"
 
 SCRIPTS = {
@@ -274,8 +274,8 @@ SCRIPTS = {
         ("valid loss", "min"),
         at=1,
     ),
-    "Keras functional": Script("keras/examples", "demo_functional.py", (), ("Functional",), **OF_KERAS),
-    "Keras subclass": Script("keras/examples", "demo_subclass.py", (), ("MyModel",), **OF_KERAS),
+    "Keras functional": Script("keras/examples", "demo_functional.py", ADAM, ("Functional",), **OF_KERAS),
+    "Keras subclass": Script("keras/examples", "demo_subclass.py", SGD, ("MyModel",), **OF_KERAS),
 }
 
 
