@@ -183,7 +183,7 @@ def test_diagnosis_that_was_not_made_is_no_method_that_was_tried():
 def test_bound_of_an_advice_is_explained():
     advice = [{"method": "tf32", "bound": 4.3, "why": "of the time, forward 76%"}]
     text = words_of(printed(Group(*terminal.advice_table(advice))))
-    assert "tf32 4.30×" in text and "at most: if what it works on cost nothing" in text
+    assert "tf32 4.3×" in text and "at most: if what it works on cost nothing" in text
 
 
 def test_effects_of_both_arms_are_shown():
