@@ -174,7 +174,7 @@ def seconds_of(run: dict) -> float:
 
     The seconds until the first evaluation, in which a compilation or the filling of a cache lies, are those measured.
     """
-    rows = run.get("evaluations") or ()
+    rows: list[dict] = list(run.get("evaluations") or ())
     pairs = list(itertools.pairwise(rows))
     if not pairs:
         return run["seconds"]

@@ -159,7 +159,7 @@ def tune(
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
-        result = result_of(study, state, is_partial=is_partial, **about)
+        result: Any = result_of(study, state, is_partial=is_partial, **about)
         result |= {"expected_runs": runs, "out": str(folder)}
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
