@@ -94,7 +94,6 @@ class Table(Source):
         self._known_bad = list(self._bad)  # before anything was read
         self._loaded: Any = None  # the columns of the whole table
         self._memory: tuple[int, threading.Lock, OrderedDict[int, Future]] | None = None  # see ``_chunk_memory``
-        self._chunk_memory()
 
     def _inspect_file(self, file: str) -> tuple[list, FileMetadata]:
         """Returns ([path, size, version], FileMetadata) of a file; one that cannot be opened counts as one bad row."""
