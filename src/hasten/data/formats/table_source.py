@@ -93,7 +93,7 @@ class Table(Source):
         self._bad = {chunk: (file, why) for chunk, (file, why) in enumerate(reasons) if why is not None}
         self._known_bad = list(self._bad)  # before anything was read
         self._loaded: Any = None  # the columns of the whole table
-        self._memory: tuple[int, threading.Lock, OrderedDict[int, Future]] | None = None  # see ``_chunk_memory``
+        self._memory: tuple[int, threading.RLock, OrderedDict[int, Future]] | None = None  # see ``_chunk_memory``
 
     def _inspect_file(self, file: str) -> tuple[list, FileMetadata]:
         """Returns ([path, size, version], FileMetadata) of a file; one that cannot be opened counts as one bad row."""
@@ -257,12 +257,12 @@ class Table(Source):
                 recent.pop(chunk, None)
         return future.result()
 
-    def _chunk_memory(self) -> tuple[threading.Lock, OrderedDict[int, Future]]:
+    def _chunk_memory(self) -> tuple[threading.RLock, OrderedDict[int, Future]]:
         """Returns the decoded chunks of this process, the last used one at the end, and their lock. A forked process
         begins with none: a thread that held the lock of its parent does not exist there.
         """
         if self._memory is None or self._memory[0] != os.getpid():
-            self._memory = os.getpid(), threading.Lock(), OrderedDict()
+            self._memory = os.getpid(), threading.RLock(), OrderedDict()
         return self._memory[1:]
 
     def _warn_of_repeated_decoding(self) -> None:
