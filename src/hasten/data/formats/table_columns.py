@@ -47,9 +47,10 @@ def columns_of(table: Any, layout: Layout, fill: Any, classes: Sequence[str] | N
 
 def take(columns: Any, rows: torch.Tensor) -> Any:
     """Returns the rows of columns at these indices."""
+    indices = pa.array(rows.numpy())
 
     def take_column(column: Any) -> Any:
-        return gathered(column, rows) if isinstance(column, torch.Tensor) else column.take(pa.array(rows.numpy()))
+        return gathered(column, rows) if isinstance(column, torch.Tensor) else column.take(indices)
 
     return map_columns(take_column, columns)
 
