@@ -80,7 +80,7 @@ def _warn_of_rounding(name: str, values: numpy.ndarray, warned: set[str]) -> Non
     if name in warned or values.dtype.kind not in "iu" or values.dtype.itemsize < 4 or not len(values):
         return
     largest = max(int(values.max()), -int(values.min()))
-    if largest > MAX_EXACT_FLOAT32 and name not in warned:  # again, because several threads read chunks
+    if largest > MAX_EXACT_FLOAT32:
         warned.add(name)
         what = f"column {name!r} holds integers up to {largest}; a float32 matrix rounds above {MAX_EXACT_FLOAT32}"
         hint = "leave it out (columns=[...]), or read a dict of columns (no target=)"
