@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+import torch
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats.table_types import is_number, plain, shape_of
+from hasten.data.array_source import gathered
+from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberColumn, column
+from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
+from hasten.data.source import column_leaves, map_columns
 from hasten.data.validation import check_name, check_names
 
 
@@ -77,6 +81,63 @@ class Layout:
         size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
         return size // (2 if self.is_matrix else 1) + 2 * unpacked * has_others
+
+    def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
+        """Returns empty columns for ``count`` rows; ``classes`` are the values of a text target."""
+        matrix = MatrixColumn(self.inputs, count, self.warned) if self.is_matrix else None
+        columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
+        return Rows(matrix, columns, self.target, self._target_column(count, classes))
+
+    def _target_column(self, count: int, classes: Sequence[str] | None) -> ClassColumn | NumberColumn | None:
+        if self.target is None:
+            return None
+        if self.has_classes:
+            return ClassColumn(classes or [], count, self.target)
+        shape, arrow_type = shape_of(self.types[self.target])
+        is_float = tensor_type(arrow_type).is_floating_point
+        return NumberColumn(torch.float32 if is_float else torch.int64, count, shape, self.target)
+
+
+@dataclass
+class Rows:
+    """Decoded rows of a table: ``put`` adds them in order, ``read`` returns them in any order."""
+
+    matrix: MatrixColumn | None
+    columns: dict[str, Any]
+    target_name: str | None
+    target: ClassColumn | NumberColumn | None
+
+    def put(self, table: Any, fill: Any, where: str) -> None:
+        """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of
+        its classes.
+        """
+        if self.matrix is not None:
+            self.matrix.put(table, fill, where)
+        for name, values in self.columns.items():
+            values.put(table.column(name), fill, where)
+        if self.target is not None:  # one fill value for all columns must not invent targets
+            self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
+
+    def read(self, index: torch.Tensor) -> Any:
+        """Returns the batch of rows at ``index``: matrix or dict of columns; with a target (inputs, target)."""
+        if self.matrix is not None:
+            inputs = self.matrix.read(index)
+        else:
+            inputs = {name: values.read(index) for name, values in self.columns.items()}
+        return inputs if self.target is None else (inputs, self.target.read(index))
+
+
+def merged(parts: list, order: torch.Tensor) -> Any:
+    """Concatenates batches of equal layout; row ``i`` of the result is row ``order[i]`` of them."""
+    columns = zip(*map(column_leaves, parts), strict=True)
+    return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
+
+
+def _concatenated(parts: Sequence, order: torch.Tensor) -> torch.Tensor | list:
+    if isinstance(parts[0], torch.Tensor):
+        return gathered(torch.cat(list(parts)), order)
+    rows = [row for part in parts for row in part]
+    return [rows[index] for index in order.tolist()]
 
 
 def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed: bool) -> dict[str, Any]:

@@ -10,7 +10,8 @@ once with ``.cache("disk")``.
 import os
 import threading
 import warnings
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -23,9 +24,8 @@ import torch
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
-from hasten.data.formats.table_columns import columns_of, concatenated, take, unpacked
 from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
-from hasten.data.formats.table_layout import Layout
+from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source
@@ -92,8 +92,8 @@ class Table(Source):
         # chunks that cannot be read: (where, why)
         self._bad = {chunk: (file, why) for chunk, (file, why) in enumerate(reasons) if why is not None}
         self._known_bad = list(self._bad)  # before anything was read
-        self._loaded: Any = None  # the columns of the whole table
-        self._memory: tuple[int, threading.RLock, OrderedDict[int, Future]] | None = None  # see ``_chunk_memory``
+        self._loaded: Rows | None = None  # the whole table
+        self._init_locks()
 
     def _inspect_file(self, file: str) -> tuple[list, FileMetadata]:
         """Returns ([path, size, version], FileMetadata) of a file; one that cannot be opened counts as one bad row."""
@@ -104,8 +104,18 @@ class Table(Source):
                 raise
             return [file, 0, None], FileMetadata(None, [1], 0, {0: str(error)})
 
+    def _init_locks(self) -> None:
+        self._lock = threading.RLock()
+        self._recent: OrderedDict[int, Future] = OrderedDict()  # decoded chunks, the last used one at the end
+        _tables.add(self)
+
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_loaded": None, "_memory": None}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_recent")}
+        return state | {"_loaded": None}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._init_locks()
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -154,11 +164,11 @@ class Table(Source):
     def read(self, rows: numpy.ndarray) -> Any:
         if not self._fits():
             return self._read_chunks(rows)
-        columns = self._load()
+        table = self._load()
         if self._bad:
             self._refuse_bad(rows)
             rows = rows - self._bad_rows_before(rows)
-        return unpacked(take(columns, torch.from_numpy(rows)))
+        return table.read(torch.from_numpy(rows))
 
     def chunk_as_arrow(self, chunk: int) -> Any:
         """Returns a chunk (row group, record batch) as an Arrow table; BadRow if it cannot be decoded."""
@@ -172,36 +182,29 @@ class Table(Source):
     def _fits(self) -> bool:
         return self._bytes <= self._budget
 
-    def _load(self) -> Any:
-        lock, _ = self._chunk_memory()
-        with lock:
+    def _load(self) -> Rows:
+        with self._lock:
             if self._loaded is None:
                 self._loaded = self._read_all()
         return self._loaded
 
-    def _read_all(self) -> Any:
-        """Returns the columns of the whole table without the chunks that cannot be read."""
-
-        def read(chunk: int) -> Any:
-            table = self._decode_if_good(chunk, self._layout.names)
-            return None if table is None else self._columns(table, self._where(chunk))
-
-        _ = self.classes  # found before the threads need them
+    def _read_all(self) -> Rows:
+        """Returns the whole table without the chunks that cannot be read."""
+        rows = self._layout.rows(len(self), self.classes)
         report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
-        parts = []
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
-            for chunk, columns in enumerate(pool.map(read, range(len(self._chunks)))):
-                if columns is not None:
-                    parts.append(columns)
+            pending: deque[Future] = deque()
+            for submitted in range(len(self._chunks) + CONCURRENT_CHUNKS):
+                if submitted < len(self._chunks):
+                    pending.append(pool.submit(self._decode_if_good, submitted, self._layout.names))
+                chunk = submitted - CONCURRENT_CHUNKS
+                if chunk < 0:
+                    continue
+                if (table := pending.popleft().result()) is not None:
+                    rows.put(table, self._fill, self._where(chunk))
                 report(int(self._offsets[chunk + 1]))
         self._format.release()
-        return concatenated(parts) if parts else self._no_rows()
-
-    def _columns(self, table: Any, where: str) -> Any:
-        return columns_of(table, self._layout, self._fill, self.classes, where)
-
-    def _no_rows(self) -> Any:
-        return self._columns(pyarrow.schema(list(self._layout.types.items())).empty_table(), "")
+        return rows
 
     def _decode_if_good(self, chunk: int, columns: list[str]) -> Any:
         """Returns some columns of a chunk; None if it cannot be decoded, which is recorded in ``_bad``."""
@@ -223,47 +226,42 @@ class Table(Source):
     def _read_chunks(self, rows: numpy.ndarray) -> Any:
         """Returns the batch of ``rows``, decoding the chunks that contain them unless they are in memory."""
         if not len(rows):
-            return unpacked(self._no_rows())
+            return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
         self._refuse_bad(rows)
         chunks = self._chunk_of(rows)
         order = numpy.argsort(chunks, kind="stable")
         groups = numpy.split(order, numpy.flatnonzero(numpy.diff(chunks[order])) + 1)  # positions in the batch by chunk
-        parts = concatenated([self._read_chunk(int(chunks[group[0]]), rows[group]) for group in groups])
+        parts = [self._read_chunk(int(chunks[group[0]]), rows[group]) for group in groups]
         self._returned += len(rows)
         self._warn_of_repeated_decoding()
-        return unpacked(parts if len(groups) == 1 else take(parts, torch.from_numpy(numpy.argsort(order))))
+        return parts[0] if len(parts) == 1 else merged(parts, torch.from_numpy(numpy.argsort(order)))
 
     def _read_chunk(self, chunk: int, rows: numpy.ndarray) -> Any:
         try:
-            return take(self._decoded_chunk(chunk), torch.from_numpy(rows - self._offsets[chunk]))
+            return self._decoded_chunk(chunk).read(torch.from_numpy(rows - self._offsets[chunk]))
         except BadRow:  # names the first row of the chunk; raise it for the requested rows instead
             self._refuse_bad(rows)
             raise
 
-    def _decoded_chunk(self, chunk: int) -> Any:
-        """Returns the columns of a chunk from memory, or decodes it (in one of the threads that wait for it)."""
-        lock, recent = self._chunk_memory()
-        with lock:
-            is_new = chunk not in recent
-            future = recent[chunk] = Future() if is_new else recent.pop(chunk)
-            while is_new and len(recent) > 1 and self._bytes_of(recent) > self._budget / self._processes:
-                recent.popitem(last=False)
+    def _decoded_chunk(self, chunk: int) -> Rows:
+        """Returns a decoded chunk from memory, or decodes it (in one of the threads that wait for it)."""
+        with self._lock:
+            is_new = chunk not in self._recent
+            future = self._recent[chunk] = Future() if is_new else self._recent.pop(chunk)
+            while is_new and len(self._recent) > 1 and self._bytes_of(self._recent) > self._budget / self._processes:
+                self._recent.popitem(last=False)
         if is_new:
             try:
-                self._decoded_rows += int(self._offsets[chunk + 1] - self._offsets[chunk])
-                future.set_result(self._columns(self._decode(chunk, self._layout.names), self._where(chunk)))
+                count = int(self._offsets[chunk + 1] - self._offsets[chunk])
+                self._decoded_rows += count
+                table = self._decode(chunk, self._layout.names)
+                rows = self._layout.rows(count, self.classes)
+                rows.put(table, self._fill, self._where(chunk))
+                future.set_result(rows)
             except BaseException as error:
                 future.set_exception(error)
-                recent.pop(chunk, None)
+                self._recent.pop(chunk, None)
         return future.result()
-
-    def _chunk_memory(self) -> tuple[threading.RLock, OrderedDict[int, Future]]:
-        """Returns the decoded chunks of this process, the last used one at the end, and their lock. A forked process
-        begins with none: a thread that held the lock of its parent does not exist there.
-        """
-        if self._memory is None or self._memory[0] != os.getpid():
-            self._memory = os.getpid(), threading.RLock(), OrderedDict()
-        return self._memory[1:]
 
     def _warn_of_repeated_decoding(self) -> None:
         rows_in_budget = len(self) * self._budget / self._processes / self._bytes
@@ -329,3 +327,16 @@ class Table(Source):
             return RunError(f"cannot read {self._where(chunk)}: {format_error(error)}")
         self._bad[chunk] = (self._where(chunk), format_error(error))
         return BadRow(self._offsets[chunk], *self._bad[chunk])
+
+
+_tables: weakref.WeakSet[Table] = weakref.WeakSet()
+
+
+def _reset_locks() -> None:
+    """Replaces the locks of all tables in a forked child: threads that held them do not exist there."""
+    for table in _tables:
+        table._init_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_locks)
