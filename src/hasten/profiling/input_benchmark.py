@@ -70,8 +70,7 @@ def measure_input(program: Program, budget: float) -> InputThroughput:
     elif step and rate:
         wait = max(0.0, 1 - rate / step) if prefetched else step / (step + rate)
         bottleneck = _bottleneck(stages, rate, step, prefetched)
-    skipped_rows: Any = data.faults.listed() if isinstance(data, Pipeline) else []
-    return {
+    measured: Any = {
         "stages": stages,
         "step_throughput": step,
         "end_to_end": rate,
@@ -79,9 +78,10 @@ def measure_input(program: Program, budget: float) -> InputThroughput:
         "prefetched": prefetched,
         "data_wait_fraction": wait,
         "bottleneck": bottleneck,
-        "skipped_rows": skipped_rows,
+        "skipped_rows": data.faults.listed() if isinstance(data, Pipeline) else [],
         "not_measured": not_measured,
     }
+    return measured
 
 
 def _bottleneck(stages: dict, end_to_end: float, step: float, prefetched: bool) -> str:
