@@ -63,8 +63,9 @@ class Recipe:
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         if unknown := sorted(content.keys() - {"methods"}):
-            rule = "a recipe holds [methods.NAME] tables only"
-            raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
+            raise ConfigurationError(
+                f"{where} has an unknown table {unknown[0]!r}; it holds [methods.NAME] tables only"
+            )
         return Recipe.from_tables(content.get("methods", {}), where)
 
     @staticmethod
@@ -114,9 +115,7 @@ class Recipe:
     @staticmethod
     def coerce(value: Recipe | str | Path | Iterable[str] | None) -> Recipe:
         """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
-
-        Raises:
-            ConfigurationError: It cannot be read, or is a file that names code outside hasten.
+        ConfigurationError if it cannot be read, or is a file that names code outside hasten.
         """
         if value is None or value == "baseline" or value == "":
             return Recipe()
