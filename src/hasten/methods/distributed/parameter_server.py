@@ -27,7 +27,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -109,12 +109,12 @@ class DelayedUpdates:
     def send_and_update(self) -> None:
         """Sends the gradients of this step; then makes the updates that are due, or whose gradients have arrived."""
         if self.group is None:
-            self.group = dist.new_group(backend="gloo")
+            self.group = cast(Any, dist).new_group(backend="gloo")
         bucket = GradientBucket(self.weights)
         message = torch.cat([tensor.detach().flatten() for tensor in (*bucket.tensors, bucket.shares)]).cpu()
         groups = self.run.optimizer.param_groups
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        work = dist.all_reduce(message, group=self.group, async_op=True)
+        work = cast(Any, dist).all_reduce(message, group=self.group, async_op=True)
         self.pending.append((work, message, copy.deepcopy(settings)))
         self.sent += 1
         for weight in self.weights:
@@ -155,7 +155,7 @@ class DelayedUpdates:
             self.pending.clear()
             with suppress(RuntimeError, ValueError):  # a receive that times out closes all connections of the group
                 other = (self.run.ranks.rank + 1) % self.run.ranks.world_size
-                dist.irecv(torch.empty(1), other, group=group, tag=1).wait(timedelta(milliseconds=1))
+                cast(Any, dist).irecv(torch.empty(1), other, group=group, tag=1).wait(timedelta(milliseconds=1))
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 
