@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError
 
@@ -71,14 +71,15 @@ class Recipe:
     @staticmethod
     def from_tables(methods: Any, where: str) -> Recipe:
         """The recipe with the options of each method; ``where`` names their document in errors."""
-        if not isinstance(methods, dict) or any(type(one) is not dict for one in methods.values()):
+        if not isinstance(methods, dict) or any(type(one) is not dict for one in cast(Any, methods).values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
-        for name, options in methods.items():
+        recipe = Recipe(cast(Any, methods))
+        for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
                     kinds = f"a number, a text or true/false, not a {type(value).__name__}"
                     raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
-        return Recipe(methods)
+        return recipe
 
     @staticmethod
     def load(path: str | Path) -> Recipe:

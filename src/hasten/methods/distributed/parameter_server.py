@@ -134,7 +134,8 @@ class DelayedUpdates:
         work, total, settings = self.pending.popleft()
         work.wait()
         sizes, groups = [weight.numel() for weight in self.weights], self.run.optimizer.param_groups
-        *gradients, has_gradient = (total / self.run.ranks.world_size).split([*sizes, len(sizes)])
+        parts: Any = torch.split(total / self.run.ranks.world_size, [*sizes, len(sizes)])
+        *gradients, has_gradient = parts
         for weight, gradient, exists in zip(self.weights, gradients, has_gradient, strict=True):
             weight.grad = gradient.view_as(weight).to(weight) if exists else None
         current = [dict(group) for group in groups]
