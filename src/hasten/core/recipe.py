@@ -71,14 +71,14 @@ class Recipe:
     @staticmethod
     def from_tables(methods: Any, where: str) -> Recipe:
         """The recipe with the options of each method; ``where`` names their document in errors."""
-        if not isinstance(methods, dict) or any(type(one) is not dict for one in cast(Any, methods).values()):
+        tables = cast(Any, methods).values() if isinstance(methods, dict) else [methods]
+        if any(type(one) is not dict for one in tables):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         recipe = Recipe(cast(Any, methods))
         for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    kinds = f"a number, a text or true/false, not a {type(value).__name__}"
-                    raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
+                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, a text or true/false")
         return recipe
 
     @staticmethod
