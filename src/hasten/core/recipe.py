@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hasten.core.errors import ConfigurationError
 
@@ -63,21 +63,23 @@ class Recipe:
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         if unknown := sorted(content.keys() - {"methods"}):
-            rule = "a recipe holds [methods.NAME] tables only"
-            raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; {rule}")
+            raise ConfigurationError(
+                f"{where} has an unknown table {unknown[0]!r}; it holds [methods.NAME] tables only"
+            )
         return Recipe.from_tables(content.get("methods", {}), where)
 
     @staticmethod
     def from_tables(methods: Any, where: str) -> Recipe:
         """The recipe with the options of each method; ``where`` names their document in errors."""
-        if not isinstance(methods, dict) or any(type(one) is not dict for one in methods.values()):
+        tables = cast(Any, methods).values() if isinstance(methods, dict) else [methods]
+        if any(type(one) is not dict for one in tables):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
-        for name, options in methods.items():
+        recipe = Recipe(cast(Any, methods))
+        for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    kinds = f"a number, a text or true/false, not a {type(value).__name__}"
-                    raise ConfigurationError(f"{where}: {name}.{key} must be {kinds}")
-        return Recipe(methods)
+                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, a text or true/false")
+        return recipe
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
@@ -114,9 +116,7 @@ class Recipe:
     @staticmethod
     def coerce(value: Recipe | str | Path | Iterable[str] | None) -> Recipe:
         """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
-
-        Raises:
-            ConfigurationError: It cannot be read, or is a file that names code outside hasten.
+        ConfigurationError if it cannot be read, or is a file that names code outside hasten.
         """
         if value is None or value == "baseline" or value == "":
             return Recipe()

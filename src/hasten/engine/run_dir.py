@@ -150,9 +150,10 @@ class RunDirectory:
         It may be requested with the recipe that it began with, with that in recipe.toml, or with none.
         """
         try:
-            self.environment = before = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            before: Any = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
+            self.environment = before
             self.written = Recipe.load(self.path / "recipe.toml")
-            methods = before.get("recipe") if isinstance(before, dict) else None
+            methods = before.get("recipe") if hasattr(before, "get") else None
             first_recipe = Recipe.from_tables(methods, "the recipe in environment.json")  # as the run began
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"the run in {self.path} cannot be read: {error}; choose another --out") from None
