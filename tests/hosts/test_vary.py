@@ -1,6 +1,5 @@
 """``--vary``: the arguments of a script are found, other values are tried, and a recipe sets them."""
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -130,22 +129,3 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     assert done.returncode == 0 and "script_arguments has no effect: the training declares no argument layers" in (
         done.stderr
     )
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_search_from_the_command_line_ends_with_arguments_that_train_and_eject(tmp_path):
-    (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
-    command = ("--", sys.executable, "schedule.py")
-    searched = hasten(
-        "tune", "--vary", "lr,epochs,batch_size", "--budget", "150s", "--quiet", "--json", *command, directory=tmp_path
-    )
-    result = json.loads(searched.stdout)
-    assert searched.returncode == 0, (result.get("why"), searched.stderr)
-    arguments = result["recipe"]["script_arguments"]
-    assert arguments["epochs"] < 12
-    recipe = ("--recipe", result["recipe_file"])
-    trained = hasten("train", *recipe, *command, directory=tmp_path)
-    assert trained.returncode == 0 and trained.stdout.count("val loss") == arguments["epochs"]
-    ejected = hasten("eject", *recipe, *command, directory=tmp_path)
-    assert ejected.returncode == 0 and f"epochs={arguments['epochs']}" in ejected.stdout.replace(" ", "")
