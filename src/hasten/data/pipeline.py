@@ -374,7 +374,7 @@ class Pipeline:
         source, maps = self.source, self.batch_maps
         if not isinstance(source, Arrays) or self.sample_maps or self.collate_fn or self.faults.max_rows:
             return None
-        columns = column_leaves(source.columns)
+        columns: list[Any] = column_leaves(source.columns)
         if any(column.dtype in SIGNED for column in columns) or not all(runs_on_device(one.function) for one in maps):
             return None
 
