@@ -78,11 +78,12 @@ def suspended(device: str = "cuda", suspensions: int = SUSPENSIONS) -> tuple[str
 
     task, workers = TaskRef.of(f"{TASKS}:known_step"), Recipe.parse("loader_workers:num_workers=4")
     limits = {"budget": 500.0, "rounds": (1, 1), "looks": [suspensions // 2]}
-    found = run_interleaved(task, Recipe(), workers, device=device, watch=watch, **limits).to_json()
-    print_line(f"{found['blocks']} pairs of blocks, ratio {found['ratio']['median']:.4f}")
-    same = abs(found["ratio"]["median"] - 1) <= SAME_RATIO and 2 * found["blocks"] == suspensions
+    comparison = run_interleaved(task, Recipe(), workers, device=device, watch=watch, **limits)
+    blocks, ratio = len(comparison.a.blocks), comparison.ratio.median
+    print_line(f"{blocks} pairs of blocks, ratio {ratio:.4f}")
+    same = abs(ratio - 1) <= SAME_RATIO and 2 * blocks == suspensions
     figure = f"no hang in {suspensions} suspensions, and the ratio is 1 to {SAME_RATIO:g}"
-    return figure, same, {"result": found}
+    return figure, same, {"result": comparison.to_json()}
 
 
 def memory() -> tuple[str, bool, dict]:
