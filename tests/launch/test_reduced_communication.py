@@ -235,7 +235,7 @@ def error_feedback_is_zero_after_an_overflow(rank: int) -> bool:
         for weight in program.run.unwrapped_model.parameters():
             weight.grad = torch.full_like(weight, float("inf") if rank else 1.0)
         program.grad_transform()
-        errors = program.run.parallel.rank_state["powersgd"].tensors
+        errors = program.run.parallel.rank_state["powersgd"]
         return not any(error.any() for error in errors) and all(
             not w.grad.isfinite().any() for w in program.run.unwrapped_model.parameters()
         )

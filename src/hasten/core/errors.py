@@ -64,8 +64,7 @@ def format_error(error: BaseException, limit: int = 300) -> str:
 def suggest(word: str, known: Iterable[str]) -> str:
     """End of an error message: `` (did you mean a, b?)``; if no known word is like ``word``, all of them if few."""
     words = sorted(known)
-    close = get_close_matches(word, words, n=3, cutoff=0.5)
-    if close:
+    if close := get_close_matches(word, words, n=3, cutoff=0.5):
         return f" (did you mean {', '.join(close)}?)"
     if len(words) > MAX_NAMED:
         return f" (none of the {len(words)} is like it; nearest: {', '.join(get_close_matches(word, words, 3, 0.0))})"

@@ -63,16 +63,13 @@ class Recipe:
         except (ValueError, RecursionError) as error:  # ValueError also for an integer of thousands of digits
             raise ConfigurationError(f"{where} is not valid TOML: {error or 'nested too deeply'}") from None
         if unknown := sorted(content.keys() - {"methods"}):
-            raise ConfigurationError(
-                f"{where} has an unknown table {unknown[0]!r}; it holds [methods.NAME] tables only"
-            )
+            raise ConfigurationError(f"{where} has an unknown table {unknown[0]!r}; it holds [methods.NAME] tables")
         return Recipe.from_tables(content.get("methods", {}), where)
 
     @staticmethod
     def from_tables(methods: Any, where: str) -> Recipe:
         """The recipe with the options of each method; ``where`` names their document in errors."""
-        tables = cast(Any, methods).values() if isinstance(methods, dict) else [methods]
-        if any(type(one) is not dict for one in tables):
+        if not isinstance(methods, dict) or any(type(one) is not dict for one in cast(Any, methods).values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         recipe = Recipe(cast(Any, methods))
         for name, options in recipe.methods.items():
