@@ -185,9 +185,8 @@ def test_convert_unopenable_files_are_skipped(tmp_path, form, to, capfd):
     rows = 12 if form == "webdataset" else ROWS
     # of the third file, the samples before the damage are read, if its format has them in order
     assert rows / 3 <= result["rows"] < rows * (1 / 3 if form in ("feather", "parquet") else 1 / 2) + 1
-    for path in (second, third):
-        path.unlink()
-        path.symlink_to("gone")
+    second.unlink()
+    second.symlink_to("gone")
     with pytest.raises(ConfigurationError, match=r"cannot read .*: No such file"):
         convert(data, tmp_path / "none", to=to, resize=resize, max_bad_rows=3)
 
