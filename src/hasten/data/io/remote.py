@@ -1,11 +1,11 @@
 """Remote files through fsspec (s3, gs, http, hf, ...; https://filesystem-spec.readthedocs.io), with retries.
 
-Own code where fsspec does not suffice: it retries nothing over HTTP, and its HTTP ``find`` and ``glob`` treat a page
-that does not answer as an empty folder.
+Own code where fsspec does not suffice: fsspec retries nothing over HTTP, its HTTP ``find`` and ``glob`` treat a page
+that does not answer as an empty folder, and its ``glob`` selects hidden files and does not descend into folders that
+match, as local patterns do.
 """
 
 import io
-import os
 import re
 import time
 import warnings
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError, format_error
-from hasten.data.io.patterns import Entries, glob
+from hasten.data.io.dir_walk import matcher
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 MAX_REQUESTS = 32  # concurrent
@@ -46,28 +46,20 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     the pattern is no valid address or the server refuses the request, RunError if it does not answer.
     """
     system, name = _system(pattern)
-    is_web, list_folder = _is_web(pattern), partial(_list, system)
-
-    def walk(folder: str) -> Iterator[tuple[str, Entries]]:
-        entries = list_folder(folder)
-        yield folder, entries
-        for inner, is_folder in entries:
-            if is_folder and not inner.startswith("."):
-                yield from walk(os.path.join(folder, inner))
+    is_web = _is_web(pattern)
+    ls = partial(_links, system) if is_web else partial(system.ls, detail=True)
+    find = partial(_find_links, system) if is_web else system.find
 
     def expand() -> list[str]:
-        parts: list[str] = []
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
             begin = name.rfind("/", 0, magic.start()) + 1
-            folder, parts = name[:begin] if is_web else name[:begin].rstrip("/"), name[begin:].split("/")
-        elif _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
-            folder = name
-        else:
-            if is_web:
-                system.info(name)  # raises if there is no such file
-            return [name]
-        found = glob(folder, parts, suffixes, list_folder, walk)
-        return [os.path.join(path, file) for path, files in found for file in files]
+            folder = name[:begin] if is_web else name[:begin].rstrip("/")
+            return [*_glob(ls, find, folder, name[begin:].split("/"), suffixes)]
+        if _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
+            return [*_glob(ls, find, name, [], suffixes)]
+        if is_web:
+            system.info(name)  # raises if there is no such file
+        return [name]
 
     try:
         return [system.unstrip_protocol(path) for path in _with_retries(pattern, expand)]
@@ -203,27 +195,62 @@ def _is_web(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
+def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files in ``folder`` that match ``pattern`` (split at its slashes), as for local patterns.
+
+    Folders are listed level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in
+    a folder that matches, all are.
+    """
+    if not pattern or pattern[0] == "**":
+        files = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in find(folder))
+        yield from (path for path, parts in files if _matches(parts, pattern, suffixes))
+        return
+    is_match = matcher(pattern[0])
+    for entry in ls(folder):
+        path = entry["name"].rstrip("/")
+        if path == folder.rstrip("/") or not is_match(path.rpartition("/")[2]):
+            continue
+        if entry["type"] == "directory":
+            yield from _glob(ls, find, path, pattern[1:], suffixes)
+        elif len(pattern) == 1:  # a file, or a link, whose type differs between file systems
+            yield path
+
+
+def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
+    """Whether a pattern selects a file: itself, or by a folder above it if its name ends in one of ``suffixes``."""
+    if not pattern:
+        is_hidden = any(part.startswith(".") for part in parts)
+        return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
+    if pattern[0] == "**" and len(pattern) > 1:
+        deeper = len(parts) > 1 and not parts[0].startswith(".") and _matches(parts[1:], pattern, suffixes)
+        return deeper or _matches(parts, pattern[1:], suffixes)
+    if not matcher(pattern[0])(parts[0]):
+        return False
+    return len(pattern) == 1 if len(parts) == 1 else _matches(parts[1:], pattern[1:], suffixes)
+
+
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
     """Whether an HTTP address is a folder (a page of links); False, without a request, if it ends in a suffix."""
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
-    return not has_suffix and bool(_list(system, name))
+    return not has_suffix and bool(_links(system, name))
 
 
-def _list(system: Any, folder: str) -> Entries:
-    """Returns the entries of a remote folder, of a web server the links on its page that lead into it. An entry of
-    another type, such as a link, counts as a file. A page that does not exist has none.
-    """
-    if not _is_web(folder):
-        found = system.ls(folder, detail=True)
-    else:
-        try:
-            found = _with_retries(folder, lambda: system.ls(folder, detail=True))
-        except NotFoundError:
-            return []
-    prefix = f"{folder.rstrip('/')}/" if folder.strip("/") else ""
-    entries = [(entry["name"].rstrip("/"), entry["type"] == "directory") for entry in found]
-    return [(path[len(prefix) :].lstrip("/"), is_folder) for path, is_folder in entries if path.startswith(prefix)]
+def _find_links(system: Any, folder: str) -> Iterator[str]:
+    """Yields the files that an HTTP page of links, and the pages below it, link to."""
+    for entry in _links(system, folder):
+        path = entry["name"].rstrip("/")
+        if entry["type"] != "directory":
+            yield path
+        elif path != folder.rstrip("/"):
+            yield from _find_links(system, path)
+
+
+def _links(system: Any, page: str) -> list[dict]:
+    try:
+        return _with_retries(page, lambda: system.ls(page, detail=True))
+    except NotFoundError:
+        return []
 
 
 @cache
