@@ -2,6 +2,7 @@
 
 import gc
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hasten.data.buffer_pool import (
     MAX_SIZES,
     _free,
     acquire,
+    thread_scratch,
 )
 
 
@@ -93,3 +95,23 @@ def test_pool_epoch_allocates_no_new_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < batch.nbytes / 2
+
+
+def test_thread_scratch_is_per_thread_and_name():
+    first = thread_scratch("a", (100, 10), torch.float32)
+    assert (
+        thread_scratch("a", (50, 20), torch.int32).data_ptr()
+        == first.data_ptr()
+        != thread_scratch("b", (100, 10), torch.float32).data_ptr()
+    )
+    with ThreadPoolExecutor(1) as other:
+        assert (
+            other.submit(lambda: thread_scratch("a", (100, 10), torch.float32).data_ptr()).result() != first.data_ptr()
+        )
+    assert thread_scratch("a", (1000, 1000), torch.uint8).shape == (1000, 1000)
+
+
+def test_thread_scratch_made_in_inference_mode_is_usable_outside():
+    with torch.inference_mode():
+        thread_scratch("c", (8,), torch.int64).zero_()
+    assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8

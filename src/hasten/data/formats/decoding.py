@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, format_error
-from hasten.data.buffer_pool import acquire
+from hasten.data.buffer_pool import acquire, thread_scratch
 from hasten.data.source import BadRow
 from hasten.data.validation import at_least
 
@@ -73,7 +73,7 @@ def decode_image(content: bytes, pixels: int = PIXELS, size: tuple[int, int] | N
     """Decodes a JPEG or PNG file to RGB: uint8, shape (height, width, 3).
 
     ValueError if the file is damaged, is no image or has more than ``pixels`` pixels. With ``size``, to which the image
-    will be resized, a large JPEG may be decoded smaller.
+    will be resized, a large JPEG may be decoded smaller, into memory that the next call in the same thread overwrites.
     """
     if content[:2] == b"\xff\xd8" and _simplejpeg():
         try:
@@ -92,8 +92,10 @@ def _decode_simplejpeg(content: bytes, pixels: int, size: tuple[int, int] | None
     if size is None:
         return jpeg.decode_jpeg(content)
     limits = {"min_height": MIN_SCALE * size[0], "min_width": MIN_SCALE * size[1], "min_factor": 2}
+    height, width = jpeg.decode_jpeg_header(content, **limits)[:2]
+    buffer = thread_scratch("jpeg", (height * width * 3,), torch.uint8).numpy()
     # most files store chroma at half resolution; how it is upsampled is invisible once the image is downscaled
-    return jpeg.decode_jpeg(content, fastupsample=True, **limits)
+    return jpeg.decode_jpeg(content, fastupsample=True, buffer=buffer, **limits)
 
 
 def _decode_pillow(content: bytes, pixels: int, size: tuple[int, int] | None) -> numpy.ndarray:
