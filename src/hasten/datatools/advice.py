@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
+from hasten.data.cache.cache_disk import file_lock, remove_partial
 from hasten.data.io.metadata_cache import default_folder
 from hasten.data.source import BadRow
 from hasten.datatools.format_detection import FORMATS
@@ -121,10 +123,21 @@ def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tup
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A temporary folder for samples in the cache folder, which is removed with its content."""
-    base = default_folder()
+    """A temporary folder for samples; also removes those that killed processes have left."""
+    base = default_folder() / "samples"
+    name = f"{os.getpid()}-{token_hex(4)}"
+    lock, folder = base / f"{name}.lock", base / f"{name}.making"
     with translate_disk_errors(base, DISK_ADVICE):
         base.mkdir(parents=True, exist_ok=True)
-        folder = TemporaryDirectory(prefix="samples-", dir=base, ignore_cleanup_errors=True)
-    with folder as name:
-        yield Path(name)
+        remove_partial(base)
+        lock.touch()
+    with file_lock(lock, f"waiting for {lock}"):
+        with translate_disk_errors(base, DISK_ADVICE):
+            folder.mkdir()
+        try:
+            yield folder
+        finally:
+            rmtree(folder, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            with suppress(OSError):
+                base.rmdir()  # another process may use it
