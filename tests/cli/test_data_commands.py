@@ -19,7 +19,7 @@ INVALID_REQUESTS = [
     ("data inspect x.npy --budget soon", "--budget"),
     ("data inspect x.npy --target y", "a target is a column of a table"),
     ("data inspect x.npy --max-bad-rows 0", "--max-bad-rows"),
-    ("data inspect link.parquet", "cannot read link.parquet: No such file or directory"),
+    ("data inspect link.parquet", "link.parquet is a link to a missing file"),
     ("data convert x.npy --out out", "--to"),
     ("data convert x.npy --to feather", "--out"),
     ("data convert x.npy --to fether --out out", "did you mean feather"),

@@ -21,6 +21,7 @@ from hasten.datatools.format_detection import (
     class_names,
     count_by_title,
     formats_at,
+    select_openable,
 )
 from hasten.datatools.output_lock import lock_output, remove_output, save_manifest, write_atomically
 from hasten.datatools.row_reader import RowReader
@@ -67,11 +68,11 @@ def convert(
         shards: Number of files to write; None means one for every 256 MB of the original. The matrices of "rows" are
             never split.
         max_bad_rows: Skip up to this many unreadable rows and list them in ``skipped.jsonl``; None fails at the first.
-            A file that cannot be opened counts as one.
+            A file that cannot be opened counts as one, and all its rows are skipped.
         watch: Progress callback.
 
     Returns:
-        "out", "to", "rows", "skipped_rows" (number), "files", "bytes", "bytes_before",
+        "out", "to", "rows", "skipped_rows" (number), "skipped_files" (number), "files", "bytes", "bytes_before",
         "digest" (of the content that was read back), "classes" (class names in the order of their indices, also in
         ``conversion.json``; None if there are none), "others" (number of files of other formats at the path, by
         format), "seconds", "written" (rows of this call), and "open" (code that opens the output).
@@ -85,14 +86,15 @@ def convert(
     (kind, files), *others = formats_at(path)
     _check_request(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
     _check_outside(Path(out), Path(path))
+    files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     where = str(path) if kind.name == "images" else files
-    faults = BadRowPolicy(max_bad_rows or 0)
+    faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
     reader = RowReader(kind, where, files, target, fill, resize, faults=faults)
     size = sum(size for _, size, _ in reader.signatures())
     plan = ShardPlan(reader, Path(out), _num_parts(reader, shards, size))
     settings = {"format": FORMAT, "to": to, "parts": plan.parts, "max_bad_rows": max_bad_rows, **_settings(reader)}
     with lock_output(plan.folder, settings) as manifest:
-        plan.done = manifest["parts done"]
+        plan.done, manifest["skipped files"] = manifest["parts done"], skipped_files
         faults.restore(manifest["skipped_rows"])
         written = 0 if "finished" in manifest else _write_missing(to, plan, manifest, watch)
     output_files = [plan.folder / name for name in manifest["files"]]
@@ -106,6 +108,7 @@ def convert(
         "resize": resize,
         "rows": plan.rows_before(plan.parts),
         "skipped_rows": len(manifest["skipped_rows"]),
+        "skipped_files": len(skipped_files),
         "files": [file.name for file in output_files],
         "bytes_before": size,
         "bytes": sum(file.stat().st_size for file in output_files),
@@ -161,7 +164,7 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: Progres
         for part in range(len(plan.done), plan.parts):
             _write_part(part, writer, plan, manifest, report)
     finally:
-        if skipped := plan.reader.faults.listed():  # also if the conversion failed
+        if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
             write_atomically(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
         advice = "choose another --out, and start again when no process writes to the original"

@@ -5,7 +5,6 @@ import zlib
 from pathlib import Path
 
 from hasten.core.errors import ConfigurationError, format_error
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.io.paths import file_signature, open_file
 from hasten.datatools.format_detection import StorageFormat
 
@@ -14,9 +13,7 @@ SAMPLED_CSV_BYTES = 16_000_000
 MAX_QUOTED_BYTES = 1_000_000  # of a quoted string that contains line breaks
 
 
-def sample_files(
-    kind: StorageFormat, files: list[str], folder: Path, faults: BadRowPolicy
-) -> tuple[list[str], int | None]:
+def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[list[str], int | None]:
     """Selects the files to measure: all, unless opening them takes long. Returns (paths, number of bytes of the
     original files in them; None for all). The first lines of a large CSV file may be written to a file in ``folder``.
     """
@@ -25,23 +22,13 @@ def sample_files(
     sample, size = [], 0
     for file in files:
         sample.append(file)
-        size += signature_or_reason(file, faults)[1]
+        size += file_signature(file)[1]
         if size > SAMPLED_BYTES:
             break
     if kind.name == "csv" and size > SAMPLED_CSV_BYTES:
         head, size = _head(files[0], folder)
         return [head], size
     return sample, None if sample == files else size
-
-
-def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
-    """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
-    try:
-        return file_signature(file)
-    except ConfigurationError as error:
-        if not faults.max_rows:
-            raise
-        return [file, 0, str(error)]
 
 
 def _head(file: str, folder: Path) -> tuple[str, int]:

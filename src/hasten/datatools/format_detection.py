@@ -18,7 +18,7 @@ from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
 from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.token_files import tokens
 from hasten.data.formats.webdataset import webdataset
-from hasten.data.io.paths import resolve_paths
+from hasten.data.io.paths import FileMissingError, resolve_paths
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
@@ -75,6 +75,24 @@ def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
         raise ConfigurationError(f"no file name of {path} has a known suffix; known are {known}")
     names = sorted((name for name in FORMATS if name in files), key=lambda name: -len(files[name]))
     return [(FORMATS[name], files[name]) for name in names] + ([(UNKNOWN, others)] if others else [])
+
+
+def select_openable(kind: StorageFormat, files: list[str], max_bad: int) -> tuple[list[str], list[dict]]:
+    """Returns (files that can be opened, ``{"row": None, "where", "why"}`` of each other file).
+
+    Images are rows, which are skipped when they are read, and ``.npy`` files are columns, of which none may be missing.
+    ConfigurationError if more than ``max_bad`` files cannot be opened, or none can.
+    """
+    if not max_bad or (kind.has_index and not kind.is_table) or _open_error(kind, files) is None:
+        return files, []
+    errors = {file: _open_error(kind, [file]) for file in files}
+    bad = [{"row": None, "where": file, "why": error} for file, error in errors.items() if error is not None]
+    if len(bad) > max_bad:
+        limit = f"this is bad file {max_bad + 1}, and at most {max_bad} may be skipped"
+        raise ConfigurationError(f"{bad[max_bad]['why']}; {limit}")
+    if len(bad) == len(files):
+        raise ConfigurationError(f"{bad[0]['why']}; no file can be opened")
+    return [file for file, error in errors.items() if error is None], bad
 
 
 def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, int]:
@@ -141,6 +159,17 @@ def _open_images(where: Any, resize: Any) -> Pipeline:
         return images(where, resize)
     except NoClassFolderError:
         return images(where, resize, labels=None)
+
+
+def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
+    """Why these files cannot be opened together, or one of them cannot be opened at all; None if they can."""
+    try:
+        lost = getattr(open_pipeline(kind, files).source, "lost", {})
+    except ConfigurationError as error:
+        # A wrong request for a readable table is not the fault of its file, and is reported when the table is read.
+        is_file_error = not kind.is_table or isinstance(error, FileMissingError) or not os.path.exists(files[0])
+        return str(error) if is_file_error or len(files) > 1 else None
+    return next(iter(lost.values()), None)
 
 
 def _open_arrays(where: Any) -> Pipeline:

@@ -23,9 +23,9 @@ from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
 from hasten.data.validation import at_least
 from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_folder
-from hasten.datatools.file_sampling import sample_files, signature_or_reason
-from hasten.datatools.format_detection import class_names, count_by_title, flatten_columns, formats_at
-from hasten.datatools.row_reader import CHUNK, RowReader
+from hasten.datatools.file_sampling import sample_files
+from hasten.datatools.format_detection import class_names, count_by_title, flatten_columns, formats_at, select_openable
+from hasten.datatools.row_reader import CHUNK, RowReader, signature_or_reason
 from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates
 
 MAX_SIDE = 256  # pixels; larger images are measured resized to squares of this side
@@ -61,7 +61,7 @@ def inspect(
         measurements), "in_memory" (whether the files fit into memory, so that only the first epoch reads the disk),
         "limit" (the slowest stage: "disk", "network", "decode" or "copy"), "passes" ("first" if later epochs find the
         decoded rows in memory, else "every"), "storages" (faster formats, as of ``better_storages``), "max_bad_rows",
-        "skipped_rows" ({"row", "where", "why"} of what could not be read), "trouble" (why
+        "skipped_rows" ({"row", "where", "why"} of what could not be read; row is None for a file), "trouble" (why
         speeds could not be measured, or None), "seconds".
 
     Raises:
@@ -72,10 +72,11 @@ def inspect(
     at_least("max_bad_rows", max_bad_rows, 1, optional=True)
     watch("opening", 0.0, budget)
     (kind, files), *others = formats_at(path)
-    faults = BadRowPolicy(max_bad_rows or 0)
+    files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
+    faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
     size = _total_bytes(files, faults)
     with temporary_folder() as folder:
-        sample, sample_bytes = sample_files(kind, files, folder, faults)
+        sample, sample_bytes = sample_files(kind, files, folder)
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
         where = str(path) if kind.name == "images" else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
@@ -120,7 +121,7 @@ def inspect(
         result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
         if rates["batches"]:
             _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
-    return result | {"skipped_rows": faults.listed(), "seconds": perf_counter() - start}
+    return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}
 
 
 def _add_advice(

@@ -18,10 +18,10 @@ from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.webdataset import IMAGE_TYPES
+from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, Source, length_of
 from hasten.datatools.encoders import arrow_table, jpeg
-from hasten.datatools.file_sampling import signature_or_reason
 from hasten.datatools.format_detection import StorageFormat, flatten_columns, open_pipeline
 
 CHUNK = 16_000_000  # bytes of rows in memory at a time
@@ -53,14 +53,12 @@ class RowReader:
         return [signature_or_reason(file, self.faults) for file in self.files]
 
     def open(self) -> Any:
-        """Returns a new source, which has read nothing yet. ConfigurationError if more files cannot be opened, or are
-        damaged, than rows may be skipped: each counts as one row.
+        """Returns a new source, which has read nothing yet. ConfigurationError if a file cannot be opened or is
+        damaged; ``select_openable`` has removed those that may be skipped.
         """
         source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
-        reasons, limit = [*getattr(source, "lost", {}).values()], self.faults.max_rows
-        if len(reasons) > limit:
-            hint = f"; this is bad file {limit + 1}, and at most {limit} may be skipped" if limit else ""
-            raise ConfigurationError(reasons[limit] + hint)
+        for reason in getattr(source, "lost", {}).values():
+            raise ConfigurationError(reason)
         return source
 
     @cached_property
@@ -181,13 +179,9 @@ class RowReader:
                 files["cls"] = str(self.source.labels[row].item()).encode()
             yield f"{row:09}", path, files
 
-    def _read_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
+    def _read_shards(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]]]:
         shards = numpy.searchsorted(self.source.chunk_offsets(), rows, "right") - 1
         for row, shard in zip(rows.tolist(), shards.tolist(), strict=True):
-            if row in self.source.bad:
-                self._skip(BadRow(row, *self.source.bad[row]))
-                yield None
-                continue
             ranges = {name: self.source.positions[name][row] for name in self.source.columns}
             ranges = {name: span for name, span in ranges.items() if span[0] >= 0}  # the members that the sample has
             begins, ends = numpy.array([*ranges.values()]).T
@@ -222,6 +216,16 @@ def _check_decodable(row: int, where: str, content: bytes) -> None:
         decode_image(content, PIXELS, MIN_SIZE)
     except ValueError as error:
         raise BadRow(row, where, str(error)) from None
+
+
+def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
+    """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
+    try:
+        return file_signature(file)
+    except ConfigurationError as error:
+        if not faults.max_rows:
+            raise
+        return [file, 0, str(error)]
 
 
 def _stack_images(column: Any) -> Any:

@@ -46,7 +46,7 @@ def inspect_answer(result: Json) -> RenderableType:
 def convert_answer(result: Json) -> RenderableType:
     """Files, rows and content hash of what was written and read back, and how to open it."""
     files = formatting.count(len(result["files"]), "file", "files")
-    skipped = result["skipped_rows"] and formatting.count(result["skipped_rows"], "row", "rows")
+    skipped = _files_and_rows(result["skipped_files"], result["skipped_rows"])
     rows = [
         ("files", f"{files}, {file_size(result['bytes'])}, before {file_size(result['bytes_before'])}"),
         ("other files", _other_files(result["others"], "not converted")),
@@ -85,13 +85,18 @@ def _other_files(others: Mapping[str, int], note: str) -> str:
 
 
 def _bad_rows(bad: Sequence[Json]) -> str:
-    """The number of unreadable rows, and one line for each of the first."""
-    if not bad:
-        return ""
+    """The number of unreadable files and rows, and one line for each of the first."""
+    files = sum(entry["row"] is None for entry in bad)
+    summary = _files_and_rows(files, len(bad) - files)
     shown = [(entry["where"], entry["why"]) for entry in bad[:MAX_BAD]]
     reasons = [why if where in why else f"{where}: {why}" for where, why in shown]
     more = [f"and {len(bad) - MAX_BAD} more"] if len(bad) > MAX_BAD else []
-    return "\n".join([f"{formatting.count(len(bad), 'row', 'rows')} that could not be read:", *reasons, *more])
+    return summary and "\n".join([f"{summary} that could not be read:", *reasons, *more])
+
+
+def _files_and_rows(files: int, rows: int) -> str:
+    counts = (files, "file", "files"), (rows, "row", "rows")
+    return " and ".join(formatting.count(*each) for each in counts if each[0])
 
 
 def _classes(names: Sequence[str] | None) -> str:

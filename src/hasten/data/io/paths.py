@@ -142,8 +142,8 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
     A file that is found through several paths to its folder has the path without links, if there is one.
     """
-    if os.path.isfile(pattern) or (os.path.islink(pattern) and not os.path.exists(pattern)):
-        yield pattern  # reading it through a link to a missing file raises
+    if os.path.isfile(pattern):
+        yield pattern
         return
     found: dict[str, dict[str, set[str]]] = {}  # real path of a folder -> each path to it -> names of files
     for folder, names in _find(pattern, suffixes):
@@ -200,6 +200,8 @@ def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
         return f"the folder {pattern} is empty"
     if os.path.exists(pattern):
         return f"{pattern} is not a regular file"
+    if os.path.islink(pattern):
+        return f"{pattern} is a link to a missing file"
     folder, name = os.path.split(pattern)
     message = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
     if has_magic(folder):
