@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,8 @@ from PIL import Image
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import images
 from hasten.data.formats import decoding
+from hasten.data.io import file_list
+from hasten.data.io.file_list import list_folder
 from hasten.data.source import BadRow
 
 
@@ -83,7 +86,7 @@ def test_real_photos_are_decoded_as_by_pillow(decoder):
     rows = numpy.arange(0, 200, 7)
     pictures, originals = source.read(rows), images(photos, labels=None).source.read(rows)
     for row, small, picture in zip(rows, pictures, originals, strict=True):
-        expected = Image.open(source.path(row)).convert("RGB")
+        expected = Image.open(source.files.path(row)).convert("RGB")
         assert numpy.abs(picture.numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 1
         if min(expected.size) < 4 * 224:  # larger ones are decoded at half their size
             assert numpy.abs(small.numpy().astype(int) - as_pillow_resizes(expected, 224, 224)).mean() < 1
@@ -237,10 +240,36 @@ def test_invalid_image_files_are_refused(tmp_path):
         images(tmp_path)
 
 
+def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_list, "MIN_FILES", 1)
+    root = folder_of(tmp_path / "set")
+    long_ago = time.time() - 3600
+    for folder in (root, root / "cat", root / "dog"):
+        os.utime(folder, (long_ago, long_ago))
+    first = list_folder(root, (".png",))
+    walks = []
+    walk = file_list.walk
+    monkeypatch.setattr(file_list, "walk", lambda *args: walks.append(1) or walk(*args))
+    again = list_folder(root, (".png",))
+    assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
+    smooth(9, 9).save(root / "dog" / "new.png")
+    assert len(list_folder(root, (".png",))) == 7 and walks
+    (listing,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
+    listing.write_bytes(listing.read_bytes()[:100])  # a damaged list is ignored
+    assert len(list_folder(root, (".png",))) == 7
+
+
+def test_folder_that_just_changed_is_not_cached(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_list, "MIN_FILES", 1)
+    monkeypatch.setattr(file_list, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
+    list_folder(folder_of(tmp_path / "set"), (".png",))
+    assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
+
+
 def test_cyclic_links_end(tmp_path):
     root = folder_of(tmp_path / "set")
     (root / "cat" / "around").symlink_to(root)
-    assert len(images(root).source) == 6
+    assert len(list_folder(root, (".png",))) == 6
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

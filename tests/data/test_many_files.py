@@ -1,4 +1,4 @@
-"""A glob of very many files: each is found once, in order, in the time of listing the folders."""
+"""A glob of very many files: each is found once, in order, in the time of listing the folders; the list is cached."""
 
 import os
 import shutil
@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from hasten.data.io import file_list
+from hasten.data.io.file_list import list_folder
 from hasten.data.io.paths import resolve_paths
 from helpers.markers import slow
 
@@ -22,7 +24,9 @@ def filled(root, folders, files):
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(tmp_path, monkeypatch):
+    """A folder of its own, so that caches of other tests do not apply."""
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "set"
     shutil.rmtree(tmp_path / "set")
 
@@ -52,3 +56,10 @@ def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
     globbed = within(6 * looked + 0.2, lambda: resolve_paths(f"{place}/*/*.jpg", (".jpg",)))
     assert globbed == names and len(names) == folders * files
     assert resolve_paths(place, (".jpg",)) == names
+
+    for folder in (place, *place.iterdir()):
+        os.utime(folder, ns=(1, 1))  # long ago: the folder does not change any more
+    first = list_folder(place, (".jpg",))
+    again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the cached list is read, and no folder
+    assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
+    assert len(names) > file_list.MIN_FILES

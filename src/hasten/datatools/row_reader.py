@@ -168,7 +168,7 @@ class RowReader:
     def _read_images(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
         """Yields (key, location, {file ending: bytes}) of each row; None for a row that is skipped as bad."""
         for row in rows.tolist():
-            path = self.source.path(row)
+            path = self.source.files.path(row)
             try:
                 files = {"png" if path.lower().endswith(".png") else "jpg": content_of(path)}
             except ConfigurationError as error:

@@ -14,7 +14,8 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
-from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, plain, resolve_paths
+from hasten.data.io.file_list import FileList, file_list_of, list_folder
+from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
@@ -37,7 +38,7 @@ def images(
     With labels a batch is the tuple (images, labels).
 
     Args:
-        paths: A folder, files or patterns, local or remote.
+        paths: A folder, whose list of files is cached, or files and patterns, local or remote.
         resize: Side of a square, or (height, width), in pixels: the shorter side is scaled to fit and the center
             cropped. A batch of images is then one tensor (rows, 3, height, width). Without it a batch is a list of
             tensors, even if all images have one size, because that is known only after reading them.
@@ -58,35 +59,28 @@ class Images(Source):
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        root = os.path.join(os.path.abspath(plain(paths)), "") if _is_local_folder(paths) else ""
-        files = resolve_paths(root or cast(Any, paths), SUFFIXES)
-        # encoded, because worker processes share an array, but copy the pages of a million ``str`` that they read
-        self._files = numpy.array([os.fsencode(file) for file in files])
+        self.files = _list_files(paths)
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
         if labels == "folder":
-            self.classes, self.labels = _label_by_folder(files, root)
+            self.classes, self.labels = _label_by_folder(self.files)
         elif labels is not None:
-            self.labels = _label_by_name(files, root, labels)
+            self.labels = _label_by_name(self.files, labels)
         # version of each local file when it was first read, 0 before; worker processes share this memory
-        self._versions = numpy.frombuffer(mmap.mmap(-1, 8 * len(files)), numpy.int64)
+        self._versions = numpy.frombuffer(mmap.mmap(-1, 8 * len(self.files)), numpy.int64)
 
     def __len__(self) -> int:
-        return len(self._files)
-
-    def path(self, row: int) -> str:
-        """Returns the path of the file of a row."""
-        return os.fsdecode(self._files[row])
+        return len(self.files)
 
     def read(self, rows: numpy.ndarray) -> Any:
-        paths = [self.path(row) for row in rows.tolist()]
+        paths = [self.files.path(row) for row in rows.tolist()]
         batch = decode_images(rows.tolist(), paths, self.raw(rows.tolist(), paths), self.size, self.pixels)
         return batch if self.labels is None else (batch, self.labels[torch.from_numpy(rows)])
 
     def fingerprint(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
-        for row in range(len(self)):
-            signature = _signature(self.path(row))
+        for row in range(len(self.files)):
+            signature = _signature(self.files.path(row))
             digest.update(repr(signature).encode())
             times = signature[-1] if isinstance(signature[-1], list) else None  # of a local file that exists
             self._versions[row] = _version(signature[1], times[0]) if times else 0  # read checks against this version
@@ -120,8 +114,11 @@ def content_of(path: str) -> bytes:
 # ---- files and labels
 
 
-def _is_local_folder(paths: Any) -> bool:
-    return isinstance(paths, (str, os.PathLike)) and os.path.isdir(plain(cast(Any, paths)))
+def _list_files(paths: Any) -> FileList:
+    folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+    if os.path.isdir(folder):
+        return list_folder(folder, SUFFIXES)
+    return file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
 def _signature(path: str) -> list:
@@ -149,32 +146,30 @@ def _blame_file(path: str) -> Iterator[None]:
         raise
 
 
-def _label_by_folder(files: list[str], root: str) -> tuple[list[str], torch.Tensor]:
-    """(class names, sorted; class of each file): the folders directly below ``root``, or without it the folders of the
-    files. NoClassFolderError if a file is in none.
-    """
-    names = []
-    for file in files:
-        *folders, _ = file.removeprefix(root).split("/")
-        if not folders or not (name := folders[0 if root else -1]):
-            advice = "pass labels=None, or labels={file name: number}"
-            raise NoClassFolderError(f"{file.removeprefix(root)} is in no folder that could be its class; {advice}")
-        names.append(name)
-    classes, indices = numpy.unique(names, return_inverse=True)
-    return classes.tolist(), torch.from_numpy(indices)
+def _label_by_folder(files: FileList) -> tuple[list[str], torch.Tensor]:
+    """(class names, sorted; class of each file): folders below the root, or of the files; else ConfigurationError."""
+    part = 0 if files.root else -1
+    names = [folder.split("/")[part] for folder in files.folders]
+    if "" in names:
+        example = files.relative_path(int((files.parents == names.index("")).argmax()))
+        advice = "pass labels=None, or labels={file name: number}"
+        raise NoClassFolderError(f"{example} is in no folder that could be its class; {advice}")
+    classes = sorted(set(names))
+    index_of = {name: index for index, name in enumerate(classes)}
+    indices = numpy.array([index_of[name] for name in names])
+    return classes, torch.from_numpy(indices[files.parents])
 
 
-def _label_by_name(files: list[str], root: str, labels: Any) -> torch.Tensor:
+def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
         raise ConfigurationError(f'labels= must be "folder", a dict from file name to number, or None, not {labels!r}')
     values = []
-    for file in files:
-        path = file.removeprefix(root)
-        label = labels.get(path, labels.get(os.path.basename(path)))
+    for row in range(len(files)):
+        label = labels.get(files.relative_path(row), labels.get(files.name(row)))
         if label is None:
-            raise ConfigurationError(f"{path} has no label")
+            raise ConfigurationError(f"{files.relative_path(row)} has no label")
         if not isinstance(label, Real):
-            raise ConfigurationError(f"the label of {path} is not a number: {label!r}")
+            raise ConfigurationError(f"the label of {files.relative_path(row)} is not a number: {label!r}")
         values.append(label)
     try:
         return torch.tensor(values)

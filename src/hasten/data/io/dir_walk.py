@@ -13,9 +13,10 @@ from functools import lru_cache
 from hasten.core.errors import ConfigurationError
 
 
-def walk(root: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields (path relative to ``root``, names of its files) of a folder and all folders in it, each once, without
-    hidden ones. An empty root is the working directory. ConfigurationError if a folder cannot be read.
+def walk(root: str) -> Iterator[tuple[str, int, list[str]]]:
+    """Yields (path relative to ``root``, modification time in ns, names of its files) of a folder and all folders in
+    it, each once, without hidden ones. An empty root is the working directory. ConfigurationError if a folder cannot be
+    read.
     """
     visited: set[tuple[int, int]] = set()  # (device, inode), the same for all paths to a folder
     waiting, links = [""], []
@@ -37,7 +38,7 @@ def walk(root: str) -> Iterator[tuple[str, list[str]]]:
                     files.append(entry.name)
         except OSError as error:
             raise ConfigurationError(f"cannot read the folder {path}: {error.strerror}") from None
-        yield folder, files
+        yield folder, info.st_mtime_ns, files
 
 
 @lru_cache

@@ -173,10 +173,10 @@ def _glob(folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterato
     The types of entries come with the listing, without a ``stat`` for each file: a million files take a second.
     """
     if not pattern:
-        for path, names in walk(folder):
+        for path, _, names in walk(folder):
             yield os.path.join(folder, path), [name for name in names if name.lower().endswith(suffixes or "")]
     elif pattern[0] == "**" and len(pattern) > 1:
-        for path, _ in walk(folder):
+        for path, _, _ in walk(folder):
             yield from _glob(os.path.join(folder, path) if path else folder, pattern[1:], suffixes)
     else:
         is_match, names = matcher("*" if pattern[0] == "**" else pattern[0]), []
