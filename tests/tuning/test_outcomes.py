@@ -38,8 +38,10 @@ def test_recipe_whose_run_did_not_end_has_no_gain(end):
 
 def test_seconds_of_a_run_with_a_passing_disturbance_are_those_of_its_median_pace():
     rows = [{"samples": 100 * n, "seconds": 5.0 + n + (8.0 if n > 3 else 0.0)} for n in range(1, 11)]
-    assert seconds_of({"evaluations": rows, "seconds": 23.0}) == pytest.approx(15.0)
-    assert seconds_of({"evaluations": rows[:1], "seconds": 6.0}) == 6.0
+    assert seconds_of({"evaluations": rows, "seconds": 23.0, "samples": 1000}) == pytest.approx(15.0)
+    assert seconds_of({"evaluations": rows, "seconds": 24.0, "samples": 1100}) == pytest.approx(16.0)
+    assert seconds_of({"evaluations": rows[:1], "seconds": 6.0, "samples": 100}) == 6.0
+    assert seconds_of({"evaluations": [rows[0], rows[0]], "seconds": 6.0, "samples": 100}) == 6.0, "the same test twice"
 
 
 def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():

@@ -75,7 +75,7 @@ class Recipe:
         for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, a text or true/false")
+                    raise ConfigurationError(f"{where}: {name}.{key} is a {type(value).__name__}, no number or text")
         return recipe
 
     @staticmethod

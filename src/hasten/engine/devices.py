@@ -1,6 +1,7 @@
 """The device of a run."""
 
 import os
+import re
 import socket
 import warnings
 from collections.abc import Sequence
@@ -11,6 +12,10 @@ import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
 
+# NVIDIA driver by CUDA version: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+MIN_DRIVERS = {"11": 450, "12": 525, "13": 580}
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
 
 def synchronize(device: torch.device) -> None:
     """Waits for the work that was queued on a GPU; on the CPU nothing is queued."""
@@ -20,12 +25,14 @@ def synchronize(device: torch.device) -> None:
 
 def pick_device(name: str | None = None) -> str:
     """``name`` if this machine has that device; without a name "cuda" on a machine with an NVIDIA GPU, else "cpu".
-    ConfigurationError if this machine has no such device, or hasten does not support it.
+
+    Raises:
+        ConfigurationError: This machine has no such device, or hasten does not support it.
     """
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
-        if why := why_unusable():
+        if why := _why_unusable():
             warnings.warn(f"{why}; this runs on the CPU (--device cpu)", HastenWarning, stacklevel=3)
         return "cpu"
     try:
@@ -33,24 +40,39 @@ def pick_device(name: str | None = None) -> str:
     except RuntimeError:
         raise ConfigurationError(f"{name!r} is no name of a device; use cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        why = why_unusable() or f"{torch.cuda.device_count()} CUDA devices"
+        why = _why_unusable() or f"{torch.cuda.device_count()} CUDA devices"
         raise ConfigurationError(f"there is no device {name!r} on this machine ({why}); use --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"the device {name!r} is not supported; use cpu or cuda")
     return name
 
 
-def why_unusable(gpu_files: Path = Path("/dev")) -> str | None:
-    """Why PyTorch cannot use the GPU of this machine; None if it has none, or none is to be used.
+def why_unusable(driver: str | None, built_for: str | None) -> str | None:
+    """Why PyTorch cannot use the GPU of a machine; None if there is no GPU.
 
-    torch itself warns of a driver that is too old, with both versions.
+    Args:
+        driver: Version of the NVIDIA driver, "" if unknown; None without a GPU.
+        built_for: The CUDA version that PyTorch was built for; None for a CPU build.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not list(gpu_files.glob("nvidia[0-9]*")):
+    if driver is None:
         return None
-    if torch.version.cuda is None:
+    if built_for is None:
         return "this machine has an NVIDIA GPU, but the installed PyTorch is a CPU build; install one with CUDA"
-    advice = f"is its driver too old for CUDA {torch.version.cuda}?"
-    return f"this machine has an NVIDIA GPU, but PyTorch cannot use it; {advice}"
+    oldest = MIN_DRIVERS.get(built_for.partition(".")[0])
+    version = re.match(r"\d+", driver)
+    if oldest and version and int(version.group()) < oldest:
+        return (
+            f"the NVIDIA driver {driver} is too old for the installed PyTorch (CUDA {built_for} needs {oldest} or "
+            "newer); update the driver, or install a PyTorch for an older CUDA"
+        )
+    return f"this machine has an NVIDIA GPU (driver {driver or 'unknown'}), but PyTorch cannot use it"
+
+
+def _why_unusable() -> str | None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not list(Path("/dev").glob("nvidia[0-9]*")):
+        return None  # hidden on purpose, or there is none
+    version = re.search(r"\d{3,}\.\d[\d.]*", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
+    return why_unusable(version.group() if version else "", torch.version.cuda)
 
 
 def visible_gpus() -> tuple[str, list[str]]:
@@ -64,10 +86,16 @@ def visible_gpus() -> tuple[str, list[str]]:
 
 
 def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:
-    """The index of the GPU of each rank, among those that the rank sees; ConfigurationError if there are too few.
+    """The index of the GPU of each rank, among those that the rank sees.
 
     torchrun shows all GPUs of a node to all its ranks; Slurm, Kubernetes and MIG may show each rank its own one only.
-    ``visible`` are the ``visible_gpus`` of each rank, ``local_ranks`` its indices on its node.
+
+    Args:
+        visible: ``visible_gpus`` of each rank.
+        local_ranks: Index of each rank on its node.
+
+    Raises:
+        ConfigurationError: There are fewer GPUs than ranks.
     """
     indices: list[int] = []
     users: dict[tuple[str, str], int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from bisect import bisect_right
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
-ENOUGH_VALUES = 3  # of a metric, after which another name that is asked for will not come either
+ENOUGH_VALUES = 3  # of a metric, after which a name like its own that is asked for will not come either
+SPELLING = 0.8  # least likeness of two spellings of a name, as in difflib
 HELD_OUT = ("validation", "test", "evaluation")
 
 
@@ -95,13 +97,15 @@ def has_named_metric(
     """Whether a script that still trains has printed or logged what ``--metric`` names.
 
     Raises:
-        ConfigurationError: It has not, but another number of held-out data ``enough`` times; it names similar ones.
+        ConfigurationError: It has not, but ``enough`` times a number of held-out data whose name is spelled nearly so.
+            Any other name may be that of a number that comes at the end.
     """
     try:
         return metric_so_far(script, process, described) is not None
     except ConfigurationError:
         held_out = [one for series in _series(process, described) for one in series if one.phase in HELD_OUT]
-        if any(len(one.values) >= enough for one in held_out):
+        often = [one.name for one in held_out if len(one.values) >= enough]
+        if get_close_matches((script.metric or "").partition(":")[0], often, 1, SPELLING):
             raise
         return False
 

@@ -3,7 +3,7 @@
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
 from hasten.reporting.result_schema import EVIDENCE_LEVELS
-from hasten.reporting.view_model import Json
+from hasten.reporting.view_model import Json, gain_of
 
 
 def evidence_text(level: str) -> str:
@@ -15,11 +15,11 @@ def frontier_rows(result: Json) -> list[Json]:
     """The recipes of the frontier, baseline and slowest first.
 
     Returns:
-        The keys of ``FrontierRecipe``; ``number`` counts from 1, ``change`` and ``change_interval`` are the quality as
-        texts, ``height`` is its mean: 0 for the baseline and for exact recipes without a measurement, else None if it
-        is unknown.
+        The keys of ``FrontierRecipe``, with the gain as ``speedup``; ``number`` counts from 1, ``change`` and
+        ``change_interval`` are the quality as texts, ``height`` is its mean: 0 for the baseline and for exact recipes
+        without a measurement, else None if it is unknown.
     """
-    known = [recipe for recipe in result["frontier"] if recipe["speedup"]["median"]]
+    known = [recipe | {"speedup": gain_of(recipe)} for recipe in result["frontier"] if recipe["speedup"]["median"]]
     ordered = sorted(known, key=lambda recipe: (recipe["role"] != "baseline", recipe["speedup"]["median"]))
     return [recipe | _shown(recipe, result["metric"]["unit"]) | {"number": n} for n, recipe in enumerate(ordered, 1)]
 

@@ -34,6 +34,13 @@ def is_recommended(result: Json) -> bool:
     return result["verdict"] == "faster" and is_supported and result["speedup"]["median"] is not None
 
 
+def gain_of(recipe: Json) -> Json:
+    """The speed-up of a recipe of the frontier that counts: of the whole training or to the target, the surer one."""
+    whole, to_target = recipe.get("training_speedup") or {}, recipe["speedup"]
+    is_surer = (whole.get("low") or 0.0) > (to_target["low"] or 0.0)
+    return whole if is_surer else to_target
+
+
 def tune_headline(result: Json) -> str:
     """The headline of ``tune``: the seconds of a whole training before and after, the speed-up, or the verdict."""
     if not is_recommended(result):
@@ -83,7 +90,8 @@ def _target_sentence(result: Json) -> str:
     parts = [quality_sentence(quality, metric["unit"])] if has_gate else []
     if times.get("baseline") and times.get("tuned"):
         tuned, baseline = formatting.seconds(times["tuned"]), formatting.seconds(times["baseline"])
-        speedup = f": {_faster(result['speedup'])}" if training_times(result)[0] else ""  # else it is the headline
+        is_faster = training_times(result)[0] and result["speedup"]["median"] >= 1  # without times it is the headline
+        speedup = f": {_faster(result['speedup'])}" if is_faster else ""
         parts.insert(0, f"Reaches {target_text(metric)} in {tuned} instead of {baseline}{speedup}.")
     return " ".join(parts)
 

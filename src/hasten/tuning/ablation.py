@@ -12,7 +12,7 @@ from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import LONGER, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
-from hasten.tuning.training import Baseline
+from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
 
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
@@ -56,7 +56,10 @@ def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseli
 
 
 def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> Any:
-    """Speed-up of the recipe to the target over the recipe without ``name``; None if it cannot be measured."""
+    """Speed-up of the recipe over the recipe without ``name``; None if it cannot be measured.
+
+    Of the whole training, or to the target where both train equally many samples.
+    """
     without = recipe.drop(name)
     counts = Counts([], [])
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
@@ -77,7 +80,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
 
 
 def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> Counts:
-    """Samples to the target without the member (``baseline``) and with it, on each seed.
+    """Samples without the member (``baseline``) and with it, on each seed, in all; to the target if both train as many.
 
     A recipe that takes LONGEST times as long without the member is stopped; what it trained by then counts.
     """
@@ -85,17 +88,21 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
-            seconds = full.get("seconds_to_target")
-            if seconds is None:
+            if full.get("seconds_to_target") is None:
                 break
-            reduced = study.run(without, seed, time_limit=round(LONGEST * seconds, 2))
+            reduced = study.run(without, seed, time_limit=round(LONGEST * seconds_of(full), 2))
         except OutOfBudgetError:
             break
         if "failed" in reduced or not reduced["evaluations"]:  # stopped before its first evaluation
             break
-        ends = [reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"], full["samples_to_target"]]
-        for arm, run, end in zip((counts.baseline, counts.tuned), (reduced, full), ends, strict=True):
-            arm.append((end, samples_since_last_evaluation(run, end)))
+        if reduced["pruned"] or FEWER_SAMPLES < full["samples"] / reduced["samples"] < 1 / FEWER_SAMPLES:
+            end = reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"]
+            ends = end, full["samples_to_target"]
+            rows = [(at, samples_since_last_evaluation(run, at)) for run, at in zip((reduced, full), ends, strict=True)]
+        else:
+            rows = [(run["samples"], 0) for run in (reduced, full)]
+        for arm, row in zip((counts.baseline, counts.tuned), rows, strict=True):
+            arm.append(row)
     return counts
 
 

@@ -7,6 +7,7 @@ from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
+from hasten.reporting.view_model import gain_of
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
@@ -47,7 +48,7 @@ def finish_earlier(
     trainings fit into the budget that was added.
     """
     rows = [row for row in earlier.get("frontier", ()) if row["evidence"] == ESTIMATED and row["recipe"]]
-    rows.sort(key=lambda row: row["speedup"]["median"] or 0.0)
+    rows.sort(key=lambda row: gain_of(row)["median"] or 0.0)
     recipes = [Recipe(row["recipe"]) for row in rows]
     with study.budget.part(1.0):
         systems = [recipe for recipe in recipes if not _changes_training(recipe)]

@@ -143,12 +143,12 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
     if found is None or found[0][0] not in incumbents.best.methods:
         return best
     (method, option), length = found
-    step, is_last = SHORTER, False
-    while True:
-        options = incumbents.best.methods[method]
-        value = length.times(step * options[option] / length.of)
-        if value == options[option]:
+    step, is_last, tried = SHORTER, False, set[float]()
+    while (now := incumbents.best.methods[method].get(option)) is not None:
+        options, value = incumbents.best.methods[method], length.times(step * now / length.of)
+        if value == now or value in tried:
             return best
+        tried.add(value)
         recipe = incumbents.best.with_method(method, **{**options, option: value})
         outcome = run_seeds(study, recipe, best, baseline, [])
         if outcome.verdict == "kept" and not baseline.as_good([run["metric"] for run in outcome.runs], surely=True):
@@ -163,6 +163,7 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
             return best
         if outcome.verdict != "kept":
             step, is_last = math.sqrt(SHORTER), True
+    return best
 
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:

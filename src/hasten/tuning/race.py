@@ -7,7 +7,7 @@ than half the time. It may catch up as long as little time has passed: a warm-up
 from collections.abc import Sequence
 
 LEAD = 2.0  # times as fast
-FIRST_SHARE = 1 / 3  # of the time that the best recipe takes to the target, before which nothing is behind
+FIRST_SHARE = 1 / 3  # of the limit, before which nothing is behind
 
 Curve = Sequence[tuple[float, float]]  # (seconds since the start, metric), by seconds
 

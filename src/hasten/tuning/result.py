@@ -122,7 +122,7 @@ def result_of(
         "evidence": chosen.evidence if chosen else "",
         "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
-        "training_measured": winner is not None,
+        "training_measured": winner is not None or (chosen is None and bool(state.baseline) and study.horizon >= 1),
         "price_per_hour": price_per_hour,
         "money": _money(seconds, price_per_hour),
         "is_partial": is_partial,
@@ -240,7 +240,7 @@ def _why(study: Study, state: SearchState) -> str:
             f"{study.processes} with the best recipe found for them, {winner.recipe}; leave --processes out"
         )
     if state.one_process_is_faster:
-        best = f", and the best recipe found for these {winner.speedup}" if winner else ""
+        best = f", and the best recipe found for these {winner.gain}" if winner else ""
         return (
             f"one process with all cores, or OMP_NUM_THREADS, is {state.one_process} as fast as {study.processes} as "
             f"they are{best}; leave --processes out"

@@ -114,7 +114,8 @@ class Outcome:
 
     def gain_over(self, best: Outcome) -> float | None:
         """Speed-up over ``best`` in the seconds that ``times`` compares; None if a run failed or missed the target."""
-        if any("failed" in run or run.get("pruned") for run in self.runs):
+        both = self.runs[: len(best.runs)]
+        if any("failed" in run or run.get("pruned") or run["seconds_to_target"] is None for run in both):
             return None
         seconds, best_seconds, _ = self.times(best)
         return best_seconds / seconds if seconds and best_seconds else None
@@ -173,13 +174,17 @@ def seconds_of(run: dict) -> float:
     """Seconds of a whole run by the median pace between its evaluations, so that a passing disturbance counts little.
 
     The seconds until the first evaluation, in which a compilation or the filling of a cache lies, are those measured.
+    A script may evaluate twice at one step, and train on after its last evaluation.
     """
     rows: list[dict] = list(run.get("evaluations") or ())
-    pairs = list(itertools.pairwise(rows))
-    if not pairs:
+    stretches = [
+        (b["seconds"] - a["seconds"]) / (b["samples"] - a["samples"])
+        for a, b in itertools.pairwise(rows)
+        if b["samples"] > a["samples"]
+    ]
+    if not stretches:
         return run["seconds"]
-    pace = median((b["seconds"] - a["seconds"]) / (b["samples"] - a["samples"]) for a, b in pairs)
-    return rows[0]["seconds"] + pace * (rows[-1]["samples"] - rows[0]["samples"])
+    return rows[0]["seconds"] + median(stretches) * (run["samples"] - rows[0]["samples"])
 
 
 def try_training_compositions(

@@ -8,7 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
-NO_LENGTH = {"warmup", "eval", "log", "save", "print", "interval", "every", "per", "accumulation", "size"}
+NO_LENGTH = {
+    "warmup",
+    "eval",
+    "log",
+    "save",
+    "print",
+    "interval",
+    "every",
+    "per",
+    "accumulation",
+    "size",
+    "start",
+    "resume",
+    "patience",
+}
 
 
 def names_length(name: str) -> bool:

@@ -54,9 +54,9 @@ def expected_steps(arguments: Mapping[str, Any], training: Iterable[Any], steps:
                 lengths.append(len(loader))
     found: list[float] = []
     for name, value in arguments.items():
-        if names_length(name) and isinstance(value, (int, float)) and value > 0:
+        if names_length(name) and type(value) in (int, float) and value > 0:
             if "epoch" not in name.lower():
                 found.append(value)
             elif lengths:
                 found.append(value * max(lengths) / max(1, steps.backwards))
-    return int(min(found)) if found else None
+    return int(max(found)) if found else None
