@@ -58,7 +58,7 @@ def test_metric_that_is_not_there_has_the_reason():
     assert "did you mean val loss" in seen("a: val loss 0.5\na: val loss 0.4\n", "val los")["why"]
 
 
-def test_name_of_a_metric_is_refused_once_another_of_held_out_data_has_come_often_enough():
+def test_misspelled_metric_is_refused_once_the_right_one_has_come_often_enough():
     def has_come(metric: str, values: int) -> bool:
         script = Script()
         script.metric = metric
@@ -68,6 +68,7 @@ def test_name_of_a_metric_is_refused_once_another_of_held_out_data_has_come_ofte
     assert has_come("val loss", 2) and not has_come("val los", 2), "it may come later"
     with pytest.raises(ConfigurationError, match=r"no metric 'val los' .*did you mean val loss"):
         has_come("val los", 3)
+    assert not has_come("test accuracy", 3), "a script may print it at its end only"
 
 
 @pytest.fixture(scope="module")

@@ -171,3 +171,12 @@ def test_operations_are_grouped_by_precision_and_the_short_ones_summed_up():
 def test_the_loss_scale_in_a_sentence(steps, sentence):
     history = [{"value": value, "overflow": overflow} for value, overflow in steps]
     assert operations.loss_scale_sentence(history) == sentence
+
+
+def test_frontier_shows_the_surer_of_both_gains():
+    longer = {"recipe": {"ema": {}}, "text": "ema", "role": "", "evidence": "proven", "why": "", "to_prove": ""}
+    noisy, whole = {"median": 2.2, "low": 0.9, "high": 4.5}, {"median": 3.9, "low": 3.4, "high": 4.4}
+    result = validate({"kind": "tune", "frontier": [longer | {"speedup": noisy, "training_speedup": whole}]})
+    assert frontier_rows(result)[0]["speedup"] == whole
+    result = validate({"kind": "tune", "frontier": [longer | {"speedup": whole, "training_speedup": noisy}]})
+    assert frontier_rows(result)[0]["speedup"] == whole
