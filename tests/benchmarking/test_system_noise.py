@@ -1,4 +1,4 @@
-"""How much of the processors other programs used: the work of own processes does not count, that of a stranger does."""
+"""How much of the processors other programs used: the work of own processes does not count."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ BUSY = f"import time\nwhile time.process_time() < {SECONDS}: pass"
 ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
 
 
-def test_own_cpu_seconds_include_ended_processes_but_no_strangers():
+def test_own_cpu_seconds_include_ended_processes_but_no_others():
     before = system_noise._own_cpu_seconds()
     subprocess.run([sys.executable, "-c", BUSY], check=True)
     own = system_noise._own_cpu_seconds()
