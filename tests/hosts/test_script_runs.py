@@ -181,7 +181,7 @@ os.fork()
 while True:
     (x * 2).backward()
 """
-    message = "trains in several processes by itself"
+    message = "trains in 2 processes by itself"
     with arm(written(tmp_path, text)) as worker, pytest.raises(ConfigurationError, match=message):
         worker.call("build")
 

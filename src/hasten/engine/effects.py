@@ -54,7 +54,11 @@ class EffectObserver:
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
     def observed(self, steps: Generator[T]) -> Generator[T]:
-        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them."""
+        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
+
+        Raises:
+            RunError: A method has no effect, and ``require_effect`` is set.
+        """
         return self._observed(steps) if self.checks else steps
 
     def check(self) -> None:
@@ -63,11 +67,13 @@ class EffectObserver:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
     def _observed(self, steps: Generator[T]) -> Generator[T]:
-        for item in islice(steps, self.warmup_steps):
-            yield item
+        while self.warmup_steps:
+            for item in steps:
+                yield item
+                break
+            else:
+                return
             self.warmup_steps -= 1
-        if self.warmup_steps:  # continues in the next epoch
-            return
         for item in self._observe_next(steps):
             self.check()
             yield item
