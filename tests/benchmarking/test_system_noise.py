@@ -9,18 +9,24 @@ from hasten.benchmarking import system_noise
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.reporting.view_model import disturbance
 
-SECONDS = 0.3
-BUSY = f"import time\nwhile time.process_time() < {SECONDS}: pass"
-ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
+SECONDS = 0.5
+MEASURE = f"""
+import subprocess, sys
+from hasten.benchmarking.system_noise import _own_cpu_seconds
+busy = "import time\\nwhile time.process_time() < {SECONDS}: pass"
+other = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+readings = [_own_cpu_seconds()]
+for command in ([sys.executable, "-c", busy], [sys.executable, "-c", other, busy]):
+    subprocess.run(command, check=True)
+    readings.append(_own_cpu_seconds())
+print(readings[1] - readings[0], readings[2] - readings[1])
+"""
 
 
 def test_own_cpu_seconds_include_ended_processes_but_no_others():
-    before = system_noise._own_cpu_seconds()
-    subprocess.run([sys.executable, "-c", BUSY], check=True)
-    own = system_noise._own_cpu_seconds()
-    assert own - before >= SECONDS
-    subprocess.run([sys.executable, "-c", ORPHAN, BUSY], check=True, stdout=subprocess.DEVNULL)
-    assert system_noise._own_cpu_seconds() - own < SECONDS
+    done = subprocess.run([sys.executable, "-c", MEASURE], check=True, stdout=subprocess.PIPE, text=True)
+    own, other = map(float, done.stdout.split())
+    assert own >= SECONDS > other
 
 
 def test_others_percent_is_what_own_processes_do_not_explain(monkeypatch):
