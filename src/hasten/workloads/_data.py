@@ -136,7 +136,8 @@ def _chunks(file: File) -> Iterator[bytes]:
 
     shown: Any = {"description": f"downloading {file.path}", "console": Console(stderr=True), "transient": True}
     try:
-        with urllib.request.urlopen(file.address, timeout=SERVER_TIMEOUT_S) as source:
+        # a new opener reads the proxies of the environment now; urlopen keeps those of its first call
+        with urllib.request.build_opener().open(file.address, timeout=SERVER_TIMEOUT_S) as source:
             size = int(source.headers.get("Content-Length") or 0)
             with wrap_file(source, size, **shown) as content:
                 while chunk := content.read(CHUNK_BYTES):
