@@ -59,9 +59,13 @@ def test_names_are_those_of_the_parsed_attributes():
     assert ref.vary == ("batch_size", "lr") and ScriptRef.from_json(ref.to_json()) == ref
 
 
-def test_vary_of_a_task_is_refused():
-    done = hasten("tune", "digits", "--vary", "lr")
-    assert done.returncode == 2 and "--vary names arguments of your own command" in done.stderr
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--vary", "--vary names arguments of your own command"), ("--metric", "--metric is for your own command")],
+)
+def test_option_of_scripts_is_refused_for_a_task(option, message):
+    done = hasten("tune", "digits", option, "lr")
+    assert done.returncode == 2 and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 

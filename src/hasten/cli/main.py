@@ -143,6 +143,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
         options.task = ScriptRef.of_command(command, **wishes)
     elif getattr(options, "vary", None):
         raise ConfigurationError("--vary names arguments of your own command: hasten tune --vary lr -- python train.py")
+    elif getattr(options, "metric", None):
+        raise ConfigurationError("--metric is for your own command, after --; a task states its metric itself")
     if options.verb is None:
         if getattr(options, "json", False):
             raise ConfigurationError("no command is given; see hasten --help")
