@@ -10,6 +10,7 @@ from hasten.benchmarking.system_noise import SystemNoise
 from hasten.reporting.view_model import disturbance
 
 SECONDS = 0.5
+TICKS = 0.05  # the kernel counts in hundredths of a second and rounds each of user and system time down
 MEASURE = f"""
 import subprocess, sys
 from hasten.benchmarking.system_noise import _own_cpu_seconds
@@ -26,7 +27,7 @@ print(readings[1] - readings[0], readings[2] - readings[1])
 def test_own_cpu_seconds_include_ended_processes_but_no_others():
     done = subprocess.run([sys.executable, "-c", MEASURE], check=True, stdout=subprocess.PIPE, text=True)
     own, other = map(float, done.stdout.split())
-    assert own >= SECONDS > other
+    assert own >= SECONDS - TICKS > other
 
 
 def test_others_percent_is_what_own_processes_do_not_explain(monkeypatch):
