@@ -43,8 +43,8 @@ def within(seconds, do):
 
 @pytest.mark.parametrize(
     ("folders", "files"),
-    [(20, 1000), slow(100, 10_000)],
-    ids=["20 thousand", "a million"],
+    [(20, 1000), slow(100, 1000)],
+    ids=["20 thousand", "a hundred thousand"],
 )
 def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
     filled(place, folders, files)

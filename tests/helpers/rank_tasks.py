@@ -324,7 +324,7 @@ def waits_in_c_for_a_lost_rank() -> Task:
 
 
 def slow() -> Task:
-    return task(Slow(), epochs=40)
+    return task(Slow(), epochs=20)
 
 
 class Numbered(Slow):

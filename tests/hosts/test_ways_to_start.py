@@ -61,7 +61,7 @@ def test_diagnose_reaches_the_training_however_it_is_started(way, project):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["python", "bash", "console script"])
+@pytest.mark.parametrize("way", ["bash", "console script"])
 def test_tune_reaches_the_training_however_it_is_started(way, project):
     argv = ("--budget", "40s", "--methods", "num_threads", "--quiet", "--json", "--", *COMMANDS[way])
     code, result = hasten("tune", *argv)

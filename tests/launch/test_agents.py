@@ -72,9 +72,7 @@ def test_node_in_a_long_step_is_informed_that_the_job_has_ended(folder):
 
 @pytest.mark.slow
 def test_nohup_is_respected(folder):
-    job = subprocess.Popen(
-        ["nohup", *HASTEN, *train_words("counting_for_long", folder / "run"), "--processes", "2"], cwd=folder
-    )
+    job = subprocess.Popen(["nohup", *HASTEN, *train_words("counting", folder / "run"), "--processes", "2"], cwd=folder)
     wait_until_it_trains(Job(job), folder / "run")
     job.send_signal(signal.SIGHUP)
     assert job.wait(120) == 0

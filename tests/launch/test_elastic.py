@@ -243,6 +243,7 @@ class Pair:
         assert codes == [0, 0], self.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @machines
 @pytest.mark.parametrize("lost", [0, 1])
@@ -261,6 +262,7 @@ def test_lost_node_is_waited_for(folder, lost):
     assert_as_undisturbed(folder / "run")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @machines
 def test_fewer_nodes_continue_and_admit_new_ones(folder):
@@ -275,6 +277,7 @@ def test_fewer_nodes_continue_and_admit_new_ones(folder):
     assert_every_sample_counts_once_per_epoch(folder / "run")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @machines
 def test_network_outage_of_half_a_minute_is_survived(folder):

@@ -56,6 +56,12 @@ def test_advice_uses_a_ceiling_of_the_method_itself():
     assert "1.00x" in against["no_effect"]
 
 
+def test_advice_claims_nothing_of_a_ceiling_that_was_not_measured():
+    flush = Card(summary="a card", exactness=Exactness.BIT_EXACT, accelerates={"forward"}, ceiling="denormals")
+    assert ask({"denormals": 1.0}, flush=flush)[0] == {}
+    assert ask(flush=flush)[0] == {"flush": None}
+
+
 def test_advice_without_bound_comes_last():
     advice, _ = ask(fewer=card("steps"), tiny=card("optimizer_step"))
     assert list(advice.items())[-1] == ("fewer", None)

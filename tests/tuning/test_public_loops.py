@@ -45,7 +45,7 @@ def test_compare_with_itself_finds_no_difference(make):
 
 @MAKERS
 def test_tune_measures_checks_and_refuses(make, tmp_path):
-    result = hasten.tune(make, budget="60s", device="cpu", out=tmp_path / "tuned")
+    result = hasten.tune(make, budget="30s", device="cpu", out=tmp_path / "tuned")
     reasons = [str(trial.get("why")) for trial in result["trials"]]
     assert reasons and not [why for why in reasons if "Error" in why]
     trained = hasten.train(make(), tmp_path / "tuned" / "recipe.toml", device="cpu")

@@ -13,6 +13,7 @@ from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
 from hasten.hosts.whole_run import find_metric, has_named_metric, run_to_end
+from hasten.utils.durations import duration_option
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -136,9 +137,10 @@ def _too_long(site_map: dict[str, Any]) -> str:
     seconds = watched * (total / steps if is_known else 2)
     length = f"{steps} of about {total} steps, which take about {seconds:.0f} s" if is_known else f"{steps} steps"
     unseen = "" if site_map["metric_has_come"] else "no metric of that name has come so far, and "
+    budget = duration_option(SPARE * seconds / WHOLE_SHARE)
     return (
         f"{unseen}the first run did not end within its part of the budget, {watched:.0f} s ({length}); give "
-        f"{'' if is_known else 'more than '}--budget {SPARE * seconds / WHOLE_SHARE:.0f}s, or a shorter training"
+        f"{'' if is_known else 'more than '}--budget {budget}, or a shorter training"
     )
 
 

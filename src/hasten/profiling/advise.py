@@ -5,7 +5,7 @@ Works from shares of the time, measured ceilings and cards; no method's code is 
 
 from collections.abc import Mapping
 
-from hasten.core.card import FACTS, PHASES, REMEDIES, Card
+from hasten.core.card import CEILINGS, FACTS, PHASES, REMEDIES, Card
 from hasten.reporting.result_schema import Advice, NotAdvised
 
 MIN_BOUND = 1.02  # a method whose bound is lower is not worth a trial
@@ -92,6 +92,8 @@ def bound_of(
         return None, "no bound: a copy to the GPU may wait for the steps before it, which shows in other phases"
     if "steps" in card.accelerates:
         return None, "it saves whole steps; only a training run shows how many"
+    if card.ceiling:
+        return None, f"no bound: what it would give if {CEILINGS[card.ceiling]} was not measured"
     shares = {phase: _share(phase, phases, ceilings) for phase in PHASES if phase in card.accelerates}
     parts = " and ".join(f"{phase} {share:.0%}" for phase, share in shares.items())
     if sum(shares.values()) >= 1.0:  # the machine was too noisy: timer and ablation measure at different times

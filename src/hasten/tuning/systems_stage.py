@@ -26,7 +26,7 @@ from hasten.tuning.systems import (
     try_compositions,
     whole_run_ratio,
 )
-from hasten.utils.durations import format_duration
+from hasten.utils.durations import duration_option, format_duration
 
 SYSTEMS_SHARE = 0.35  # of the budget left, if whole trainings fit into the rest
 SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
@@ -169,7 +169,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
     for recipe in _guesses(study, state):
         if study.budget.left() < needed:
             total = study.budget.spent + GUESSES * needed
-            why = f"a comparison takes about {format_duration(needed)}; give about --budget {total:.0f}s"
+            why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
             if not any(trial["stage"] == "confirmation" for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
             return study.note(str(recipe), "systems", "not tried", why)

@@ -27,7 +27,7 @@ from hasten.tuning.systems_stage import (
     whole_runs_seconds,
 )
 from hasten.tuning.training import Baseline, first_outcome, search_training, try_training_compositions
-from hasten.utils.durations import format_duration
+from hasten.utils.durations import duration_option, format_duration
 
 SEED_STEP = 1000
 BASELINE_SEEDS = 3
@@ -104,8 +104,8 @@ def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> f
     if left >= whole:
         return 1.0
     if left / SHORT_RUNS < MIN_SHORT_RUN_S or not study.task.can_be_shortened:
-        needed = whole + study.budget.spent
-        why = f"what is left of the budget is too little; --budget {needed:.0f}s lets it run whole trainings"
+        needed = duration_option(whole + study.budget.spent)
+        why = f"what is left of the budget is too little; --budget {needed} lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)
         return 0.0
     return left / SHORT_RUNS / seconds
@@ -203,4 +203,4 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
     if seconds is None or attempt.speedup is None:
         return f"{seeds} more seeds"
     more = seeds * (seconds + seconds / attempt.speedup.median)
-    return f"{seeds} more seeds, about {format_duration(more)}: --budget +{more:.0f}s"
+    return f"{seeds} more seeds, about {format_duration(more)}: --budget +{duration_option(more)}"

@@ -41,7 +41,7 @@ from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
-from hasten.utils.durations import format_duration, parse_budget
+from hasten.utils.durations import duration_option, format_duration, parse_budget
 
 BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task that the default budget is worth; limits
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
@@ -215,8 +215,8 @@ def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
 
 
 def _too_small(budget: Budget, what: str) -> RunError:
-    seconds = format_duration(budget.total)
-    return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {4 * budget.total:.0f}s")
+    seconds, enough = format_duration(budget.total), duration_option(4 * budget.total)
+    return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {enough}")
 
 
 def _earlier_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Durations as users write them: ``90s``, ``10m``, ``1h``."""
 
+import math
 import re
 
 from hasten.core.errors import ConfigurationError
@@ -31,3 +32,9 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def duration_option(seconds: float) -> str:
+    """Seconds as an option takes them, rounded up: ``105s``, ``12m`` or ``4h``."""
+    unit, length = ("s", 1) if seconds < 120 else ("m", 60) if seconds < 7200 else ("h", 3600)
+    return f"{math.ceil(seconds / length)}{unit}"
