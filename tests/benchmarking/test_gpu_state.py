@@ -42,5 +42,11 @@ def test_range_of_the_clock_and_highest_of_the_others_are_kept():
     }
 
 
+def test_summary_has_what_every_gpu_tells():
+    """A part of a GPU (MIG) has no clock and no power of its own."""
+    part = {"seconds": 0.3, "gpu_temperature_c": 60.0, "gpu_processes": 1}
+    assert gpu_summary([part, part]) == {"highest_gpu_temperature_c": 60.0, "gpu_processes": 1}
+
+
 def test_nothing_is_noted_without_a_gpu():
     assert gpu_state(torch.device("cpu")) == {} and gpu_summary([{"seconds": 0.3}]) == {}

@@ -4,7 +4,8 @@ Without a GPU, or without nvidia-ml-py (``pip install nvidia-ml-py``), nothing i
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -19,26 +20,36 @@ THROTTLE_REASONS = {
     0x40: "temperature, by the hardware",
     0x80: "power brake",
 }
+# Key of ``gpu_summary`` -> the key of ``gpu_state``, and what is taken of all blocks.
+SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "lowest_gpu_clock_mhz": ("gpu_clock_mhz", min),
+    "highest_gpu_clock_mhz": ("gpu_clock_mhz", max),
+    "highest_gpu_power_w": ("gpu_power_w", max),
+    "highest_gpu_temperature_c": ("gpu_temperature_c", max),
+    "gpu_processes": ("gpu_processes", max),
+}
 
 
 def gpu_state(device: torch.device) -> dict[str, float]:
-    """The state of a GPU now; {} if it cannot be read. Reading takes milliseconds, so it happens between blocks.
+    """The state of a GPU now, without what cannot be read. Reading takes milliseconds, so it happens between blocks.
 
     ``gpu_throttle_reasons`` are the bits of nvmlClocksEventReasons, ``gpu_processes`` all that compute on the GPU.
     """
     nvml, handle = _nvml_handle(device) if device.type == "cuda" else (None, None)
     if nvml is None:
         return {}
-    try:
-        return {
-            "gpu_clock_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "gpu_power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "gpu_temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "gpu_throttle_reasons": nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-            "gpu_processes": len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
-        }
-    except nvml.NVMLError:  # a part of a GPU (MIG) has no clock of its own
-        return {}
+    readings: dict[str, Callable[[], float]] = {
+        "gpu_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "gpu_temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "gpu_throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        "gpu_processes": lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+    }
+    state: dict[str, float] = {}
+    for name, read in readings.items():
+        with suppress(nvml.NVMLError):  # a part of a GPU (MIG) has no clock of its own, and some GPUs tell no power
+            state[name] = read()
+    return state
 
 
 @cache
@@ -62,18 +73,16 @@ def gpu_summary(blocks: Iterable[Mapping[str, float]]) -> dict[str, float | str]
 
     A clock that falls from block to block, or throttling in one arm only, explains a ratio that later changes.
     """
-    states = [block for block in blocks if "gpu_clock_mhz" in block]
-    if not states:
-        return {}
-    clocks = [state["gpu_clock_mhz"] for state in states]
-    reasons = [int(state["gpu_throttle_reasons"]) for state in states]
-    counts = {name: sum(bool(bits & bit) for bits in reasons) for bit, name in THROTTLE_REASONS.items()}
-    throttling = [f"{name} in {count / len(states):.0%} of the blocks" for name, count in counts.items() if count]
-    return {
-        "lowest_gpu_clock_mhz": min(clocks),
-        "highest_gpu_clock_mhz": max(clocks),
-        "highest_gpu_power_w": max(state["gpu_power_w"] for state in states),
-        "highest_gpu_temperature_c": max(state["gpu_temperature_c"] for state in states),
-        "gpu_throttling": ", ".join(throttling) or "none",
-        "gpu_processes": max(state["gpu_processes"] for state in states),
+    seen: dict[str, list[float]] = {}
+    for block in blocks:
+        for name, value in block.items():
+            if name.startswith("gpu_"):
+                seen.setdefault(name, []).append(value)
+    summary: dict[str, float | str] = {
+        key: function(seen[name]) for key, (name, function) in SUMMARY.items() if name in seen
     }
+    if reasons := [int(bits) for bits in seen.get("gpu_throttle_reasons", ())]:
+        counts = {name: sum(bool(bits & bit) for bits in reasons) for bit, name in THROTTLE_REASONS.items()}
+        throttling = [f"{name} in {count / len(reasons):.0%} of the blocks" for name, count in counts.items() if count]
+        summary["gpu_throttling"] = ", ".join(throttling) or "none"
+    return summary

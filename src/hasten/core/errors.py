@@ -67,5 +67,5 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if close := get_close_matches(word, words, n=3, cutoff=0.5):
         return f" (did you mean {', '.join(close)}?)"
     if len(words) > MAX_NAMED:
-        return f" (none of the {len(words)} is like it; nearest: {', '.join(get_close_matches(word, words, 3, 0.0))})"
+        return f" (there are {len(words)}, none like it: {', '.join(words[:3])}, ...)"
     return f" (there is: {', '.join(words)})"

@@ -350,7 +350,7 @@ def _script_facts(result: Json) -> list[RenderableType]:
 
 def _noise(noise: Mapping[str, Any]) -> str:
     spread, throttling = noise.get("spread_percent"), noise.get("gpu_throttling", "none")
-    text = f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) else ""
+    text = f"; blocks differ by {spread:.1f} %" if isinstance(spread, (int, float)) and spread else ""
     text += "" if throttling == "none" else f"; the GPU was throttled: {throttling}"
     disturbed = view_model.disturbance(noise)
     return f"{text}; {disturbed}" if disturbed else text

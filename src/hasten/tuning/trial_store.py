@@ -59,6 +59,7 @@ class TrialStore:
                 f"another search is running in {folder}; wait for it or choose another --out"
             ) from None
         except OSError as error:
+            self._remove_made()
             raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
         for line in lines:
             try:
@@ -70,10 +71,13 @@ class TrialStore:
 
     def leave(self) -> None:
         """Gives up a search that was refused: removes the folders that were made for it, and releases the lock."""
-        for path in self._made:
-            with suppress(OSError):  # something else lies there by now
-                path.rmdir() if path.is_dir() else path.unlink()
+        self._remove_made()
         self._unlock()
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with suppress(OSError):  # it was never made, or something else lies there by now
+                path.rmdir() if path.is_dir() else path.unlink()
 
     def trial(
         self, kind: str, what: Mapping[str, Any], measure: Callable[[], dict], failure_lasts: bool = True
