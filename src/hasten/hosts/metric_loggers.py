@@ -70,7 +70,7 @@ WATCHED: dict[str, Callable[..., None]] = {
 
 def _call_before(owner: type, name: str, read: Callable[..., None]) -> None:
     """Replaces a method by one that calls ``read`` with the same arguments first. An error of ``read`` is dropped:
-    a tracker that changed its arguments must not end the user's training.
+    a version of the tracker whose arguments ``read`` does not know must not end the user's training.
     """
     original = getattr(owner, name)
 

@@ -78,9 +78,10 @@ class _MallInfo(ctypes.Structure):
 
 
 def _describe(libc: ctypes.CDLL) -> str:
-    """Allocates 64 MiB, which glibc serves by ``mmap`` unless ``mallopt`` has forbidden it; NoEffectError if it did, or
-    if the memory came from another allocator. Other threads may allocate and free memory meanwhile, so half of the
-    block is enough to recognize it.
+    """The effect as text, from a block of 64 MiB, which glibc serves by ``mmap`` unless ``mallopt`` has forbidden it.
+
+    NoEffectError if glibc used ``mmap`` or the memory came from another allocator. Other threads may allocate and free
+    memory meanwhile, so a change of ``mallinfo2`` by half of the block is enough to recognize it.
     """
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]

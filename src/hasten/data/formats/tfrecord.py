@@ -231,7 +231,7 @@ def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[Cache
 
 
 def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
-    """Appends one position to those of the records if ``reason`` is set: the bad row for the damaged rest."""
+    """Byte positions of a file's records, and a 0 for one bad row at its end if that is damaged (``reason``)."""
     return positions if reason is None else numpy.append(positions, 0)
 
 
