@@ -69,7 +69,7 @@ ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first steps of a script: hash and values of its weights, the gradients of its first step, its parsed arguments."""
+    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments."""
 
     steps: int
     hash: str
