@@ -149,7 +149,7 @@ def _whole_training(result: dict) -> str:
     recommended = [row for row in result["frontier"] if row["role"] == "recommended"]
     if not recommended:
         return ""
-    ratio, seconds = recommended[0]["training_speedup"] or recommended[0]["speedup"], result["training_seconds"]
+    ratio, seconds = recommended[0].get("training_speedup") or recommended[0]["speedup"], result["training_seconds"]
     return f"{_ratio(ratio)}: {seconds['tuned']:.1f} s instead of {seconds['baseline']:.1f} s"
 
 
