@@ -22,9 +22,8 @@ from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
-from hasten.tuning.training import Baseline
+from hasten.tuning.training import SEED_STEP, Baseline
 
-SEED_STEP = 1000
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MAX_FINALISTS = 3  # each further one has to pass a stricter gate
 MAX_FURTHER, FURTHER_SHARE = 3, 0.4  # runs of the recipe alone per pair, and their cost relative to an original run

@@ -37,6 +37,8 @@ NEARLY_AS_FAST = 0.95  # then a clearly better end is worth more, if the confirm
 TIME_LIMIT = 1.25  # times the seconds of the best recipe, after which a run that has not reached the target is ended
 MAX_LOSSES = 3  # presets in a row that lost, after which a method is given up: they grow bolder
 AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
+SEED_STEP = 1000  # so that the shuffles of two runs (seed + epoch) never coincide
+CHEAP_RUN, FURTHER_RUNS = 1 / 6, 3  # a run that costs this share of the original's, and more of them on other seeds
 MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 
 
@@ -68,11 +70,16 @@ class Baseline:
     def as_good(self, metrics: list[float], surely: bool = False) -> bool:
         """Whether the metrics are good enough to continue with; the quality gate decides later, with more seeds.
 
-        They may be as good as the original's, or ``surely`` are: one standard error on either side of the margin.
+        They may be as good as the original's, or ``surely`` are: one standard error on either side of the margin. Two
+        or three runs of the original may agree by chance, so that ``surely`` takes half of the margin at least for the
+        standard deviation between seeds.
         """
         worse = self.metric - fmean(metrics) if self.higher_is_better else fmean(metrics) - self.metric
-        error = stdev(run["metric"] for run in self.runs) / math.sqrt(len(metrics))
-        return worse <= self.margin + (-error if surely else error)
+        spread = stdev(run["metric"] for run in self.runs)
+        if not surely:
+            return worse <= self.margin + spread / math.sqrt(len(metrics))
+        error = max(spread, self.margin / 2) * math.sqrt(1 / len(metrics) + 1 / len(self.runs))
+        return worse <= self.margin - error
 
 
 @dataclass(frozen=True)
@@ -291,7 +298,26 @@ def run_seeds(
         others = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or others > AFFORDABLE_SHARE * study.budget.left():
             break
+    if outcome.verdict == "kept" and runs[0]["samples"] < FEWER_SAMPLES * baseline.runs[0]["samples"]:
+        return _require_quality(study, recipe, outcome, best, baseline)
     return outcome
+
+
+def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outcome, baseline: Baseline) -> Outcome:
+    """The outcome of a shorter training, kept only if it surely ends as well: the shortest of several is picked, which
+    may be as good by luck. Where its runs are cheap, more of them say so.
+    """
+    runs = list(outcome.runs)
+    original = fmean(run["trial_seconds"] for run in baseline.runs)
+    is_cheap = len(runs) == len(baseline.seeds) and runs[0]["trial_seconds"] < CHEAP_RUN * original
+    for index in range(FURTHER_RUNS if is_cheap else 0):
+        runs.append(study.run(recipe, baseline.seeds[-1] + SEED_STEP * (index + 1)))
+        outcome = Outcome.of(runs, baseline, best)
+        if outcome.verdict != "kept":
+            return outcome
+    if baseline.as_good([run["metric"] for run in runs], surely=True):
+        return outcome
+    return replace(outcome, verdict="refused", why=f"{outcome.why}: too near to the margin to be proven soon")
 
 
 def _require_speed(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Outcome:

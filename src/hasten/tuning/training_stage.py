@@ -26,10 +26,9 @@ from hasten.tuning.systems_stage import (
     samples_of,
     whole_runs_seconds,
 )
-from hasten.tuning.training import Baseline, first_outcome, search_training, try_training_compositions
+from hasten.tuning.training import SEED_STEP, Baseline, first_outcome, search_training, try_training_compositions
 from hasten.utils.durations import duration_option, format_duration
 
-SEED_STEP = 1000
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 12  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
