@@ -28,7 +28,7 @@ GPU_STEPS := environment self_comparison planted suspended memory largest_batch 
 HAS_GPU   := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
   { echo "there is no NVIDIA GPU here that this PyTorch can use: nothing was run"; exit 0; }
 
-.PHONY: demo test test-all test-slow test-gpu test-matrix slowest chaos soak lint types docs bench bench-gpu wheel clean
+.PHONY: demo test test-all test-slow test-timing test-gpu test-matrix slowest chaos soak lint types docs bench bench-gpu wheel clean
 
 demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "no improvement"; there is a report about that too
@@ -37,15 +37,17 @@ demo: .venv/ready
 test: .venv/ready-dev lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10
 
-# Slow tests that measure time run after the others, alone: what they measure would be the other tests' load. Slow tests
-# that fail run once more with nothing beside them, for the same reason: what fails then has failed.
-test-all: test test-slow
+# Slow tests that fail run once more with nothing beside them: what fails then has failed. Slow tests that measure time
+# run alone from the start: what they measure would be the other tests' load.
+test-all: test test-slow test-timing
 
 AGAIN := --last-failed --last-failed-no-failures=none
 
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10 \
 	  || $(BIN)/python -m pytest -m "slow and not soak and not timing" $(AGAIN)
+
+test-timing: .venv/ready-dev
 	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10 \
 	  || $(BIN)/python -m pytest -m "timing and slow and not soak" $(AGAIN)
 

@@ -44,6 +44,7 @@ def wait_until_somebody_answers(port: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_node_above_the_maximum_waits_without_harm(folder):
     """One additional node waits until the job ends, another is removed before; the training nodes continue."""

@@ -191,6 +191,7 @@ def test_finished_node_waits_for_the_others_and_reports_their_failure(tmp_path):
         agent.exit_barrier()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_joining_node_restarts_no_rank(folder):
     """Three agents on this machine stand in for nodes; none of them may lose a rank."""
