@@ -1,6 +1,6 @@
 """Data wait: the fraction of a training step that waits for its batch, on every workload of the suite.
 
-Arms: the workload as textbooks write it (its own dataset, read sample by sample in the training process), and hasten's
+Arms: the workload without methods, the baseline (its own dataset, read sample by sample in the training process), and hasten's
 data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by block, and
 the others are suspended. All arms train on the same batches, so differences between steps are due to the loader; time
 to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to having it.
@@ -55,7 +55,7 @@ HEADINGS = (
     "wait, of a step",
     "bound: gather",
     "step, ms",
-    "steps a second, over the textbook's",
+    "steps a second, over the baseline's",
     "start, s more",
     "wait, of a run",
     "bound: read once",
