@@ -1,7 +1,7 @@
 """Data wait: the fraction of a training step that waits for its batch, on every workload of the suite.
 
-Arms: the workload without methods, the baseline (its own dataset, read sample by sample in the training process), and hasten's
-data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by block, and
+Arms: the workload as it is, the baseline (its own dataset, read sample by sample in the training process), and
+hasten's data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by block, and
 the others are suspended. All arms train on the same batches, so differences between steps are due to the loader; time
 to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to having it.
 
@@ -39,7 +39,7 @@ from hasten.utils.batch import batch_size, batch_tensors
 
 FIGURE = 0.01
 WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")
-TEXTBOOK = "textbook"
+TEXTBOOK = "textbook"  # the baseline; a key of published records
 TUNED = "autotune_loader"
 METHODS = ("in_memory_batches", "loader_workers", TUNED)
 STORE = (
