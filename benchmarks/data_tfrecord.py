@@ -211,7 +211,8 @@ def main() -> int:
             print_line(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
     print()
     speedups = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
-    bounds = ", ".join(f"{interval(numbers[f'{kind}, later'][BOUND]).median:,.0f} {name}/s" for kind, name in KINDS.items())
+    later = {name: interval(numbers[f"{kind}, later"][BOUND]).median for kind, name in KINDS.items()}
+    bounds = ", ".join(f"{rate:,.0f} {name}/s" for name, rate in later.items())
     return finish(
         options,
         f"at least tf.data on the same files; it is {speedups} (bound, later: {bounds})",
