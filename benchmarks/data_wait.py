@@ -3,7 +3,8 @@
 Arms: the workload as it is, the baseline (its own dataset, read sample by sample in the training process), and
 hasten's data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by
 block, and the others are suspended. All arms train on the same batches, so differences between steps are due to the
-loader; time to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to having it.
+loader; time to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to
+having it.
 
 A method that stores the data in memory reads all samples once before its first step. This is reported separately, in
 seconds and as the wait of a whole run of the workload: (starting + waiting) / (starting + steps). Two bounds: *gather*,
