@@ -1,12 +1,19 @@
 # make demo         sets up, tunes the digits task, prints where the report is
 # make test         sets up, checks the style, runs the quick tests
+# make test-slow    the slow tests; everything but soak tests
 # make test-all     the quick and the slow tests; everything but soak tests
 # make test-matrix  the quick tests on supported pairs of PyTorch and Python that can be installed
+# make lint         the style and the order of imports
 # make types        pyright
+# make chaos        kills ranks and nodes of a training, 30 times each
+# make soak         the tests and the benchmark that run for a long time
+# make bench        the measurements on the CPU; takes hours
 # make test-gpu     the tests that take an NVIDIA GPU; without one it says so and does nothing
 # make bench-gpu    the measurements on an NVIDIA GPU, with records; without one it says so and does nothing
 # make docs         the documentation site, in build/site
 # make slowest      the 50 slowest quick tests
+# make wheel        the wheel, in dist
+# make clean        removes .venv, build and dist
 #
 # Everything is installed into .venv; a second call finds it done. PYTHON=python3.12 selects another Python.
 
@@ -17,6 +24,7 @@ BIN    := .venv/bin
 # The default package index offers PyTorch with CUDA, several GB of it. A machine without an NVIDIA driver gets the small CPU build.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# Left out, to be run by themselves: budget_kept (90 minutes), long_trainings (20 minutes a workload), planted_harms (hours with --real).
 BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_check a_against_a planted harmful_methods kill_and_resume watching time_to_target against_loadtune ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 

@@ -1,7 +1,7 @@
 """Presents a hasten workload to loadtune, which calls ``get_workload()``.
 
 ``HASTEN_BENCHMARK_TASK`` names the workload. Dataset, model, optimizer and batch size are passed unchanged; the step is
-that of the textbook run.
+that of the baseline.
 """
 
 import os

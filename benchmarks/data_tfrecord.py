@@ -46,7 +46,7 @@ from _common import finish, in_turns, interval, parser, print_line, print_progre
 BATCH, FILES = 512, 4
 OURS, SINGLE = "hasten", "hasten, shuffled"
 BOUND = "bound: copying the bytes"
-KINDS = ("pictures", "clicks")
+KINDS = {"pictures": "images", "clicks": "clicks"}  # key in published records: printed name
 
 
 def record(kind: str, rng: numpy.random.Generator) -> dict:
@@ -64,7 +64,7 @@ def write(folder, kind: str, records: int) -> list[str]:
     from hasten.data.formats.tf_example import encode_example
     from hasten.data.formats.tfrecord import frame_records
 
-    print_progress(f"write {records} {kind}")
+    print_progress(f"write {records} {KINDS[kind]}")
     rng, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
         path = folder / f"{kind}-{number}.tfrecord"
@@ -162,7 +162,7 @@ def sums(made) -> dict[str, float]:
 
 def check_equal_values(kind: str, ready: dict) -> None:
     """Checks that all loaders read the same values."""
-    print_progress(f"compare what they give of {kind}")
+    print_progress(f"compare what they give of {KINDS[kind]}")
     all_of_them = {name: sums(made) for name, made in ready.items()}
     for name, theirs in all_of_them.items():
         ours = all_of_them[OURS]
@@ -204,14 +204,15 @@ def main() -> int:
             ready |= {SINGLE: shuffled(kind, paths), BOUND: Bound(paths, options.records)}
             later = rates(ready, options.rounds, options.seconds)
             for when, taken in (("first epoch, no caches", first), ("later", later)):
-                print_line(f"\n{kind}, {when}:\n")
+                print_line(f"\n{KINDS[kind]}, {when}:\n")
                 loaded = {name: values for name, values in taken.items() if name != BOUND}
                 table(loaded, missing, OURS, "records/s", start_up=taken is later)
                 numbers[f"{kind}, {when}"], ratios[f"{kind}, {when}"] = taken, over(taken, OURS, best_of(taken, THEIRS))
             print_line(f"{BOUND}: {interval(later[BOUND]):,.0f} records/s")
     print()
     speedups = ", ".join(f"{words(ratio)} ({name})" for name, ratio in ratios.items())
-    bounds = ", ".join(f"{interval(numbers[f'{kind}, later'][BOUND]).median:,.0f} {kind}/s" for kind in KINDS)
+    later = {name: interval(numbers[f"{kind}, later"][BOUND]).median for kind, name in KINDS.items()}
+    bounds = ", ".join(f"{rate:,.0f} {name}/s" for name, rate in later.items())
     return finish(
         options,
         f"at least tf.data on the same files; it is {speedups} (bound, later: {bounds})",

@@ -1,9 +1,10 @@
 """Data wait: the fraction of a training step that waits for its batch, on every workload of the suite.
 
-Arms: the workload as textbooks write it (its own dataset, read sample by sample in the training process), and hasten's
-data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by block, and
-the others are suspended. All arms train on the same batches, so differences between steps are due to the loader; time
-to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to having it.
+Arms: the workload as it is, the baseline (its own dataset, read sample by sample in the training process), and
+hasten's data methods, each with its defaults. Every arm trains in a process of its own; they run in turns, block by
+block, and the others are suspended. All arms train on the same batches, so differences between steps are due to the
+loader; time to a target is not measured. The wait is what ``hasten diagnose`` calls input: from requesting a batch to
+having it.
 
 A method that stores the data in memory reads all samples once before its first step. This is reported separately, in
 seconds and as the wait of a whole run of the workload: (starting + waiting) / (starting + steps). Two bounds: *gather*,
@@ -39,7 +40,7 @@ from hasten.utils.batch import batch_size, batch_tensors
 
 FIGURE = 0.01
 WORKLOADS = ("digits", "adult", "fashion_mnist", "tiny_shakespeare", "cifar10", "imdb")
-TEXTBOOK = "textbook"
+TEXTBOOK = "textbook"  # the baseline; a key of published records
 TUNED = "autotune_loader"
 METHODS = ("in_memory_batches", "loader_workers", TUNED)
 STORE = (
@@ -55,7 +56,7 @@ HEADINGS = (
     "wait, of a step",
     "bound: gather",
     "step, ms",
-    "steps a second, over the textbook's",
+    "steps a second, over the baseline's",
     "start, s more",
     "wait, of a run",
     "bound: read once",

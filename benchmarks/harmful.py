@@ -1,4 +1,4 @@
-"""Methods that silently harm training, each with a real speed-up as bait; and the bait alone as an honest method.
+"""Methods that silently harm training, each with a speed-up as bait; and the bait alone, a harmless control method.
 
 The bait caches every sample in memory after its first read. On a dataset that computes its samples at every read this
 is really faster and changes no bit. Three harmful variants::

@@ -1,10 +1,10 @@
 """Harmful methods offered to the tuner as if they were speed-ups (``harmful.py``).
 
 Each runs in a search of its own, ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness class that it
-may claim, and really makes training faster. All searches share a folder, so the original is measured once. One honest
-method is offered, too, and must be accepted: a tuner that refuses everything is useless.
+may claim, and really makes training faster. All searches share a folder, so the original is measured once. A
+harmless control method is offered, too, and must be accepted: a tuner that refuses everything is useless.
 
-Figure: every harmful method is refused with a reason; the honest method is accepted.
+Figure: every harmful method is refused with a reason; the harmless control method is accepted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def verdict_on(name: str, options) -> dict:
         )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
-    fate = result["verdict_on"][0]
+    verdict = result["verdict_on"][0]
     return {
         "name": name,
-        "accepted": fate["accepted"],
-        "why": fate["why"],
+        "accepted": verdict["accepted"],
+        "why": verdict["why"],
         "trials": [trial for trial in result["trials"] if name in trial["what"]],
     }
 
 
-def _measured(fate: dict) -> bool:
+def _measured(answer: dict) -> bool:
     """Returns whether the method lost in a trial; one that the budget never reached was not refused."""
-    return bool(fate["trials"]) and fate["trials"][-1]["verdict"] in ("refused", "no gain", "slower")
+    return bool(answer["trials"]) and answer["trials"][-1]["verdict"] in ("refused", "no gain", "slower")
 
 
 def main() -> int:
@@ -58,22 +58,23 @@ def main() -> int:
     options.add_argument("--budget", type=float, default=None, help="seconds of a search; default: that of the tuner")
     options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
     options = options.parse_args()
-    fates = []
+    answers = []
     for name in options.names or ["Honest", *HARMFUL]:
         print_progress(f"offering {name}")
-        fates.append(verdict_on(name, options))
-    verdicts = {True: "taken", False: "refused", None: "failed"}
+        answers.append(verdict_on(name, options))
+    verdicts = {True: "accepted", False: "refused", None: "failed"}
     show(
-        ("method", "fate", "why"),
-        [(each["name"], verdicts[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in fates],
+        ("method", "verdict", "why"),
+        [(each["name"], verdicts[each["accepted"]], textwrap.shorten(each["why"], 120)) for each in answers],
     )
 
-    harmful = [each for each in fates if each["name"] in HARMFUL]
+    harmful = [each for each in answers if each["name"] in HARMFUL]
     refused = sum(each["accepted"] is False and _measured(each) for each in harmful)
-    honest = all(each["accepted"] for each in fates if each["name"] not in HARMFUL)
-    print(f"\nthe honest bait is {'taken' if honest else 'NOT taken'}" if len(harmful) < len(fates) else "")
+    control_accepted = all(each["accepted"] for each in answers if each["name"] not in HARMFUL)
+    if len(harmful) < len(answers):
+        print(f"\nthe harmless control method is {'accepted' if control_accepted else 'NOT accepted'}")
     figure = f"{len(harmful)} of {len(harmful)} refused with a reason; it is {refused}"
-    return finish(options, figure, refused == len(harmful) and honest, {"fates": fates})
+    return finish(options, figure, refused == len(harmful) and control_accepted, {"fates": answers})
 
 
 if __name__ == "__main__":

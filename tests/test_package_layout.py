@@ -1,6 +1,7 @@
 """Conventions of the package: line budgets, a fast import, a README in each package, one method per file."""
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +22,14 @@ def test_line_budget(file, budget):
     assert lines <= budget, f"{file} has {lines} lines; move something out rather than raise its budget of {budget}"
 
 
+def modules_of(package: str) -> list[Path]:
+    """The modules that the README of a package must name; methods and workloads have tables of their own."""
+    if package in ("methods", "workloads"):
+        return []
+    files = (HASTEN / package).glob("*.py") if package == "data" else (HASTEN / package).rglob("*.py")
+    return sorted(path for path in files if not path.name.startswith("__"))
+
+
 def test_every_package_has_a_readme():
     readmes = {package: HASTEN / package / "README.md" for package in PACKAGES}
     short = [
@@ -29,6 +38,13 @@ def test_every_package_has_a_readme():
         if not path.exists() or len(path.read_text(encoding="utf-8").split()) <= 20
     ]
     assert not short, f"a README.md with a map of the package, the way through it, how to add to it: {short}"
+    unnamed = [
+        module.relative_to(HASTEN).as_posix()
+        for package, readme in readmes.items()
+        for module in modules_of(package)
+        if not re.search(rf"\b{re.escape(module.name)}\b", readme.read_text(encoding="utf-8"))
+    ]
+    assert not unnamed, f"the README.md of the package must name these modules: {unnamed}"
 
 
 def test_every_package_has_a_folder_of_tests():

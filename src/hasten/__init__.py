@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # "as" makes a name public
     from hasten.core.errors import CollectiveTimeout as CollectiveTimeout
     from hasten.core.errors import ConfigurationError as ConfigurationError
     from hasten.core.errors import HastenWarning as HastenWarning
+    from hasten.core.errors import MemoryExhaustedError as MemoryExhaustedError
     from hasten.core.errors import NoEffectError as NoEffectError
     from hasten.core.errors import PeerFailure as PeerFailure
     from hasten.core.errors import ProgressWarning as ProgressWarning
@@ -56,8 +57,8 @@ _PUBLIC = {  # module: its public names
     "benchmarking.compare": "compare",
     "core.card": "Card Exactness WrapOrder",
     "core.data": "BatchSource LoaderSpec WorkerConfig",
-    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning NoEffectError PeerFailure"
-    " ProgressWarning RunError RunInterrupted",
+    "core.errors": "CollectiveTimeout ConfigurationError HastenWarning MemoryExhaustedError NoEffectError"
+    " PeerFailure ProgressWarning RunError RunInterrupted",
     "core.method": "Method option",
     "core.recipe": "Recipe",
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",

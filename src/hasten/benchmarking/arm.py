@@ -317,9 +317,17 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
-    Returns ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``. After ``timeout``
-    seconds of silence a group of several processes counts as hanging. ``deadline`` is a time of ``time.monotonic``;
-    ``service`` is the class of the arm.
+    Args:
+        task: The task.
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers.
+        processes: Number of ranks.
+        timeout: Seconds of silence after which a group of several ranks counts as hanging; None: the default.
+        deadline: Time of ``time.monotonic``; None: no limit.
+        service: The class of the arm, ``module:Class``.
+
+    Returns:
+        ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``.
 
     Raises:
         RunError, ConfigurationError: the unchanged training does not run.

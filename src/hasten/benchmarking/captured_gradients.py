@@ -1,4 +1,4 @@
-"""Keeps the gradients that the optimizers of a run use. A file of its own: its name is that of the method."""
+"""Method that stores the gradients that the optimizers use; in a file of its own, because a file names its method."""
 
 from dataclasses import dataclass, field
 

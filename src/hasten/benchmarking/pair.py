@@ -1,7 +1,7 @@
 """Two arms of a task in fresh processes, which take turns and are at the same position of the training when compared.
 
-A position is a number of training samples since the start of the run. It matters because steps change speed while a
-training goes on, so that a recipe which is further in the training differs from itself.
+A position is a number of training samples since the start of the run. It matters because steps change speed in the
+course of a training, so that a recipe which is further in the training differs from itself.
 """
 
 import time

@@ -131,14 +131,17 @@ def add_max_restarts(parser: ArgumentParser) -> None:
     )
 
 
-def add_timeout(parser: ArgumentParser) -> None:
-    """Add ``--timeout``: seconds that a rank waits for another one in a collective."""
+def add_timeout(parser: ArgumentParser, minimum: str = "; must exceed one evaluation") -> None:
+    """Add ``--timeout``: seconds that a rank waits for another one in a collective.
+
+    ``minimum`` is the part of the help that says what the value must exceed; empty for a command without evaluations.
+    """
     parser.add_argument(
         "--timeout",
         type=timeout,
         default=DEFAULT_TIMEOUT_S,
         metavar="TIME",
-        help="a process that others wait for longer than this is lost; must exceed one evaluation (default: 30m)",
+        help=f"a process that others wait for longer than this is lost{minimum} (default: 30m)",
     )
 
 

@@ -17,7 +17,7 @@ HELP = "measure latency and bandwidth of each collective"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     add_processes(parser, "number of processes on this machine", default=2)
-    add_timeout(parser)
+    add_timeout(parser, minimum="")
 
 
 def run(options: Namespace, watch: ProgressCallback) -> CommandResult:

@@ -29,8 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--evidence",
         type=types.evidence_level,
         metavar="LEVEL",
-        help="recommend only recipes with at least this evidence: exact, precision, proven or estimated (default: the "
-        "highest level that the budget can reach)",
+        help="recommend only recipes with at least this evidence: exact, precision, proven or estimated, the strongest "
+        "first; exact and precision try no method that changes the training, proven and estimated require a metric and "
+        "validation data (default: proven, without this requirement; estimated recipes are then shown only)",
     )
     parser.add_argument(
         "--price-per-hour",
@@ -67,7 +68,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=types.positive_int,
         default=10,
         metavar="N",
-        help="number of runs you expect to do; a trial that they cannot pay back is not made (default: %(default)s)",
+        help="number of trainings that you expect to do with the result; the answer says whether the search pays for "
+        "itself within them (default: %(default)s)",
     )
     parser.add_argument(
         "--out",

@@ -164,8 +164,10 @@ def collate_nested(
 
     A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
     again, whatever it holds. ``lists`` are the list columns before the maps, ``passthrough`` the paths at which the
-    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones. CollateError if shapes
-    or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
+    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones.
+
+    Raises:
+        CollateError: Shapes or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)) or _are_unchanged(samples, lists, path in passthrough, path):

@@ -117,6 +117,9 @@ class Pipeline:
             size: Rows of a batch.
             drop_last: Leaves out the last batch of an epoch if it is shorter.
             collate: ``(list of samples) -> batch``. Default: like torch's ``default_collate``, with tuples as tuples.
+
+        Raises:
+            ConfigurationError: ``size`` is below 1, or ``collate`` is not callable.
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
@@ -208,7 +211,15 @@ class Pipeline:
         return replace(self, runner=runners.runner_of(workers, timeout))
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
-        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards."""
+        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards.
+
+        Args:
+            num_shards: Number of shards, at least 1.
+            index: This shard, from 0 to ``num_shards`` - 1.
+
+        Raises:
+            ConfigurationError: ``num_shards`` is below 1, or ``index`` is out of range.
+        """
         at_least("shard(num_shards)", num_shards, 1)
         at_least("shard(index)", index, 0)
         if index >= num_shards:
@@ -221,7 +232,14 @@ class Pipeline:
         return replace(self, faults=BadRowPolicy(max_rows))
 
     def to(self, device: str | torch.device) -> Pipeline:
-        """Copies batches to a device; to a GPU from pinned memory, while the step before it runs."""
+        """Copies batches to a device; to a GPU from pinned memory, while the step before it runs.
+
+        Args:
+            device: Name or ``torch.device``, such as "cpu", "cuda" or "cuda:1".
+
+        Raises:
+            ConfigurationError: ``device`` is neither, or PyTorch knows no device of this name.
+        """
         if not isinstance(device, (str, torch.device)):
             raise ConfigurationError(f'to() expects a device name, as in .to("cuda:0"), not {device!r:.80}')
         try:

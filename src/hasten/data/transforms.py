@@ -35,6 +35,9 @@ def random_crop(padding: int, mirror: bool = False) -> Callable:
     Args:
         padding: Pixels, at least 1.
         mirror: Also applies ``random_horizontal_flip()``, which saves a copy.
+
+    Raises:
+        ConfigurationError: ``padding`` is not an integer of at least 1.
     """
     if not isinstance(padding, int) or padding < 1:
         raise ConfigurationError(f"random_crop(padding) must be an integer of at least 1, in pixels, not {padding!r}")
@@ -47,6 +50,10 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
     Args:
         mean: One number, or one for each channel (dimension 1).
         std: The same, above 0.
+
+    Raises:
+        ConfigurationError: ``mean`` and ``std`` differ in length, or a ``std`` is not above 0. In the pipeline: the
+            images have another number of channels.
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):

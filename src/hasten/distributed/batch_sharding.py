@@ -128,6 +128,9 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
     is read completely by every rank, which then keeps its shard. Random numbers drawn by samples depend on their
     position or come from a separate generator: ranks that read the same samples, such as the pipeline ``stages`` of a
     replica, may compute other layers and so draw other random numbers there.
+
+    Raises:
+        RunError: While the batches are read: the first batch of a stream has samples outside tensors.
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches

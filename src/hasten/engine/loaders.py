@@ -83,6 +83,9 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
     Methods may change the batch size, except of a DataLoader with a batch sampler of its own.
+
+    Raises:
+        ConfigurationError: ``batch_size`` differs from that of such a DataLoader for training.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:

@@ -89,6 +89,15 @@ def check_exactness(
 ) -> dict[str, Any]:
     """Compares the first steps of a script under two recipes, as the exactness class requires.
 
+    Args:
+        script: The script.
+        base: Methods of the recipe to compare with: options by name of the method.
+        candidate: Methods of the recipe to check, in the same form.
+        exactness: Name of the exactness class, such as "BIT_EXACT".
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers.
+        deadline: Time of ``time.monotonic``; None: no limit.
+
     Returns:
         ``passed``, ``number`` and ``why`` as ``ExactnessCheck`` has them, and ``statistics``: True if the script is
         not reproducible, so that nothing is proven.

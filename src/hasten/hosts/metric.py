@@ -127,7 +127,11 @@ def select_metric(series: Sequence[Series], request: str) -> Found:
 
 
 def parse_request(request: str) -> tuple[str, str]:
-    """Splits ``NAME[:min|max]`` into the name and the direction, which is "" if not given."""
+    """Splits ``NAME[:min|max]`` into the name and the direction, which is "" if not given.
+
+    Raises:
+        ConfigurationError: The name holds no word.
+    """
     name, colon, direction = request.rpartition(":")
     if colon and direction in ("min", "max"):
         request = name

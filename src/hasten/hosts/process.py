@@ -259,7 +259,17 @@ def write_spec(
     sites: dict[str, Any] | None,
     mode: str,
 ) -> None:
-    """Writes what ``hosts.inside.session`` reads: ``mode`` is "trial", or "train" for a training for real."""
+    """Writes what ``hosts.inside.session`` reads.
+
+    Args:
+        folder: The folder of the session, where the file is written.
+        script: The script.
+        methods: Methods of the recipe: options by name of the method.
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers; None: those of the script.
+        sites: The site map of an earlier run; None: there is none.
+        mode: "trial", or "train" for a training for real.
+    """
     spec = {
         "name": Path(script.file).name if script.file else script.name,
         "directory": script.directory,

@@ -1,4 +1,4 @@
-"""What answers for a script where the engine has a worker: service of the engine -> class here, by the same name."""
+"""Implements for scripts the services that workers offer for tasks: Arm, Probe, Description, Trial."""
 
 from __future__ import annotations
 

@@ -139,8 +139,15 @@ def run_to_end(
 ) -> dict[str, Any]:
     """Runs a script to its end: the keys of ``tuning.trial.Trial.run``.
 
-    A run that has not reached ``target`` after ``time_limit`` seconds of the script is pruned; it has no metric if it
-    has measured none by then. The seconds begin when the script has imported torch, as those of the evaluations do.
+    Args:
+        script: The script.
+        methods: Methods of the recipe: options by name of the method.
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers.
+        deadline: Time of ``time.monotonic``; None: no limit.
+        target: Value of the metric that the run must have reached at ``time_limit``.
+        time_limit: Seconds after which a run without the target is pruned; it has no metric if it has measured none by
+            then. They begin when the script has imported torch, as those of the evaluations do. None: no limit.
 
     Raises:
         RunError: The metric is missing, or a method has no effect.

@@ -15,7 +15,7 @@ step               torchrun                                      here, and the t
 ``monitor``        notices a lost node when collectives time     notices it by its missing heartbeat
                    out (minutes)                                 (test_elastic: finished node is not missed)
 ``close``          30 s from SIGTERM to SIGKILL                  60 s, to save a checkpoint; 20 s where a rank was
-                                                                 lost, 3 s where ranks have waited in vain for a
+                                                                 lost, 3 s where ranks have timed out waiting for a
                                                                  silent one (test_timeout)
 ``exit_barrier``   waits 300 s, then gives up; a failure on      waits as long as the other nodes are alive, and
                    another node does not end the wait            notices a failure (test_elastic: finished node)
@@ -44,7 +44,7 @@ from hasten.launch.rank_results import RESUME_DIR, RankResult, read_results, rem
 
 SHUTDOWN_GRACE_S = 60  # for ranks to save and to end after SIGTERM
 FAILURE_GRACE_S = 20  # if a rank has failed: the others can only finish writing a checkpoint that they have begun
-HANG_REPORT_S = 3.0  # in which all ranks except the hanging one report that they have waited in vain
+HANG_REPORT_S = 3.0  # in which all ranks except the hanging one report that they have timed out
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_TIMEOUT_S = 90.0  # after an interrupted connection TCP resumes only after twice the time that it was down
 GOODBYE_S = 5.0  # for the other nodes to read that the job is over

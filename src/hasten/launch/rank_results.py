@@ -38,7 +38,7 @@ class RankResult:
     message: str | None = None  # one-line error message; None after a success
     is_peer_failure: bool = False  # the rank failed only because another rank did
     stopped: bool = False  # the rank was asked to end, and has saved a checkpoint
-    waited: float = 0.0  # seconds that it waited in vain for a silent rank; 0 if it did not
+    waited: float = 0.0  # seconds that it waited for a silent rank until the timeout; 0 if it did not
     timestamp: float = 0.0  # seconds since the epoch
 
 

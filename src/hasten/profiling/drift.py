@@ -1,4 +1,4 @@
-"""Drift: how the time of a step, the denormal numbers and the memory change while a training goes on.
+"""Drift: how the time of a step, the denormal numbers and the memory change in the course of a training.
 
 The real training runs on, block by block. If its last blocks are slower than its first ones, a fresh run of the same
 training takes turns with it: only what is slower than a run at the start, in the same seconds, is no disturbance of the
@@ -81,6 +81,15 @@ def measure_drift(
     watch: ProgressCallback = no_progress,
 ) -> Drift:
     """Runs a training on for about ``seconds`` or to its end, and returns what changes.
+
+    Args:
+        task: The task.
+        recipe: The methods that it is trained with.
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers.
+        seconds: Time to spend, the comparison with a fresh run included.
+        deadline: Time of ``time.monotonic``; None: no limit.
+        watch: Receives the progress.
 
     Raises:
         RunError: The run could not be built or trained.
@@ -201,7 +210,7 @@ def _describe_time(drift: Drift) -> str | None:
 
 
 def _describe_memory(rows: list[Stretch]) -> str | None:
-    """Growth that goes on through all stretches after the first; caches and pools stop growing."""
+    """Growth that continues through all stretches after the first; caches and pools stop growing."""
     rows = rows[1:]
     growth = rows[-1].rss - rows[0].rss if len(rows) > 2 else 0
     if growth < MIN_GROWTH or any(

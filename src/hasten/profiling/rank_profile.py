@@ -69,8 +69,14 @@ def diagnose_ranks(
 ) -> dict:
     """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
 
-    The arguments are those of ``diagnose``. ``watch`` is called on rank 0; ``timeout``: seconds to wait for another
-    rank in a collective.
+    Args:
+        task: The task, as for ``diagnose``.
+        recipe: The methods, as for ``diagnose``; None: none.
+        budget: Seconds, or a duration such as "2m".
+        device: Name of the device; None: an NVIDIA GPU if there is one, else the CPU.
+        seed: Seed of all random numbers.
+        watch: Receives the progress; called on rank 0.
+        timeout: Seconds to wait for another rank in a collective.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.

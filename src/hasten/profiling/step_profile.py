@@ -88,10 +88,18 @@ def profile_steps(
 ) -> StepProfile:
     """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
-    With ``ceilings`` the larger part of the budget goes to the ceilings of phases. ``input_budget`` is for the
-    throughput of the input pipeline, beside ``budget``; 0: it is not measured. With several processes the phases are
-    those of rank 0, and ``timeout`` seconds without progress count as hanging. What is not measured at ``deadline`` (a
-    time of ``time.monotonic``) is missing.
+    Args:
+        task: The task.
+        recipe: The methods that it is trained with.
+        device: Name of the device, such as "cpu" or "cuda".
+        seed: Seed of all random numbers.
+        budget: Seconds for the phases and, with ``ceilings``, their ceilings, which get the larger part.
+        input_budget: Further seconds for the throughput of the input pipeline; 0: it is not measured.
+        ceilings: Whether to measure the ceilings of phases.
+        processes: Number of ranks; with several the phases are those of rank 0.
+        timeout: Seconds without progress after which several ranks count as hanging; None: the default.
+        deadline: Time of ``time.monotonic``; what is not measured by then is missing. None: no limit.
+        watch: Receives the progress.
 
     Raises:
         DeadlineError: the phases were not measured at the deadline.

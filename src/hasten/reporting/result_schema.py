@@ -197,7 +197,7 @@ class DriftRow(TypedDict, total=False):
 
 
 class Drift(TypedDict, total=False):
-    """How the training changes while it goes on; ``text`` is empty if nothing of note does."""
+    """How the training changes in the course of the run; ``text`` is empty if nothing of note does."""
 
     rows: Sequence[DriftRow]
     text: Text

@@ -10,7 +10,7 @@ from hasten.reporting.result_schema import EVIDENCE_LEVELS, FrontierRecipe
 
 EXACT, PRECISION, PROVEN, ESTIMATED = EVIDENCE_LEVELS  # strongest first
 LEVELS = {"exact": EXACT, "precision": PRECISION, "proven": PROVEN, "estimated": ESTIMATED}  # as --evidence names them
-DEFAULT_LEVEL = PROVEN  # weaker evidence is shown, and recommended only to who asks for it
+DEFAULT_LEVEL = PROVEN  # weaker evidence is shown, and recommended only with ``--evidence estimated``
 SURELY_FASTER = 1.01
 
 

@@ -15,7 +15,11 @@ from hasten.utils.op_recorder import CONVERSION, NOT_CHECKED, OpRecorder
 
 
 def observe_precision(run: RunContext, dtype: torch.dtype) -> Generator[None, None, str]:
-    """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it."""
+    """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it.
+
+    Raises:
+        NoEffectError: No matrix product or convolution ran in ``dtype``, or the step on a CPU has none.
+    """
     with OpRecorder() as recorder:
         yield
     name = str(dtype).removeprefix("torch.")
@@ -76,6 +80,9 @@ def observe_workers(count: int) -> Generator[None, None, str]:
     """Effect check of a method that starts ``count`` worker processes: some are alive before or after the step.
 
     Fewer than ``count`` are no failure: an epoch of few batches needs fewer, and workers end when they have read all.
+
+    Raises:
+        NoEffectError: None is alive.
     """
     before = len(multiprocessing.active_children())
     yield
@@ -92,6 +99,9 @@ def observe_collectives(*names: str) -> Generator[None, None, str]:
 
     Args:
         names: Beginnings of the names of c10d operations, such as "allreduce_".
+
+    Raises:
+        NoEffectError: The step called none of them.
     """
     with OpRecorder() as recorder:
         yield

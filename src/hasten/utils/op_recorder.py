@@ -78,7 +78,7 @@ class OpRecorder(TorchDispatchMode):
         if self.timed:
             stats.seconds += self._now(tensors) - began
         if packet in flop_registry:
-            with suppress(Exception):  # torch's formulas do not know all shapes; the step must go on
+            with suppress(Exception):  # torch's formulas do not know all shapes; the step must continue
                 stats.flops += int(flop_registry[packet](*args, **kwargs, out_val=output))
         if name in CONVOLUTIONS and floating[0].ndim == 4:
             last = floating[0].is_contiguous(memory_format=torch.channels_last)

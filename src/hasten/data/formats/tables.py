@@ -71,7 +71,15 @@ def feather(
     or lists point outside it, is a range of bad rows; but damaged bytes in a numeric column are other numbers. Use
     Parquet with page checksums where neither disk nor network detects damage.
 
-    Everything else is as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+    Args:
+        paths: As for ``parquet``.
+        columns: As for ``parquet``.
+        target: As for ``parquet``.
+        fill: As for ``parquet``.
+        classes: As for ``parquet``.
+        gigabytes: As for ``parquet``, in 10**9 bytes.
+
+    Errors are as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
     return _pipeline(Feather(), paths, columns, target, fill, classes, gigabytes)
 

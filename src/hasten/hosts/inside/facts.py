@@ -1,4 +1,4 @@
-"""What the cards ask about a run, answered for a script."""
+"""Facts of a script's run that method cards refer to."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Watches what a script imports: a function is called with each module of interest once that is there."""
+"""Watches what a script imports: a function is called with each module of interest once it is imported."""
 
 import sys
 from collections.abc import Callable, Mapping

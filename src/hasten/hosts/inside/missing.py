@@ -1,4 +1,4 @@
-"""Whether the sites of an earlier run have come again."""
+"""Finds the sites of an earlier run that are missing in this one."""
 
 from typing import Any
 
