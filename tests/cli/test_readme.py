@@ -2,11 +2,13 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import hasten
+from hasten import Task
 from hasten.cli.main import build_parser, split_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,8 +82,13 @@ def test_signs_method_changes_the_weights(saved_files):
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"), ids=lambda value: value[:40].replace("\n", " "))
-def test_python_block_runs(page, code, saved_files):
-    exec(compile(code, page, "exec"), {"__name__": f"block of {page}"})
+def test_python_block_runs_and_its_tasks_train(page, code, saved_files):
+    names = {"__name__": f"block of {page}"}
+    exec(compile(code, page, "exec"), names)
+    made = [function for function in names.values() if getattr(function, "__annotations__", {}).get("return") is Task]
+    for function in made:
+        result = hasten.train(replace(function(), epochs=1), device="cpu", out=f"runs/{function.__name__}")
+        assert result["evaluations"]
 
 
 def test_commands_are_found():

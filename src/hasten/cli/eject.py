@@ -4,13 +4,15 @@ The script does not import hasten, unless the task reads its data through hasten
 patch -p1 applies; what cannot be written as an edit stands above it.
 """
 
+import itertools
 import os
+import warnings
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from hasten.cli.argument_types import add_recipe_options, recipe_from_options
 from hasten.cli.output import CommandResult
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.progress import ProgressCallback
 
 HELP = "write a run as one flat PyTorch script, or a recipe as a patch of your script"
@@ -52,10 +54,22 @@ def _run_script(options: Namespace) -> CommandResult:
     if not recipe:
         raise ConfigurationError("eject of a command needs a recipe; add --recipe FILE or --with METHOD")
     patch = patch_script(options.task, recipe, options.recipe, options.device)
+    if left := _not_in_patch(patch):  # its reader may apply it unread
+        warnings.warn(f"not in the patch, which says at its top what to do by hand: {left}", HastenWarning, 2)
     if not options.out:
         return CommandResult({"patch": patch}, lambda result: result["patch"].rstrip("\n"))
     _write(Path(options.out), patch)
     return CommandResult({"out": options.out}, lambda result: f"apply it with: patch -p1 < {result['out']}")
+
+
+def _not_in_patch(patch: str) -> str:
+    """The methods that the heading of the patch leaves to its reader; "" if the patch holds the whole recipe."""
+    from hasten.export.patch import NOT_IN_PATCH
+
+    if not patch.startswith(NOT_IN_PATCH):
+        return ""
+    heading = itertools.takewhile(lambda line: line.startswith("#"), patch.splitlines()[1:])
+    return "; ".join(line.removeprefix("#   ") for line in heading if not line.startswith("#    "))
 
 
 def _write(path: Path, source: str) -> None:

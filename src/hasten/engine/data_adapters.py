@@ -167,8 +167,9 @@ def is_factory(data: Any) -> bool:
 
 
 def is_prebatched(data: Any) -> bool:
-    """Whether the data come in batches: a DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
-    return isinstance(data, DataLoader) or (hasattr(data, "batches") and not hasattr(data, "__getitem__"))
+    """Whether data come in batches: a DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
+    is_pipeline = callable(getattr(data, "batches", None)) and hasattr(data, "batch_size")
+    return isinstance(data, DataLoader) or (is_pipeline and not hasattr(data, "__getitem__"))
 
 
 def _is_stream(data: Any) -> bool:

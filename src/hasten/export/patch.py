@@ -23,6 +23,7 @@ from hasten.engine.composition import sort_methods
 from hasten.engine.registry import make_methods, options_of
 
 CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
+NOT_IN_PATCH = "# Not in this patch:"
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
 ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
 # A function that calls one of these trains; it must not run without gradients.
@@ -120,7 +121,7 @@ def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path
             by_hand += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
     diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
     lines = "\n".join(by_hand).split("\n")  # a text may have several
-    heading = ["# Not in this patch:", *(f"#   {line}" for line in lines), ""] if by_hand else []
+    heading = [NOT_IN_PATCH, *(f"#   {line}" for line in lines), ""] if by_hand else []
     return "\n".join(heading) + "".join(diffs)
 
 

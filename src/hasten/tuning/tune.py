@@ -225,8 +225,11 @@ def _earlier_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         before = json.loads((folder / "search.json").read_text(encoding="utf-8"))
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         result["budget_seconds"] = float(result["budget_seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
         raise ConfigurationError(f"there is no search in {folder} to continue; give --budget without +") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        remedy = "give --budget without +, which uses the trials that are stored there again"
+        raise ConfigurationError(f"the result of the search in {folder} cannot be read; {remedy}") from None
     now = json.loads(json.dumps(settings, default=str))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
