@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import Card, Exactness, Method, Task
-from hasten.workloads.tiny_shakespeare import Block
+from hasten.workloads.tiny_shakespeare import TransformerBlock
 
 KNOWN_STEP_MS = 20.0  # of the task known_step, long compared with the rest of its step
 TRIAL_CYCLES = 50_000_000
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
     def __init__(self, alphabet: int, context: int, width: int, blocks: int, heads: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(alphabet, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(blocks)))
         self.head = nn.Linear(width, alphabet)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 
-class ElasticAgent(LocalElasticAgent):
+class ExtensibleElasticAgent(LocalElasticAgent):
     """torchrun's agent, with the steps that a subclass may extend as methods without an underscore. torch documents the
     steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
     """

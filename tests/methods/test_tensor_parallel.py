@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.methods.distributed.tensor_parallel import Block, find_blocks
+from hasten.methods.distributed.tensor_parallel import ShardedBlock, find_blocks
 
 
 class Uses(nn.Module):
@@ -19,7 +19,7 @@ class Uses(nn.Module):
         return self.how(self, x)
 
 
-PAIR = Block(("first",), "last", elementwise=True)
+PAIR = ShardedBlock(("first",), "last", elementwise=True)
 BY_USE = {
     "an activation": (lambda m, x: m.last(m.first(x).relu()), [PAIR]),
     "nothing": (lambda m, x: m.last(m.first(x)), [PAIR]),
@@ -28,7 +28,7 @@ BY_USE = {
     "its own size": (lambda m, x: m.last((h := m.first(x)) * h.shape[1]), []),
     "a function over the units": (
         lambda m, x: m.last(m.first(x).softmax(-1)),
-        [Block(("first",), "last", elementwise=False)],
+        [ShardedBlock(("first",), "last", elementwise=False)],
     ),
     "a layer with weights": (lambda m, x: m.last(m.norm(m.first(x))), []),
     "random numbers": (lambda m, x: m.last(nn.functional.dropout(m.first(x), 0.5)), []),
@@ -59,7 +59,9 @@ def test_untraceable_model_uses_its_traceable_parts():
         def forward(self, x):
             return self.inner(x) if x.sum() > 0 else x
 
-    assert find_blocks(Untraceable(), 2)[0] == [Block(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))]
+    assert find_blocks(Untraceable(), 2)[0] == [
+        ShardedBlock(("inner.0",), "inner.2", elementwise=True, dropouts=("inner.1",))
+    ]
 
 
 def test_sizes_that_do_not_divide_have_no_effect():

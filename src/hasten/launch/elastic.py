@@ -56,7 +56,7 @@ LEFT, HEARTBEAT, DONE = "hasten/left", "hasten/heartbeat", "hasten/done"
 NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue together"
 
 
-class ElasticAgent(_torch_compat_elastic.ElasticAgent):
+class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
     """Runs the ranks of this node, from the first start to the last end.
 
     ``job`` is the job directory, in which the ranks leave their results; ``store`` is that of the rendezvous.

@@ -84,7 +84,7 @@ class Contribution(TypedDict, total=False):
     speedup: Interval | None
 
 
-class Trial(TypedDict, total=False):
+class TrialRecord(TypedDict, total=False):
     """One trial of a search. ``ratio``: time of the best recipe so far divided by its time."""
 
     what: Text
@@ -196,7 +196,7 @@ class DriftRow(TypedDict, total=False):
     rss: Amount
 
 
-class Drift(TypedDict, total=False):
+class DriftResult(TypedDict, total=False):
     """How the training changes in the course of the run; ``text`` is empty if nothing of note does."""
 
     rows: Sequence[DriftRow]
@@ -308,7 +308,7 @@ class TuneResult(Result, total=False):
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
     offered: Sequence[Offered]
-    trials: Sequence[Trial]
+    trials: Sequence[TrialRecord]
     remembered_trials: Amount
     ceilings: Mapping[str, Interval]
     phases: Mapping[str, Amount]
@@ -415,7 +415,7 @@ class DiagnoseResult(Result, total=False):
     not_advised: Sequence[NotAdvised]
     causes: Mapping[str, Fact]
     operations: Operations | None
-    drift: Drift
+    drift: DriftResult
     sites: Mapping[str, Sequence[Mapping[str, Fact]]]
     metric: SeenMetric
     synchronizations: Sequence[Synchronization]

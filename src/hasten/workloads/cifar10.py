@@ -70,15 +70,15 @@ class SmallResNet(nn.Sequential):
             nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(16),
             nn.ReLU(),
-            Block(16, 32),
-            Block(32, 64),
+            ConvBlock(16, 32),
+            ConvBlock(32, 64),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(64, len(CLASSES)),
         )
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """Two convolutions that halve the picture, and a shorter way around them (He et al. 2015)."""
 
     def __init__(self, inputs: int, outputs: int):

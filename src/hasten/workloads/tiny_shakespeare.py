@@ -66,7 +66,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token_embedding = nn.Embedding(alphabet, width)
         self.position_embedding = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, alphabet)
 
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.token_embedding(text) + self.position_embedding(positions))))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: causal self-attention, then an MLP of two layers."""
 
     def __init__(self, width: int, heads: int):

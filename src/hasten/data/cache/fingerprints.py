@@ -46,11 +46,11 @@ def fingerprint(function: Callable) -> str:
 
 def _digest(value: Any, name: str) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, name).dump(value)
+    _FingerprintPickler(stream, name).dump(value)
     return _hash(stream.getbuffer())
 
 
-class _Pickler(pickle.Pickler):
+class _FingerprintPickler(pickle.Pickler):
     """Pickles what a function depends on, the same way in every process.
 
     ``persistent_id`` returns bytes that represent a value. ``reducer_override`` returns the parts of a value as state,

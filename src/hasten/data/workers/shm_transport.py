@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 
 def serialize(value: Any, buffer: SharedBuffer) -> bytes:
     """Serializes a value; its tensors are copied into the buffer."""
-    return _Pickler().message(value, buffer)
+    return _TensorPickler().message(value, buffer)
 
 
 def deserialize(message: bytes, buffer: SharedBuffer) -> Any:
@@ -50,7 +50,7 @@ class SharedBuffer:
         self.mapped = numpy.empty(0, numpy.uint8)
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickles a strided tensor as its offset in the buffer, its shape and its dtype, and everything else as usual."""
 
     def __init__(self):

@@ -57,7 +57,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardedBlock:
     """Linear layers that are sharded together, by their names."""
 
     first: tuple[str, ...]  # the layers that are sharded by columns
@@ -69,9 +69,9 @@ class Block:
     def layers(self) -> tuple[str, ...]:
         return (*self.first, self.last)
 
-    def with_prefix(self, prefix: str) -> "Block":
+    def with_prefix(self, prefix: str) -> "ShardedBlock":
         first, dropouts = (tuple(prefix + name for name in names) for names in (self.first, self.dropouts))
-        return Block(first, prefix + self.last, self.elementwise, dropouts)
+        return ShardedBlock(first, prefix + self.last, self.elementwise, dropouts)
 
     def __str__(self) -> str:
         return f"{', '.join(self.first)} by columns, {self.last} by rows"
@@ -147,10 +147,10 @@ class TensorParallel(Method):
         return zero_all
 
 
-def find_blocks(model: nn.Module, degree: int) -> tuple[list[Block], list[str]]:
+def find_blocks(model: nn.Module, degree: int) -> tuple[list[ShardedBlock], list[str]]:
     """(blocks of a model that ``degree`` ranks can share, reasons against others), as far as torch.fx can trace it."""
     uses = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    blocks: list[Block] = []
+    blocks: list[ShardedBlock] = []
     rejected: list[str] = []
     taken: set[str] = set()
     for prefix, root, graph in _graphs(model):
@@ -197,7 +197,7 @@ def _is_linear(node: torch.fx.Node, modules: Modules) -> bool:
     return type(module) is nn.Linear and not has_forward_hooks(module)
 
 
-def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
+def _block_ending_at(last: torch.fx.Node, modules: Modules) -> ShardedBlock | None:
     """The block whose last layer is the Linear of node ``last``; None if no layers before it can be sharded."""
     first: list[torch.fx.Node] = []
     between: list[torch.fx.Node] = []
@@ -227,7 +227,7 @@ def _block_ending_at(last: torch.fx.Node, modules: Modules) -> Block | None:
     order = {name: index for index, name in enumerate(modules)}
     names = sorted((str(node.target) for node in first), key=lambda name: order[name])
     dropouts = [str(node.target) for node in between if type(_module_of(node, modules)) is nn.Dropout]
-    return Block(tuple(names), str(last.target), elementwise, tuple(dropouts))
+    return ShardedBlock(tuple(names), str(last.target), elementwise, tuple(dropouts))
 
 
 def _needs_full_input(module: nn.Module) -> bool:
@@ -241,7 +241,7 @@ def _operation(node: torch.fx.Node, modules: Modules) -> Any:
     return type(_module_of(node, modules)) if node.op == "call_module" else node.target
 
 
-def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
+def _report(model: nn.Module, blocks: list[ShardedBlock], rejected: list[str]) -> None:
     total = sum(weight.numel() for weight in model.parameters())
     layers = [cast(nn.Linear, model.get_submodule(name)) for block in blocks for name in block.layers]
     fraction = sum(layer.weight.numel() for layer in layers) / total
@@ -250,7 +250,7 @@ def _report(model: nn.Module, blocks: list[Block], rejected: list[str]) -> None:
         warnings.warn(f"tensor_parallel: {line}", ProgressWarning, stacklevel=4)
 
 
-def _shard(model: nn.Module, blocks: list[Block], mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, blocks: list[ShardedBlock], mesh: DeviceMesh) -> None:
     """Replaces the weights of the blocks' layers by DTensors sharded over ``mesh``, in place."""
     if mesh.device_type == "cpu" and not all(block.elementwise for block in blocks):
         _register_cpu_attention()

@@ -18,7 +18,7 @@ BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
 
-    class HastenCallback(module.Callback):
+    class LightningCallback(module.Callback):
         """Reports to hasten what Lightning does; changes nothing."""
 
         def __init__(self) -> None:
@@ -54,7 +54,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     @functools.wraps(original)
     def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
-        trainer.callbacks.insert(0, HastenCallback())
+        trainer.callbacks.insert(0, LightningCallback())
 
     module.Trainer.__init__ = watched_init
 

@@ -14,7 +14,7 @@ NO_METRIC = ("_runtime", "_per_second", "_time", "epoch")  # suffixes of entries
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``transformers.trainer``."""
 
-    class HastenCallback(module.TrainerCallback):
+    class TransformersCallback(module.TrainerCallback):
         """Reports to hasten what the Trainer does; changes nothing."""
 
         def __init__(self, trainer: Any):
@@ -36,7 +36,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     @functools.wraps(original)
     def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
-        trainer.add_callback(HastenCallback(trainer))
+        trainer.add_callback(TransformersCallback(trainer))
 
     module.Trainer.__init__ = watched_init
 
