@@ -5,6 +5,7 @@ import dataclasses
 import io
 import re
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,13 @@ def test_identifiers_use_the_terms_of_the_field():
             if token.type == tokenize.NAME and BANNED.search(token.string):
                 found.append(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
     assert not found, "\n".join(found)
+
+
+def test_class_names_are_unique():
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hasten.benchmarking.ratio import (
-    ERROR,
+    ALPHA,
     FASTER,
     LOOKS,
     PROCESS_SPREAD,
@@ -33,7 +33,7 @@ def blocks(count: int, ratio: float, noise: float, seed: int) -> tuple[list[floa
 def test_interval_contains_the_true_ratio_at_the_stated_rate(true_ratio, count):
     inside = 0
     for seed in range(400):
-        ratio = ratio_of(*blocks(count, true_ratio, 0.05, seed), error=0.05)
+        ratio = ratio_of(*blocks(count, true_ratio, 0.05, seed), alpha=0.05)
         inside += ratio.low <= true_ratio <= ratio.high
     assert inside >= 0.93 * 400
 
@@ -54,7 +54,7 @@ def rounds(count: int, ratio: float, between: float, seed: int) -> list[tuple[li
 
 def verdict_at_looks(drawn: list) -> str:
     """The first verdict at the looks of a comparison of at least three rounds, without its rule for great ratios."""
-    error = ERROR / len(ROUND_LOOKS)
+    error = ALPHA / len(ROUND_LOOKS)
     found = (verdict_of(ratio_of_rounds(drawn[:look], error)) for look in ROUND_LOOKS if look >= 3)
     return next((verdict for verdict in found if verdict != UNSURE), UNSURE)
 
@@ -73,21 +73,21 @@ def test_true_ratio_of_five_per_cent_is_found(between, found):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_interval_of_rounds_contains_the_true_ratio_at_the_stated_rate(count):
-    drawn = [ratio_of_rounds(rounds(count, 1.2, PROCESS_SPREAD, seed), ERROR) for seed in range(400)]
+    drawn = [ratio_of_rounds(rounds(count, 1.2, PROCESS_SPREAD, seed), ALPHA) for seed in range(400)]
     assert sum(ratio.low <= 1.2 <= ratio.high for ratio in drawn) >= 0.94 * 400
 
 
 def test_interval_of_one_round_knows_that_processes_differ():
     """Blocks that agree to the last digit leave the borrowed spread of processes."""
-    ratio = ratio_of_rounds([([1.0] * 6, [1.0] * 6)], ERROR)
+    ratio = ratio_of_rounds([([1.0] * 6, [1.0] * 6)], ALPHA)
     assert ratio.high > 1 + 2 * PROCESS_SPREAD and ratio.low < 1 / ratio.high + 1e-9
 
 
 def test_interval_of_rounds_with_one_burst_of_load_is_hardly_wider():
     a, b = zip(*rounds(6, 1.0, 0.01, seed=3), strict=True)
-    calm = ratio_of_rounds(list(zip(a, b, strict=True)), ERROR)
+    calm = ratio_of_rounds(list(zip(a, b, strict=True)), ALPHA)
     a[2][4] *= 10
-    disturbed = ratio_of_rounds(list(zip(a, b, strict=True)), ERROR)
+    disturbed = ratio_of_rounds(list(zip(a, b, strict=True)), ALPHA)
     assert disturbed.high / disturbed.low < 1.02 * calm.high / calm.low
 
 

@@ -13,7 +13,7 @@ from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
-from hasten.hosts.whole_run import find_metric
+from hasten.hosts.whole_run import metric_of_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -62,7 +62,7 @@ def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
         if not answer.get("ended"):
             answer = process.ask("train", 300.0, None, count=10_000)
         described = process.ask("describe")
-        found = find_metric(ref, process, described)
+        found = metric_of_run(ref, process, described)
         watched = process.output()
     assert answer["ended"] and answer["steps"] == steps
     assert alone.stdout.splitlines()[-1].startswith("weights ")

@@ -19,7 +19,7 @@ from hasten.benchmarking.blocks import (
 )
 from hasten.benchmarking.pair import Pair, SequentialPair
 from hasten.benchmarking.ratio import (
-    ERROR,
+    ALPHA,
     PROCESS_SPREAD,
     ROUND_LOOKS,
     SAME,
@@ -252,8 +252,8 @@ class Measurement:
         return self.verdict
 
     def _error(self) -> float:
-        """The probability of error of one look, so that all looks together have ERROR (Bonferroni)."""
-        return ERROR / self.look_count
+        """The probability of error of one look, so that all looks together have ``ALPHA`` (Bonferroni)."""
+        return ALPHA / self.look_count
 
     def _ratio_of_steps(self) -> Ratio:
         times = [[arm.seconds_per_sample(number + 1) for arm in self.arms] for number in range(self.rounds)]

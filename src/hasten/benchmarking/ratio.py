@@ -16,7 +16,7 @@ from hasten.reporting.result_schema import Interval
 
 LOOKS = (6, 9, 14, 21, 32, 48)  # numbers of pairs of blocks after which a comparison of one round may stop
 ROUND_LOOKS = (1, 3, 4, 6, 8, 12, 16)  # numbers of rounds after which a comparison of several may stop
-ERROR = 0.05  # probability of a wrong verdict over all looks
+ALPHA = 0.05  # probability of a wrong verdict over all looks
 TRIMMED = 0.1  # fraction of the pairs dropped at each end, against bursts of other processes
 TRIMMED_OF_ROUND = 0.2  # the same within a round, which has few pairs
 
@@ -46,20 +46,20 @@ class Ratio:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
 
-def ratio_of(a: list[float], b: list[float], error: float = ERROR / len(LOOKS)) -> Ratio:
+def ratio_of(a: list[float], b: list[float], alpha: float = ALPHA / len(LOOKS)) -> Ratio:
     """The ratio a / b of paired block times: trimmed mean of the logarithms with a t interval (Yuen 1974).
 
     Args:
         a: seconds of the blocks of the first arm, for equal work.
         b: seconds of the paired blocks of the second arm.
-        error: probability that the interval misses the ratio. The default is that of one look, so that a comparison
+        alpha: probability that the interval misses the ratio. The default is that of one look, so that a comparison
             which stops at the first sure look errs in at most one case of twenty (Bonferroni over the looks).
     """
     center, standard_error, degrees = _trimmed_mean(_log_ratios(a, b), TRIMMED)
-    return _interval(center, float(stdtrit(degrees, 1 - error / 2)) * standard_error)
+    return _interval(center, float(stdtrit(degrees, 1 - alpha / 2)) * standard_error)
 
 
-def ratio_of_rounds(rounds: Sequence[tuple[list[float], list[float]]], error: float) -> Ratio:
+def ratio_of_rounds(rounds: Sequence[tuple[list[float], list[float]]], alpha: float) -> Ratio:
     """The ratio a / b from several rounds, each given as the arguments of ``ratio_of``.
 
     The mean over the rounds of their trimmed mean log ratios, with a t interval. The variance of a round's mean is
@@ -68,10 +68,10 @@ def ratio_of_rounds(rounds: Sequence[tuple[list[float], list[float]]], error: fl
     """
     means, errors, _ = zip(*(_trimmed_mean(_log_ratios(*times), TRIMMED_OF_ROUND) for times in rounds), strict=True)
     center, degrees = fmean(means), degrees_of_rounds(len(rounds))
-    prior = PROCESS_SPREAD**2 + fmean(each**2 for each in errors)
+    prior = PROCESS_SPREAD**2 + fmean(error**2 for error in errors)
     between = math.fsum((mean - center) ** 2 for mean in means)
     variance_of_round = (PROCESS_SPREAD_DEGREES * prior + between) / degrees
-    return _interval(center, float(stdtrit(degrees, 1 - error / 2)) * math.sqrt(variance_of_round / len(rounds)))
+    return _interval(center, float(stdtrit(degrees, 1 - alpha / 2)) * math.sqrt(variance_of_round / len(rounds)))
 
 
 def degrees_of_rounds(rounds: int) -> int:
@@ -97,7 +97,7 @@ def _trimmed_mean(values: list[float], share: float) -> tuple[float, float, int]
 
 
 def with_evaluations(
-    steps: Ratio, shares: tuple[float, float], errors: list[float], degrees: int, error: float
+    steps: Ratio, shares: tuple[float, float], errors: list[float], degrees: int, alpha: float
 ) -> Ratio:
     """The ratio of runs with evaluations, from the ratio of the training steps (with ``degrees`` of freedom).
 
@@ -107,7 +107,7 @@ def with_evaluations(
     """
     parts = [share / (1 + share) for share in shares]
     center = math.log(steps.median) + math.log1p(shares[0]) - math.log1p(shares[1])
-    quantile = float(stdtrit(degrees, 1 - error / 2))
+    quantile = float(stdtrit(degrees, 1 - alpha / 2))
     of_steps = (1 - sum(parts) / 2) * math.log(steps.high / steps.low) / 2
     of_evaluations = [quantile * part * error for part, error in zip(parts, errors, strict=True)]
     return _interval(center, math.hypot(of_steps, *of_evaluations))

@@ -12,7 +12,7 @@ from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
-from hasten.hosts.whole_run import find_metric, has_named_metric, run_to_end
+from hasten.hosts.whole_run import has_named_metric, metric_of_run, run_to_end
 from hasten.utils.durations import duration_option
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
-WHOLE_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
-FIRST_LOOK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
-SPARE = 1.25  # how much larger than necessary a recommended budget is
+WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
+FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
+BUDGET_MARGIN = 1.25  # how much larger than necessary a recommended budget is
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
-class Calls:
+class InProcessWorker:
     """An object in this process that is used like a worker."""
 
     def __init__(self, script: ScriptRef, *, timeout: float | None = None, deadline: float | None = None):
@@ -45,21 +45,21 @@ class Calls:
         self.deadline = self.deadline if deadline is None else deadline
         return getattr(self, method)(**arguments)
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> InProcessWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-class ScriptDescription(Calls):
+class ScriptDescription(InProcessWorker):
     """Watches the first run of a script, without any method."""
 
     def facts(self, processes: int) -> dict[str, Any]:
         """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
         site_map = watch_script(self.script, self.deadline)
         varied = _varied(self.script, site_map)
-        why = _too_long(site_map) if self.script.metric and not site_map["total_steps"] else ""
+        why = _reason_run_is_too_long(site_map) if self.script.metric and not site_map["total_steps"] else ""
         if why:
             warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
@@ -74,7 +74,7 @@ class ScriptDescription(Calls):
         }
 
 
-class ScriptTrial(Calls):
+class ScriptTrial(InProcessWorker):
     """A trial of a script under a recipe."""
 
     def __init__(self, script: ScriptRef, *, methods: dict[str, Any], device: str, seed: int, **limits: Any):
@@ -108,9 +108,9 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
-        watched = WHOLE_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
+        watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
-        has_come, look = script.metric is None, began + FIRST_LOOK_S
+        has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
         while time.monotonic() < began + watched and not answer.get("ended"):
             answer = next(chunks)
             if not has_come and time.monotonic() > look:
@@ -125,19 +125,19 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
-        metric = find_metric(script, process, described) if described["total_steps"] else None
+        metric = metric_of_run(script, process, described) if described["total_steps"] else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
 
 
-def _too_long(site_map: dict[str, Any]) -> str:
+def _reason_run_is_too_long(site_map: dict[str, Any]) -> str:
     """Why no whole run can be judged: the first one did not end in its part of the budget; and the budget it needs."""
     watched, steps, total = site_map["watched_seconds"], site_map["watched_steps"], site_map["expected_steps"]
     is_known = total and total > steps
     seconds = watched * (total / steps if is_known else 2)
     length = f"{steps} of about {total} steps, which take about {seconds:.0f} s" if is_known else f"{steps} steps"
     unseen = "" if site_map["metric_has_come"] else "no metric of that name has come so far, and "
-    budget = duration_option(SPARE * seconds / WHOLE_SHARE)
+    budget = duration_option(BUDGET_MARGIN * seconds / WHOLE_RUN_SHARE)
     return (
         f"{unseen}the first run did not end within its part of the budget, {watched:.0f} s ({length}); give "
         f"{'' if is_known else 'more than '}--budget {budget}, or a shorter training"
@@ -159,7 +159,7 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")
     if script.vary and not site_map["total_steps"]:
-        raise ConfigurationError(f"--vary needs whole runs of the script, and {_too_long(site_map)}")
+        raise ConfigurationError(f"--vary needs whole runs of the script, and {_reason_run_is_too_long(site_map)}")
     if script.vary and site_map["metric"] is None:
         raise ConfigurationError(
             "--vary needs a metric to judge by, and none is measured on held-out data; see --metric"

@@ -33,7 +33,7 @@ SPELLING = 0.8  # least likeness of two spellings of a name, as in difflib
 HELD_OUT = ("validation", "test", "evaluation")
 
 
-def find_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:
+def metric_of_run(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:
     """The metric of a run: what ``--metric`` names, else what was logged, else what was printed; None if there is none.
 
     Raises:
@@ -50,7 +50,7 @@ def find_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
 
 
 def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | Ambiguous | None:
-    """The metric in what a script has printed and logged until now; as ``find_metric``, but nothing is asked.
+    """The metric in what a script has printed and logged until now; as ``metric_of_run``, but nothing is asked.
 
     Raises:
         ConfigurationError: No number has the name that ``--metric`` gives, or several have.
@@ -165,7 +165,7 @@ def run_to_end(
                 limit, pruned = None, not _has_reached(script, process, target, deadline)
         described = process.ask("describe", None, deadline)
         has_metric = not pruned or seen_metric(script, process, described)["name"]  # a pruned run may end before it
-        found = find_metric(script, process, described) if has_metric else None
+        found = metric_of_run(script, process, described) if has_metric else None
     if found is None and not pruned:
         raise RunError("the metric is missing")
     marks = described["marks"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
-from hasten.benchmarking.ratio import ERROR, Ratio, ratio_of, spread
+from hasten.benchmarking.ratio import ALPHA, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.card import Card
 from hasten.core.errors import ConfigurationError, RunError
@@ -121,9 +121,9 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
 
     times = {kind: _slowest(rank_blocks, kind, "seconds_per_sample") for kind in probe.kinds}
     step = median(_slowest(rank_blocks, "plain", "seconds_per_step"))
-    ceilings = {name: ratio_of(times["plain"], times[kind], ERROR) for name, kind in CEILINGS.items() if kind in times}
+    ceilings = {name: ratio_of(times["plain"], times[kind], ALPHA) for name, kind in CEILINGS.items() if kind in times}
     single_times = [block["seconds_per_sample"] for block in rank_blocks[0]["single_process"]]
-    speedup = ratio_of(single_times, times["plain"], ERROR) if single_times else None
+    speedup = ratio_of(single_times, times["plain"], ALPHA) if single_times else None
     rows = rank_phase_times(rank_blocks)
     cost = communication_cost(step, ceilings.get(EXCHANGE), probe.buckets(), exchanges)
     straggler = find_straggler(rows, rank_blocks, step, links, cost["exposed"])

@@ -13,7 +13,7 @@ from statistics import fmean, stdev, variance
 from scipy.special import stdtr, stdtrit
 
 LOOKS = (3, 5, 8)  # seeds after which the gate may be asked
-ERROR = 0.05  # chance that a harm of one margin passes, over all looks of all attempts together
+ALPHA = 0.05  # chance that a harm of one margin passes, over all looks of all attempts together
 RELATIVE_MARGIN = 0.005  # of the baseline's metric; the default margin
 MIN_SEEDS = LOOKS[0]
 LAST_EVALUATIONS = 3  # whose mean is the final metric of a run, where the curves of both arms are flat
@@ -82,7 +82,7 @@ def _mean_at_end(run: Mapping) -> float:
 
 def confidence_of(attempt: int = 0) -> float:
     """One-sided confidence of each look: the first recipe gets 3/4 of the error, the next 3/16, and so on."""
-    return 1 - 0.75 * ERROR / 4**attempt / len(LOOKS)
+    return 1 - 0.75 * ALPHA / 4**attempt / len(LOOKS)
 
 
 def quality_gate(

@@ -69,7 +69,7 @@ Segments: TypeAlias = list[list[torch.fx.Node]]  # smallest parts that a stage c
 
 
 @dataclass(frozen=True)
-class Pipeline(Method):
+class PipelineParallel(Method):
     """Splits the model into ``degree`` stages, or twice as many for schedules with two stages per rank."""
 
     card = Card(
