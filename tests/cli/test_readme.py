@@ -40,10 +40,13 @@ def mentions() -> list[tuple[str, str]]:
 def parse(command: str) -> None:
     """Parse a command with the real parser; parts in brackets are optional, and placeholders get a value.
 
+    A part within a word, as in ``NAME[:min|max]``, gets its first alternative.
+
     Raises:
         ConfigurationError: a wrong option or value.
     """
     values = {"N": "2", "M": "0.5"}
+    command = re.sub(r"(?<=\w)\[(:\w+)[^\]]*\]", r"\1", command)
     argv = shlex.split(command.replace("[", " ").replace("]", " "))[1:]
     argv, script = split_command(values.get(word, word) for word in argv)
     options, unknown = build_parser().parse_known_args(argv + ["digits"] * (script is not None))

@@ -160,7 +160,7 @@ def _parse(text: str) -> TaskRef:
     if text.endswith(".py"):
         path = Path(text).expanduser().resolve()
         raise ConfigurationError(f"name the function of {path.name} that returns the task{_list_functions(path)}")
-    if text not in workload_names() and Path(text if not colon else location).is_dir():
+    if text and text not in workload_names() and Path(location or text).is_dir():
         raise ConfigurationError(f"{location or text} is a directory; name a file and its function: file.py:function")
     if text not in workload_names():
         hint = f"{suggest(text, workload_names())}; a task of your own is path/to/file.py:function"
