@@ -105,14 +105,14 @@ def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+def on_progress(what: str, done: float, seconds_left: float | None = None) -> None:
     """Prints progress of the library's functions: one line per change."""
-    if what != watch.last:
-        watch.last = what
+    if what != on_progress.last:
+        on_progress.last = what
         print_progress(f"  {done:4.0%} {what}")
 
 
-watch.last = None
+on_progress.last = None
 
 
 def print_line(line: str = "") -> None:
@@ -134,7 +134,7 @@ def show(headings: tuple[str, ...], rows: Iterable[tuple]) -> None:
 def parser(doc: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the raw numbers there; into a folder (records), as a record"
+        "--json", type=Path, metavar="FILE", help="write the raw numbers there; into a directory (records), as a record"
     )
     return made
 
@@ -154,7 +154,7 @@ def finish(options: argparse.Namespace, figure: str, reached: bool | None, numbe
 
 
 def record(records: Path, result: dict, summary: str) -> Path:
-    """Writes the raw numbers and the printed lines into a new folder of ``records``."""
+    """Writes the raw numbers and the printed lines into a new directory of ``records``."""
     script, here = Path(sys.argv[0]), result["environment"]
     place = new_record(records, slug(script.stem))
     written(place / "result.json", result)
@@ -174,7 +174,7 @@ def record(records: Path, result: dict, summary: str) -> Path:
 
 
 def new_record(records: Path, claim: str) -> Path:
-    """Returns a new folder ``DATE_CLAIM_MACHINE``; its name sorts after those of earlier records of the same day."""
+    """Returns a new directory ``DATE_CLAIM_MACHINE``; its name sorts after those of earlier records of the same day."""
     names = (
         f"{time.strftime('%Y-%m-%d')}{letter}_{claim}_{machine_name()}" for letter in ("", *string.ascii_lowercase[1:])
     )
@@ -207,7 +207,7 @@ def machine() -> dict:
 
 
 def machine_name() -> str:
-    """Returns the machine as a part of a folder name, such as ``intel-xeon-processor-2-cores`` or ``nvidia-h200``."""
+    """The machine as a part of a directory name, such as ``intel-xeon-processor-2-cores`` or ``nvidia-h200``."""
     here = machine()
     if "gpu" in here:
         return slug(here["gpu"].lower())
@@ -216,12 +216,12 @@ def machine_name() -> str:
 
 
 def slug(task: str) -> str:
-    """Returns a task's name as a part of a folder name: ``tiny-shakespeare``, ``mine-py-task``."""
+    """Returns a task's name as a part of a directory name: ``tiny-shakespeare``, ``mine-py-task``."""
     return "-".join("".join(letter if letter.isalnum() else " " for letter in task.rpartition("/")[2]).split())
 
 
-def search_folder(runs: Path, task: str) -> Path:
-    """Returns the search folder of a task. Benchmarks share it, so a trial that one has measured is not repeated."""
+def search_directory(runs: Path, task: str) -> Path:
+    """Returns the search directory of a task. Benchmarks share it, so a trial that one has measured is not repeated."""
     return runs / f"tune-{slug(task)}"
 
 

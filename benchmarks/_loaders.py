@@ -191,14 +191,14 @@ def quiet() -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder for the files of the measurement and the caches of all packages."""
-    with tempfile.TemporaryDirectory(prefix="hasten-benchmark-") as folder:
-        os.environ["HASTEN_CACHE"] = str(Path(folder) / "cache")
-        os.environ["HF_HOME"] = str(Path(folder) / "hugging-face")
-        yield Path(folder)
+    """A temporary directory for the files of the measurement and the caches of all packages."""
+    with tempfile.TemporaryDirectory(prefix="hasten-benchmark-") as directory:
+        os.environ["HASTEN_CACHE"] = str(Path(directory) / "cache")
+        os.environ["HF_HOME"] = str(Path(directory) / "hugging-face")
+        yield Path(directory)
 
 
-def data(folder: str) -> Path | None:
-    """Returns a folder of the real data below HASTEN_DATA, or None if it does not exist."""
-    path = Path(os.environ.get("HASTEN_DATA", "")) / folder
+def data(directory: str) -> Path | None:
+    """Returns a directory of the real data below HASTEN_DATA, or None if it does not exist."""
+    path = Path(os.environ.get("HASTEN_DATA", "")) / directory
     return path if "HASTEN_DATA" in os.environ and path.is_dir() else None

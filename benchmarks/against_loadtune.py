@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _common import finish, installed, parser, print_progress, search_folder, show, watch
+from _common import finish, installed, on_progress, parser, print_progress, search_directory, show
 from time_to_target import newest_records
 
 import hasten
@@ -42,8 +42,8 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
     """Returns loadtune's recommendation: {"knobs", "recipe", "claimed", "seconds"}; an empty recipe if nothing beat its
     baseline.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "raw.json"
+    with tempfile.TemporaryDirectory() as directory:
+        raw = Path(directory) / "raw.json"
         program = Path(sys.executable).with_name("loadtune")
         argv = [
             program,
@@ -55,7 +55,7 @@ def loadtunes_choice(workload: str, steps: int) -> dict:
             "--save-raw",
             raw,
             "--out",
-            Path(folder) / "report.md",
+            Path(directory) / "report.md",
         ]
         began = time.monotonic()
         done = subprocess.run(
@@ -116,7 +116,7 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
     """Measures the time to the target of both recipes on the same seeds."""
     from hasten.tuning.time_to_target import Counts, time_to_target
 
-    pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, watch=watch)
+    pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, on_progress=on_progress)
     runs: dict[str, list[dict]] = {"loadtune": [], "hasten": []}
     for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
         for name, recipe in (("loadtune", theirs), ("hasten", ours)):
@@ -174,8 +174,10 @@ def proven(workload: str) -> dict:
 
 
 def searched(workload: str, options) -> dict:
-    folder = search_folder(options.runs, workload)
-    return hasten.tune(workload, budget=options.search_budget, out=folder, device=options.device, watch=watch)
+    directory = search_directory(options.runs, workload)
+    return hasten.tune(
+        workload, budget=options.search_budget, out=directory, device=options.device, on_progress=on_progress
+    )
 
 
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
@@ -210,7 +212,7 @@ def main() -> int:
         "--proven", action="store_true", help="hasten's recipes are those of the newest records: no search"
     )
     options.add_argument("--device", help="as for hasten")
-    options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of hasten's searches")
+    options.add_argument("--runs", type=Path, default=Path("runs"), help="directory of hasten's searches")
     options = options.parse_args()
     print("pytorch-autotune 2: not measured, it needs CUDA\n")
     if why := installed("loadtune"):

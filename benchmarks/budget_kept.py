@@ -71,16 +71,16 @@ def stored(file: Path | None) -> dict[tuple[str, int], dict]:
 
 
 def search(task: str, budget: int) -> dict:
-    """One search, by the command line, in a folder of its own."""
+    """One search, by the command line, in a directory of its own."""
     name = "digits" if task in METHODS else task
     what = name if name in WORKLOADS else f"{TASKS}:{name}"
     command = [sys.executable, "-m", "hasten", "tune", what, "--budget", f"{budget}s", "--json", "--quiet"]
     if task in METHODS:
         command += ["--with", f"{TASKS}:{METHODS[task]}"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         began = monotonic()
         process = subprocess.Popen(
-            [*command, "--out", folder],
+            [*command, "--out", directory],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

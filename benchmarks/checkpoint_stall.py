@@ -63,11 +63,11 @@ def program():
 class Arms:
     """All ways to save. Each leg returns the seconds for which training stood still, and its total seconds."""
 
-    def __init__(self, built, folder: Path, steps: int):
+    def __init__(self, built, directory: Path, steps: int):
         from hasten.engine.async_checkpoint import AsyncCheckpointer
         from hasten.engine.loop import train_steps as training
 
-        self.folder, self.steps, self.saving, self.waited = folder, steps, AsyncCheckpointer(), 0.0
+        self.directory, self.steps, self.saving, self.waited = directory, steps, AsyncCheckpointer(), 0.0
         self.built = dataclasses.replace(
             built, optimizer_step=self._updating(built.optimizer_step)
         )  # as in engine/trainer.py
@@ -84,18 +84,18 @@ class Arms:
 
     def by_hand(self) -> Iterator[None]:
         run = self.built.run
-        with open(self.folder / "by_hand.part", "wb") as file:
+        with open(self.directory / "by_hand.part", "wb") as file:
             torch.save({"model": run.unwrapped_model.state_dict(), "optimizer": run.optimizer.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(self.folder / "by_hand.part", self.folder / "by_hand.pt")
+        os.replace(self.directory / "by_hand.part", self.directory / "by_hand.pt")
         yield
 
     def ours(self) -> Iterator[None]:
         from hasten.engine import checkpoint
 
-        checkpoints = checkpoint.Checkpoints(self.folder)
-        checkpoints.good = [self.folder]  # else the first checkpoint of a run would also be read back
+        checkpoints = checkpoint.Checkpoints(self.directory)
+        checkpoints.good = [self.directory]  # else the first checkpoint of a run would also be read back
         self.saving.begin(
             checkpoint.get_state(self.built), checkpoint.update_only_tensors(self.built.run), checkpoints.save
         )
@@ -106,7 +106,7 @@ class Arms:
         run = self.built.run
         state = {"model": run.unwrapped_model.state_dict(), "optimizer": run.optimizer.state_dict()}
         written = dcp.async_save(
-            state, storage_writer=dcp.FileSystemWriter(self.folder / "dcp", overwrite=True), no_dist=True
+            state, storage_writer=dcp.FileSystemWriter(self.directory / "dcp", overwrite=True), no_dist=True
         )
         yield
         cast(Any, getattr(written, "upload_completion", written)).result()
@@ -131,8 +131,8 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--steps", type=int, default=6, help="of a leg")
     options = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arms = Arms(program(), Path(folder), options.steps)
+    with tempfile.TemporaryDirectory() as directory:
+        arms = Arms(program(), Path(directory), options.steps)
         ways = {BY_HAND: arms.by_hand, OURS: arms.ours, TORCHS: arms.torchs, NONE: arms.none}
         legs = {name: lambda way=way: arms.leg(way) for name, way in ways.items()}
         for leg in legs.values():

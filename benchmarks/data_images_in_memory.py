@@ -161,15 +161,15 @@ def tf_data(images, labels):
     return Passes(batches.as_numpy_iterator)
 
 
-def litdata(folder, images, labels):
+def litdata(directory, images, labels):
     """Reads litdata's own chunks, sample by sample; litdata has no batched reading."""
     from litdata import StreamingDataLoader, StreamingDataset, optimize
 
-    numpy.savez(folder / "all.npz", images=images.numpy(), labels=labels.numpy())
+    numpy.savez(directory / "all.npz", images=images.numpy(), labels=labels.numpy())
     optimize(
-        partial(sample_of, folder / "all.npz"),
+        partial(sample_of, directory / "all.npz"),
         list(range(len(labels))),
-        str(folder / "litdata"),
+        str(directory / "litdata"),
         chunk_bytes="64MB",
         num_workers=1,
     )
@@ -181,7 +181,7 @@ def litdata(folder, images, labels):
             return one.augment(torch.as_tensor(sample["image"])), sample["label"]
 
     return StreamingDataLoader(
-        Streamed(str(folder / "litdata"), shuffle=True), batch_size=BATCH, num_workers=0, drop_last=True
+        Streamed(str(directory / "litdata"), shuffle=True), batch_size=BATCH, num_workers=0, drop_last=True
     )
 
 
@@ -196,11 +196,11 @@ def sample_of(path, row):
     return {"image": images[row], "label": int(labels[row])}
 
 
-def webdataset(folder, images, labels):
+def webdataset(directory, images, labels):
     """One shard, the shuffle buffer, and the whole-batch function after batching."""
     import webdataset
 
-    shard = str(folder / "images.tar")
+    shard = str(directory / "images.tar")
     with webdataset.TarWriter(shard) as writer:
         for row, image in enumerate(images.numpy()):
             writer.write({"__key__": f"{row:06d}", "bin": image.tobytes(), "cls": str(int(labels[row]))})
@@ -240,7 +240,7 @@ def main() -> int:
         torch.randint(0, 256, (options.images, 3, SIDE, SIDE), dtype=torch.uint8),
         torch.randint(0, 10, (options.images,)),
     )
-    with scratch() as folder:
+    with scratch() as directory:
         peers = {
             "DataLoader, __getitems__": Loader(lambda: batched_loader(DataLoader, images, labels)),
             "StatefulDataLoader, __getitems__": Loader(
@@ -249,8 +249,8 @@ def main() -> int:
             "spdl": Loader(lambda: spdl(images, labels), "spdl.pipeline"),
             "grain": Loader(lambda: grain(images, labels), "grain"),
             "tf.data": Loader(lambda: tf_data(images, labels), "tensorflow"),
-            "litdata": Loader(lambda: litdata(folder, images, labels), "litdata"),
-            "webdataset": Loader(lambda: webdataset(folder, images, labels), "webdataset"),
+            "litdata": Loader(lambda: litdata(directory, images, labels), "litdata"),
+            "webdataset": Loader(lambda: webdataset(directory, images, labels), "webdataset"),
         }
         loaders = {
             OURS: Loader(lambda: hasten(images, labels)),

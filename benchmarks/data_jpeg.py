@@ -1,4 +1,4 @@
-"""A folder of photos (the 200 of HASTEN_DATA, copied) to batches of 64 at 224 x 224, uint8, on all cores.
+"""A directory of photos (the 200 of HASTEN_DATA, copied) to batches of 64 at 224 x 224, uint8, on all cores.
 
 Every loader may use as many threads or processes as there are cores. "Pillow + DataLoader" is the way of most
 tutorials; "simplejpeg + DataLoader" is the same with the decoder that hasten uses, which also decodes large photos at a
@@ -38,9 +38,9 @@ OURS, RESTORED, SAME_DECODER, PILLOW = "hasten", "hasten, re-stored", "simplejpe
 BOUND = "bound: decoding only, times cores"
 
 
-def copied(photos, folder, copies: int) -> list[str]:
-    """Copies the photos into one class folder and returns their sorted paths."""
-    place = folder / "photos" / "all"
+def copied(photos, directory, copies: int) -> list[str]:
+    """Copies the photos into one class directory and returns their sorted paths."""
+    place = directory / "photos" / "all"
     place.mkdir(parents=True)
     for number in range(copies):
         for photo in photos:
@@ -48,18 +48,21 @@ def copied(photos, folder, copies: int) -> list[str]:
     return sorted(map(str, place.iterdir()))
 
 
-def hasten(folder):
+def hasten(directory):
     from hasten.data import images
 
     return (
-        images(folder / "photos", resize=SIDE).shuffle(seed=0).batch(BATCH, drop_last=True).prefetch(2, threads=CORES)
+        images(directory / "photos", resize=SIDE)
+        .shuffle(seed=0)
+        .batch(BATCH, drop_last=True)
+        .prefetch(2, threads=CORES)
     )
 
 
-def restored(folder):
+def restored(directory):
     from hasten.data import images
 
-    return images(folder / "photos", resize=SIDE).cache("disk").shuffle(seed=0).batch(BATCH, drop_last=True)
+    return images(directory / "photos", resize=SIDE).cache("disk").shuffle(seed=0).batch(BATCH, drop_last=True)
 
 
 # ---- per-photo functions of the other loaders
@@ -236,12 +239,12 @@ def main() -> int:
         options.rounds, options.seconds, options.copies = 3, 1.0, 2
     photos = data("imagenet-sample-jpeg")
     if photos is None:
-        raise SystemExit("the photos are not here: HASTEN_DATA names the folder that imagenet-sample-jpeg is in")
+        raise SystemExit("the photos are not here: HASTEN_DATA names the directory that imagenet-sample-jpeg is in")
     torch.set_num_threads(1)
-    with scratch() as folder:
+    with scratch() as directory:
         paths = copied(
             sorted(path for path in photos.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")),
-            folder,
+            directory,
             options.copies,
         )
         of_spdl = {
@@ -250,8 +253,8 @@ def main() -> int:
             "spdl, simplejpeg": Loader(lambda: spdl(paths, by_simplejpeg), "spdl.pipeline"),
         }
         loaders = {
-            OURS: Loader(lambda: hasten(folder)),
-            RESTORED: Loader(lambda: restored(folder)),
+            OURS: Loader(lambda: hasten(directory)),
+            RESTORED: Loader(lambda: restored(directory)),
             BOUND: Loader(lambda: Decoding(paths), "simplejpeg"),
             PILLOW: Loader(lambda: loader(DataLoader, paths, by_pillow)),
             SAME_DECODER: Loader(lambda: loader(DataLoader, paths, by_simplejpeg), "simplejpeg"),

@@ -7,7 +7,7 @@ Memory is flat if the medians of the second and the last quarter of the epochs d
 fills the buffers.
 
 Checked at the end: new names in ``/dev/shm`` that no process uses, anonymous shared memory and open files of the
-parent, threads, processes, and files in the temporary folder, which only the soak uses.
+parent, threads, processes, and files in the temporary directory, which only the soak uses.
 
 Figure: every epoch exact, memory flat within 5 %, nothing left. ``--quick`` runs for 20 s.
 """
@@ -171,8 +171,8 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0, help="of the deaths")
     options.add_argument("--quick", action="store_true", help="20 s")
     options = options.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hasten-soak-") as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+    with tempfile.TemporaryDirectory(prefix="hasten-soak-") as directory:
+        os.environ["TMPDIR"] = tempfile.tempdir = directory
         return soak(options)
 
 

@@ -111,7 +111,7 @@ def tf_data(path):
 
 
 def hugging_face(path):
-    """Its own reader with a new cache folder for every run; whole batches as tensors, as documented."""
+    """Its own reader with a new cache directory for every run; whole batches as tensors, as documented."""
     import datasets
 
     place = path.parent / f"datasets-{len(os.listdir(path.parent))}"
@@ -156,8 +156,8 @@ def main() -> int:
     options = options.parse_args()
     if options.quick:
         options.rounds, options.seconds, options.rows = 3, 0.5, 100_000
-    with scratch() as folder:
-        path = folder / "table.parquet"
+    with scratch() as directory:
+        path = directory / "table.parquet"
         write(path, options.rows)
         makers = {
             OURS: (hasten, None),

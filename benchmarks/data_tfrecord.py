@@ -60,14 +60,14 @@ def record(kind: str, rng: numpy.random.Generator) -> dict:
     }
 
 
-def write(folder, kind: str, records: int) -> list[str]:
+def write(directory, kind: str, records: int) -> list[str]:
     from hasten.data.formats.tf_example import encode_example
     from hasten.data.formats.tfrecord import frame_records
 
     print_progress(f"write {records} {KINDS[kind]}")
     rng, paths = numpy.random.default_rng(0), []
     for number in range(FILES):
-        path = folder / f"{kind}-{number}.tfrecord"
+        path = directory / f"{kind}-{number}.tfrecord"
         path.write_bytes(frame_records(encode_example(record(kind, rng)) for _ in range(records // FILES)))
         paths.append(str(path))
     return paths
@@ -190,9 +190,9 @@ def main() -> int:
     options.records = (
         -(-options.records // (FILES * BATCH)) * FILES * BATCH
     )  # full batches in every file, for any way of reading
-    with scratch() as folder:
+    with scratch() as directory:
         for kind in KINDS:
-            paths = write(folder, kind, options.records)
+            paths = write(directory, kind, options.records)
             loaders = {OURS: Loader(partial(hasten, kind, paths), None)}
             loaders |= {
                 name: Loader(partial(tf_data, read, kind, paths), "tensorflow") for name, read in THEIRS.items()

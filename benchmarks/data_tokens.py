@@ -151,8 +151,8 @@ def main() -> int:
     if options.quick:
         options.rounds, options.seconds, options.tokens = 3, 0.5, 1 << 22
     torch.set_num_threads(1)
-    with scratch() as folder:
-        path = folder / "tokens.bin"
+    with scratch() as directory:
+        path = directory / "tokens.bin"
         numpy.random.default_rng(0).integers(0, WORDS, options.tokens, numpy.uint16).tofile(path)
         loaders = {
             OURS: Loader(lambda: hasten(path)),

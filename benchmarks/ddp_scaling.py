@@ -161,14 +161,14 @@ PEERS = {"accelerate": accelerate, "lightning": lightning, "deepspeed": deepspee
 
 
 class Ray:
-    """Two workers of Ray Train, and a folder through which rank 0 signals their turns."""
+    """Two workers of Ray Train, and a directory through which rank 0 signals their turns."""
 
-    def __init__(self, folder: str, steps: int):
+    def __init__(self, directory: str, steps: int):
         import ray
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
-        self.folder, self.turn = Path(folder), 0
+        self.directory, self.turn = Path(directory), 0
         here = {
             "env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
         }
@@ -177,16 +177,16 @@ class Ray:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=here)
         trainer = TorchTrainer(
             _in_rays_worker,
-            train_loop_config={"folder": folder, "steps": steps},
+            train_loop_config={"directory": directory, "steps": steps},
             scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(storage_path=f"{folder}/results"),
+            run_config=RunConfig(storage_path=f"{directory}/results"),
         )
         Thread(target=trainer.fit, daemon=True).start()
 
     def leg(self) -> float:
         """Returns seconds per step on the slower worker."""
-        (self.folder / f"go-{self.turn}").touch()
-        answers = [self.folder / f"{self.turn}-of-{rank}" for rank in range(2)]
+        (self.directory / f"go-{self.turn}").touch()
+        answers = [self.directory / f"{self.turn}-of-{rank}" for rank in range(2)]
         while not all(answer.exists() for answer in answers):
             sleep(POLLED)
         self.turn += 1
@@ -201,14 +201,14 @@ def _in_rays_worker(config: dict) -> None:
     loader = ray.train.torch.prepare_data_loader(DataLoader(data(), batch_size=BATCH, shuffle=True))
     steps, rank = by_hand(net, loader), ray.train.get_context().get_world_rank()
     for turn in count():
-        while not Path(config["folder"], f"go-{turn}").exists():
+        while not Path(config["directory"], f"go-{turn}").exists():
             sleep(POLLED)
         began = perf_counter()
         for _ in islice(steps, config["steps"]):
             pass
-        unfinished = Path(config["folder"], f"unfinished-{rank}")
+        unfinished = Path(config["directory"], f"unfinished-{rank}")
         unfinished.write_text(str((perf_counter() - began) / config["steps"]))
-        unfinished.rename(Path(config["folder"], f"{turn}-of-{rank}"))
+        unfinished.rename(Path(config["directory"], f"{turn}-of-{rank}"))
 
 
 def main() -> int:
@@ -221,7 +221,7 @@ def main() -> int:
     torch.set_num_threads(1)
     from hasten.distributed.process_group import init_process_group
 
-    with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as folder:
+    with init_process_group("cpu") as ranks, tempfile.TemporaryDirectory() as directory:
         arms = {ONE: single_process(), BOUND: single_process(), OURS: hasten(ranks), THEIRS: torch_ddp()}
         missing = {name: why for name in PEERS if (why := installed(name)) is not None}
         for name in (name for name in PEERS if name not in missing):  # in the same order on all ranks
@@ -233,7 +233,7 @@ def main() -> int:
             for name in arms
         }
         if (why := installed(RAY)) is None:
-            ray = Ray(folder, options.steps) if ranks.is_main_process else None
+            ray = Ray(directory, options.steps) if ranks.is_main_process else None
             ways[RAY] = lambda: ranks.all_reduce_max([ray.leg() if ray else 0.0])[0]
         else:
             missing[RAY] = why

@@ -33,7 +33,7 @@ LIMIT_S = 1.0
 WARM_UP = 5  # steps, of which the third is observed
 
 
-def program_of(task: str) -> Program:
+def build_program(task: str) -> Program:
     return build(TaskRef.of(task).load(), make_methods(Recipe.parse(RECIPES[task])))
 
 
@@ -45,7 +45,7 @@ def seconds(steps: Iterator) -> float:
 
 def check_seconds(task: str) -> tuple[float, float]:
     """(extra seconds of the observed step, seconds of a usual one) of a new run."""
-    program = program_of(task)
+    program = build_program(task)
     with program.process_context():
         steps = program.effects.observed(train_steps(program))
         taken = [seconds(steps) for _ in range(2 * WARM_UP)]
@@ -56,7 +56,7 @@ def check_seconds(task: str) -> tuple[float, float]:
 
 def later_steps(task: str, count: int) -> list[float]:
     """Time of a step with an observer / without one, pair by pair; the order alternates."""
-    observed, plain = program_of(task), program_of(task)
+    observed, plain = build_program(task), build_program(task)
     with observed.process_context(), plain.process_context():
         arms = [observed.effects.observed(train_steps(observed)), train_steps(plain)]
         for arm in arms:

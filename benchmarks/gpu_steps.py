@@ -15,7 +15,7 @@ from typing import Any
 
 import gpu_tasks
 import torch
-from _common import finish, parser, print_line, show, watch
+from _common import finish, on_progress, parser, print_line, show
 
 TASKS = Path(gpu_tasks.__file__)
 STATE = ("name", "driver_version", "compute_mode", "clocks.sm", "power.limit", "temperature.gpu")
@@ -78,7 +78,7 @@ def suspended(device: str = "cuda", suspensions: int = SUSPENSIONS) -> tuple[str
 
     task, workers = TaskRef.of(f"{TASKS}:known_step"), Recipe.parse("loader_workers:num_workers=4")
     limits = {"budget": 500.0, "rounds": (1, 1), "looks": [suspensions // 2]}
-    comparison = run_interleaved(task, Recipe(), workers, device=device, watch=watch, **limits)
+    comparison = run_interleaved(task, Recipe(), workers, device=device, on_progress=on_progress, **limits)
     blocks, ratio = len(comparison.a.blocks), comparison.ratio.median
     print_line(f"{blocks} pairs of blocks, ratio {ratio:.4f}")
     same = abs(ratio - 1) <= SAME_RATIO and 2 * blocks == suspensions
@@ -154,7 +154,7 @@ def launch_bound() -> tuple[str, bool, dict]:
     from hasten.profiling.diagnose import diagnose
 
     task = f"{TASKS}:launch_bound"
-    verdict = diagnose(task, device="cuda", budget=40.0, watch=watch)["verdict"]
+    verdict = diagnose(task, device="cuda", budget=40.0, on_progress=on_progress)["verdict"]
     print_line(verdict)
     recipes = ("cuda_graph", "compile", "compile + cuda_graph + fused_optimizer", "bfloat16")
     results = {recipe: compared(task, "baseline", recipe) for recipe in recipes}
@@ -190,7 +190,7 @@ def copies() -> tuple[str, bool, dict]:
     from hasten.profiling.diagnose import diagnose
 
     task = f"{TASKS}:copy_bound"
-    found = diagnose(task, device="cuda", budget=60.0, watch=watch)
+    found = diagnose(task, device="cuda", budget=60.0, on_progress=on_progress)
     ceilings = {name: found["ceilings"][name]["median"] for name in ("copy", "input") if name in found["ceilings"]}
     results = {
         name: compared(task, "baseline", name) for name in ("prefetch_to_device", "loader_workers:num_workers=8")
@@ -247,8 +247,8 @@ def checkpoint() -> tuple[str, bool, dict]:
 
     program = build(gpu_tasks.gpt(width=2048, batch=4), device="cuda")
     writer, stalls = AsyncCheckpointer(), []
-    with program.process_context(), tempfile.TemporaryDirectory() as folder:
-        steps, target = train_steps(program), Path(folder) / "state.pt"
+    with program.process_context(), tempfile.TemporaryDirectory() as directory:
+        steps, target = train_steps(program), Path(directory) / "state.pt"
 
         def write(state: dict) -> None:
             torch.save(state, target)
@@ -282,8 +282,8 @@ def tune_text() -> tuple[str, bool, dict]:
 def tuned(task: str, budget: float) -> tuple[str, bool, dict]:
     from hasten.tuning.tune import tune
 
-    with tempfile.TemporaryDirectory() as folder:
-        result: Any = tune(task, device="cuda", budget=budget, out=folder, watch=watch)
+    with tempfile.TemporaryDirectory() as directory:
+        result: Any = tune(task, device="cuda", budget=budget, out=directory, on_progress=on_progress)
         trials = list(result["trials"])
     show(("what", "stage", "verdict", "why"), [(t["what"], t["stage"], t["verdict"], t["why"][:120]) for t in trials])
     failed = [trial for trial in trials if trial["verdict"] == "failed"]
@@ -293,7 +293,7 @@ def tuned(task: str, budget: float) -> tuple[str, bool, dict]:
 def compared(task: str, a: str, b: str, budget: float = COMPARISON_S, seed: int = 0, device: str = "cuda") -> dict:
     from hasten.benchmarking.compare import compare
 
-    return compare(task, a, b, device=device, budget=budget, seed=seed, watch=watch)
+    return compare(task, a, b, device=device, budget=budget, seed=seed, on_progress=on_progress)
 
 
 def peak_of(result: dict, arm: str) -> int:

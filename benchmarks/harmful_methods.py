@@ -1,7 +1,7 @@
 """Harmful methods offered to the tuner as if they were speed-ups (``harmful.py``).
 
 Each runs in a search of its own, ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness class that it
-may claim, and really makes training faster. All searches share a folder, so the original is measured once. A
+may claim, and really makes training faster. All searches share a directory, so the original is measured once. A
 harmless control method is offered, too, and must be accepted: a tuner that refuses everything is useless.
 
 Figure: every harmful method is refused with a reason; the harmless control method is accepted.
@@ -13,7 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from _common import finish, parser, print_progress, show, watch
+from _common import finish, on_progress, parser, print_progress, show
 from harmful import HARMFUL
 
 from hasten import RunError, tune
@@ -33,7 +33,7 @@ def verdict_on(name: str, options) -> dict:
             extra=[method],
             out=options.out,
             device="cpu",
-            watch=watch,
+            on_progress=on_progress,
         )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
@@ -56,7 +56,7 @@ def main() -> int:
     options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; default: all")
     options.add_argument("--task", default="digits")
     options.add_argument("--budget", type=float, default=None, help="seconds of a search; default: that of the tuner")
-    options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="folder that the searches share")
+    options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="directory that the searches share")
     options = options.parse_args()
     answers = []
     for name in options.names or ["Honest", *HARMFUL]:

@@ -31,11 +31,11 @@ def main() -> int:
 
     torch.set_num_threads(1)  # as in the process that resumes the run: sums in another order have other bits
     outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        undisturbed = Path(folder) / "undisturbed"
+    with tempfile.TemporaryDirectory() as directory:
+        undisturbed = Path(directory) / "undisturbed"
         hasten.train(TASK, METHOD, out=undisturbed, device="cpu")
         for seed in range(options.kills):
-            place = Path(folder) / f"run-{seed}"
+            place = Path(directory) / f"run-{seed}"
             place.mkdir()
             kill_and_resume(place, kills=1, seed=seed)
             same = {name: (place / "killed" / name).read_bytes() == (undisturbed / name).read_bytes() for name in FILES}

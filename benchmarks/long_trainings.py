@@ -80,9 +80,9 @@ def steps(options) -> dict[str, Callable[[str, dict], dict]]:
 
 def search(workload: str, budget: int) -> dict:
     """A search by the command line: the recipe as text, what it claims, and how long it took."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "hasten", "tune", f"{TASKS}:{workload}_long", "--json", "--quiet"]
-        command += ["--evidence", "exact", "--budget", f"{budget}s", "--out", folder]
+        command += ["--evidence", "exact", "--budget", f"{budget}s", "--out", directory]
         began = monotonic()
         process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         seconds = monotonic() - began

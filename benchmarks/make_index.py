@@ -1,15 +1,15 @@
-"""Writes ``records/index.jsonl``: one line of JSON for each record folder. Run it after a record was added.
+"""Writes ``records/index.jsonl``: one line of JSON for each record directory. Run it after a record was added.
 
 The file lies in the package (``src/hasten/records.jsonl``; ``records/index.jsonl`` links to it), so that installed
 users see the records with ``hasten methods NAME``. The keys of a line:
 
-    claim, workload, machine, date   from the name of the folder; workload is null for a claim about no workload
+    claim, workload, machine, date   from the name of the directory; workload is null for a claim about no workload
     commit                           the commit of this repository that added the record
     status                           current; superseded (a newer record has the same claim, workload and machine);
                                      missed (the figure was not reached, or the search found no improvement)
     ratio                            {median, low, high} of the first speed-up that the record states, or null
     methods                          the methods that were measured, by their present names
-    path                             the folder, relative to the repository
+    path                             the directory, relative to the repository
     trials                           of a search: [{what, verdict, ratio, why}] of each trial; the verdict is
                                      "withdrawn", without a ratio, for those listed in records/withdrawn.jsonl
 """
@@ -45,9 +45,13 @@ METHODS_OF_CLAIM = {
 
 
 def entries() -> list[dict]:
-    """One entry per record folder, in the order of their names, which begin with the date."""
+    """One entry per record directory, in the order of their names, which begin with the date."""
     known = {entry["path"]: entry for entry in read()}
-    found = [_entry(folder, known) for folder in sorted(ROOT.glob("records/*/")) if (folder / "result.json").exists()]
+    found = [
+        _entry(directory, known)
+        for directory in sorted(ROOT.glob("records/*/"))
+        if (directory / "result.json").exists()
+    ]
     newest = {_subject(entry): entry["path"] for entry in found}
     for entry in found:
         if newest[_subject(entry)] != entry["path"]:
@@ -60,11 +64,11 @@ def read() -> list[dict]:
     return [json.loads(line) for line in INDEX.read_text(encoding="utf-8").splitlines()] if INDEX.exists() else []
 
 
-def _entry(folder: Path, known: dict[str, dict]) -> dict:
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    name = FOLDER.fullmatch(folder.name)
+def _entry(directory: Path, known: dict[str, dict]) -> dict:
+    result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    name = FOLDER.fullmatch(directory.name)
     claim, _, workload = name["rest"].partition("_")
-    path = folder.relative_to(ROOT).as_posix()
+    path = directory.relative_to(ROOT).as_posix()
     search = result if "trials" in result else result.get("result") or {}
     trials = [
         {"what": trial["what"], **{key: trial.get(key) for key in ("verdict", "ratio", "why")}}

@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-def program_of(recipe: str, ranks):
+def build_program(recipe: str, ranks):
     from hasten import Task
     from hasten.core.recipe import Recipe
     from hasten.engine.plan import build
@@ -78,7 +78,7 @@ def rank_of_a_job(options) -> None:
         if not ranks.is_main_process:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  only rank 0 prints
         taken = {}
-        programs = {recipe: program_of(recipe, ranks) for recipe in RECIPES}
+        programs = {recipe: build_program(recipe, ranks) for recipe in RECIPES}
         for program in programs.values():
             stack.enter_context(program.process_context())
         trainings = {recipe: train_steps(program) for recipe, program in programs.items()}

@@ -44,32 +44,32 @@ TIMES = re.compile(
 # ── the data that scripts expect ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def shakespeare(folder: Path) -> None:
+def shakespeare(directory: Path) -> None:
     """nanoGPT: the text, prepared by its own script."""
-    place = folder / "data/shakespeare_char"
+    place = directory / "data/shakespeare_char"
     shutil.copy(DATA / "tinyshakespeare/input.txt", place)
     subprocess.run([sys.executable, "prepare.py"], cwd=place, check=True, stdout=subprocess.DEVNULL)
 
 
-def corpus(folder: Path) -> None:
+def corpus(directory: Path) -> None:
     """word_language_model: three parts of a text."""
     text = (DATA / "tinyshakespeare/input.txt").read_text()
-    (folder / "data/tiny").mkdir(parents=True)
+    (directory / "data/tiny").mkdir(parents=True)
     for name, begin, end in (("train", 0, 200_000), ("valid", 200_000, 220_000), ("test", 220_000, 240_000)):
-        (folder / f"data/tiny/{name}.txt").write_text(text[begin:end])
+        (directory / f"data/tiny/{name}.txt").write_text(text[begin:end])
 
 
-def wikitext(folder: Path) -> None:
+def wikitext(directory: Path) -> None:
     """The language model of Lightning: a text of any kind, where it would download one."""
-    (folder / "data").mkdir()
-    shutil.copy(DATA / "tinyshakespeare/input.txt", folder / "data/wikitext-2.txt")
+    (directory / "data").mkdir()
+    shutil.copy(DATA / "tinyshakespeare/input.txt", directory / "data/wikitext-2.txt")
 
 
 def mnist_at(place: str, train: int = 6_000, test: int = 1_000) -> Callable[[Path], None]:
     """The first images of Fashion-MNIST, as the files of MNIST below ``place``."""
 
-    def prepare(folder: Path) -> None:
-        raw = folder / place / "MNIST/raw"
+    def prepare(directory: Path) -> None:
+        raw = directory / place / "MNIST/raw"
         raw.mkdir(parents=True)
         for part, count in (("train", train), ("t10k", test)):
             for kind, header, size in (("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1)):
@@ -88,7 +88,7 @@ class get:
 """
 
 
-def cora(folder: Path) -> None:
+def cora(directory: Path) -> None:
     """A made-up graph in the format of Cora, and a module ``requests`` that finds it beside the script."""
     import numpy
 
@@ -99,13 +99,13 @@ def cora(folder: Path) -> None:
         f"{node}\t" + "\t".join(map(str, words[node].astype(int))) + f"\tclass{labels[node]}" for node in range(2_000)
     )
     pairs = (f"{a}\t{b}" for a, b in rng.integers(0, 2_000, (4_000, 2)))
-    with tarfile.open(folder / "cora.tgz", "w:gz") as archive:
+    with tarfile.open(directory / "cora.tgz", "w:gz") as archive:
         for name, lines in (("cora.content", rows), ("cora.cites", dict.fromkeys(pairs))):
             data = ("\n".join(lines) + "\n").encode()
             info = tarfile.TarInfo(f"cora/{name}")
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    (folder / "requests.py").write_text(REQUESTS)
+    (directory / "requests.py").write_text(REQUESTS)
 
 
 WANDB = """
@@ -119,22 +119,22 @@ def init(**_): return Run()
 """
 
 
-def blobs(folder: Path) -> None:
+def blobs(directory: Path) -> None:
     """U-Net: pictures of a bright square and their masks; and a module ``wandb`` that logs nowhere."""
     import numpy
     from PIL import Image
 
     rng = numpy.random.default_rng(0)
     for kind in ("imgs", "masks"):
-        (folder / "data" / kind).mkdir(parents=True, exist_ok=True)
+        (directory / "data" / kind).mkdir(parents=True, exist_ok=True)
     for number in range(40):
         mask = numpy.zeros((32, 32), numpy.uint8)
         top, left = rng.integers(0, 16, 2)
         mask[top : top + 16, left : left + 16] = 1
         image = (mask[..., None] * 120 + rng.integers(0, 120, (32, 32, 3))).astype(numpy.uint8)
-        Image.fromarray(image).save(folder / f"data/imgs/{number}.png")
-        Image.fromarray(mask).save(folder / f"data/masks/{number}_mask.png")
-    (folder / "wandb.py").write_text(WANDB)
+        Image.fromarray(image).save(directory / f"data/imgs/{number}.png")
+        Image.fromarray(mask).save(directory / f"data/masks/{number}_mask.png")
+    (directory / "wandb.py").write_text(WANDB)
 
 
 # ── the scripts, and what there is to be found ───────────────────────────────────────────────────────────────────────
@@ -145,26 +145,26 @@ class Script:
     """A public script.
 
     Attributes:
-        folder: Where it lies below DIR.
+        directory: Where it lies below DIR.
         command: After ``python``.
         optimizers: Their types.
         models: The types of the models that are trained.
         loaders: How many DataLoaders there are, for training and else.
         metric: (words of its name, direction); None if the run measures nothing on held-out data, so that hasten must
             not take any number. No model is then called in evaluation mode either.
-        prepare: Makes its data in the copy of the folder.
+        prepare: Makes its data in the copy of the directory.
         at: Backward pass after which the weights are compared.
         steps: Stop after so many; None: it runs to its end.
         environment: Its variables.
     """
 
-    folder: str
+    directory: str
     command: str
     optimizers: tuple[str, ...]
     models: tuple[str, ...]
     loaders: tuple[int, int] = (0, 0)
     metric: tuple[str, str] | None = None
-    prepare: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], None] = lambda directory: None
     at: int = 50
     steps: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -321,13 +321,13 @@ def environment(script: Script, observer: Observer) -> dict[str, str]:
     return {**os.environ, **fixed, **script.environment, **recorder}
 
 
-def alone(script: Script, folder: Path) -> Run:
+def alone(script: Script, directory: Path) -> Run:
     """The script without hasten."""
     observer = Observer()
     with tempfile.TemporaryFile() as output:
         command = [sys.executable, *script.command.split()]
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=folder, env=environment(script, observer), **streams) as process:
+        with subprocess.Popen(command, cwd=directory, env=environment(script, observer), **streams) as process:
             until = time.monotonic() + LIMIT_S
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
@@ -340,7 +340,7 @@ def alone(script: Script, folder: Path) -> Run:
     return Run(observer.seen(), text, code == (None if script.steps is not None else 0))
 
 
-def watched(script: Script, folder: Path) -> Run:
+def watched(script: Script, directory: Path) -> Run:
     """The script as the first run of a search sees it."""
     from hasten.core.errors import ConfigurationError, RunError
     from hasten.hosts.process import ScriptProcess
@@ -351,7 +351,7 @@ def watched(script: Script, folder: Path) -> Run:
     before = dict(os.environ)
     os.environ.update(environment(script, observer))
     try:
-        ref = ScriptRef.of_command([sys.executable, *script.command.split()], directory=str(folder))
+        ref = ScriptRef.of_command([sys.executable, *script.command.split()], directory=str(directory))
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -430,16 +430,16 @@ def metric_verdict(script: Script, metric: dict) -> str:
 def judge(name: str, script: Script, checkout: Path) -> dict:
     """Runs a script alone and watched, in two copies at one place. Returns the row of the table, and the details."""
     row: dict = {"script": name, "command": script.command}
-    if not (checkout / script.folder).is_dir():
-        return row | {"skipped": f"{script.folder} is not in DIR"}
+    if not (checkout / script.directory).is_dir():
+        return row | {"skipped": f"{script.directory} is not in DIR"}
     runs = []
     with tempfile.TemporaryDirectory(prefix="public-") as place:
         for run in (alone, watched):
-            folder = Path(place, script.folder)
+            directory = Path(place, script.directory)
             shutil.rmtree(place)
-            shutil.copytree(checkout / script.folder, folder)
-            script.prepare(folder)
-            runs.append(run(script, folder))
+            shutil.copytree(checkout / script.directory, directory)
+            script.prepare(directory)
+            runs.append(run(script, directory))
     plain, under = runs
     row["same weights"] = plain.seen.get("hash", "") == under.seen.get("hash", "") != ""
     row["same output"] = same_output(script, plain, under)

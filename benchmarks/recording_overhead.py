@@ -62,7 +62,7 @@ class BetweenSteps:
     def timed(self, trainer: Trainer) -> None:
         began = perf_counter()
         self.look_up(trainer)
-        if trainer.persistence.folder:
+        if trainer.persistence.directory:
             self.seconds += perf_counter() - began
 
 
@@ -71,13 +71,17 @@ def recorded(width: int, checkpoint_seconds: float):
 
     def train(loader) -> None:
         with (
-            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory() as directory,
             contextlib.redirect_stderr(Terminal()),
-            progress_display(quiet=False) as watch,
+            progress_display(quiet=False) as on_progress,
         ):
             task = as_task(lambda: model(width), loader)
             hasten.train(
-                task, out=Path(folder) / "run", device="cpu", watch=watch, checkpoint_seconds=checkpoint_seconds
+                task,
+                out=Path(directory) / "run",
+                device="cpu",
+                on_progress=on_progress,
+                checkpoint_seconds=checkpoint_seconds,
             )
 
     return train
@@ -140,7 +144,7 @@ def main() -> int:
         sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
     )  # including the leg that is dropped
     share = 100 * between.seconds / seconds
-    print_line(f"\nbetween the steps, by a watch of its own: {share:.2f} % of {seconds:.0f} s")
+    print_line(f"\nbetween the steps, by a on_progress of its own: {share:.2f} % of {seconds:.0f} s")
     figure = (
         f"recording at most {FIGURE:g} % at steps of {interval(wall[first]).median:.2f} ms; it is "
         f"{share:.2f} % (bound: 0)"

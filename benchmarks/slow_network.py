@@ -52,8 +52,8 @@ def main() -> int:
     print_progress("measuring the cable")
     reduce = run_on_slow_network("network", "--processes", "2")["collectives"]["all-reduce"]
     print_progress("searching")
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_on_slow_network("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", folder)
+    with tempfile.TemporaryDirectory() as directory:
+        found = run_on_slow_network("tune", TASK, "--processes", "2", "--budget", options.budget, "--out", directory)
     return print_result(options, reduce, found)
 
 

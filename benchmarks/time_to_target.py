@@ -2,7 +2,7 @@
 baseline.
 
 Every search measures both sides: the speed of the arms in turns, the samples to the target on paired fresh seeds
-(``hasten/tuning/confirm.py``). An interrupted search is continued. Each finished search becomes a folder under
+(``hasten/tuning/confirm.py``). An interrupted search is continued. Each finished search becomes a directory under
 ``records/``; ``--table`` prints a table of them.
 
 Figures: digits 3x, fashion_mnist 5x, tiny_shakespeare 1.5x, adult 5x, cifar10 4x over the textbook; 1.3x over the
@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from _common import circumstances, finish, new_record, parser, print_progress, search_folder, show, slug, watch
+from _common import circumstances, finish, new_record, on_progress, parser, print_progress, search_directory, show, slug
 
 import hasten
 from hasten import ConfigurationError, Recipe, RunError
@@ -53,7 +53,7 @@ Made on {date} by `{command}` with {versions}.
 {lines}"""
 
 LINES = """The speed-up is computed from the raw numbers, with NumPy only, by
-`python records/time_to_target.py records/{folder}`.
+`python records/time_to_target.py records/{directory}`.
 
 Where the paired runs themselves took clearly less of a gain (`measured_speedup`), that is what is reported instead.
 """
@@ -63,17 +63,21 @@ def run_search(workload: str, options) -> dict:
     """Returns the result of the search, continuing an existing one."""
     print_progress(f"{workload}:")
     return hasten.tune(
-        workload, budget=options.budget, out=search_folder(options.runs, workload), device=options.device, watch=watch
+        workload,
+        budget=options.budget,
+        out=search_directory(options.runs, workload),
+        device=options.device,
+        on_progress=on_progress,
     )
 
 
-def record(workload: str, result: dict, folder: Path) -> Path:
+def record(workload: str, result: dict, directory: Path) -> Path:
     """Writes the record of one search."""
     place = new_record(RECORDS, f"{CLAIM}_{slug(workload)}")
     place.mkdir(parents=True)
     for name in KEPT:
-        if (folder / name).exists():
-            shutil.copy(folder / name, place / name)
+        if (directory / name).exists():
+            shutil.copy(directory / name, place / name)
     about = circumstances()
     text = README.format(
         task=workload,
@@ -86,7 +90,7 @@ def record(workload: str, result: dict, folder: Path) -> Path:
         command=f"python benchmarks/time_to_target.py {workload} --budget {result['budget_seconds']:.0f}",
         versions=", ".join(f"{name} {value}" for name, value in result["versions"].items())
         + f" on {result['machine']['cpu']}, {result['machine']['cores']} cores",
-        lines=LINES.format(folder=place.name) if result["speedup"] else "",
+        lines=LINES.format(directory=place.name) if result["speedup"] else "",
     )
     (place / "README.md").write_text(text, encoding="utf-8")
     return place
@@ -112,7 +116,7 @@ def row_of(workload: str, result: dict) -> tuple[str, ...]:
 def newest_records() -> dict[str, dict]:
     """Returns the newest result of every workload that has a record."""
     found = {}
-    for path in sorted(RECORDS.glob(f"*_{CLAIM}_*/result.json")):  # folder names begin with the date
+    for path in sorted(RECORDS.glob(f"*_{CLAIM}_*/result.json")):  # directory names begin with the date
         result = json.loads(path.read_text(encoding="utf-8"))
         found[result["task"]] = result
     return {name: found[name] for name in (*FIGURES, *sorted(found.keys() - FIGURES.keys())) if name in found}
@@ -168,7 +172,7 @@ def main() -> int:
     options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; default: all")
     options.add_argument("--budget", type=float, help="seconds of a search; default: that of the tuner")
     options.add_argument("--device", help="as for hasten")
-    options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the searches")
+    options.add_argument("--runs", type=Path, default=Path("runs"), help="directory of the searches")
     options.add_argument("--table", action="store_true", help="measure nothing; print the records as a markdown table")
     options.add_argument("--no-record", dest="record", action="store_false", help="leave records/ as it is")
     options = options.parse_args()
@@ -182,7 +186,7 @@ def main() -> int:
             failed[workload] = str(error)
             continue
         if options.record:
-            place = record(workload, results[workload], search_folder(options.runs, workload))
+            place = record(workload, results[workload], search_directory(options.runs, workload))
             print_progress(f"  recorded in {place}")
     show(
         HEADINGS,

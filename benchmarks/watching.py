@@ -84,8 +84,8 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=9)
     options = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        script, session = Path(folder, "train.py"), Path(folder, "session")
+    with tempfile.TemporaryDirectory() as directory:
+        script, session = Path(directory, "train.py"), Path(directory, "session")
         script.write_text(SCRIPT)
         session.mkdir()
         plain, prepared = dict(os.environ), injected(dict(os.environ), session)

@@ -103,7 +103,7 @@ def records_table(method: str) -> list[str]:
 
 
 def benchmarks_page() -> str:
-    lines = ["# Benchmarks", "", "Every row is a folder under `records/` with the raw numbers of both arms.", ""]
+    lines = ["# Benchmarks", "", "Every row is a directory under `records/` with the raw numbers of both arms.", ""]
     for status, title in ("current", "Current"), ("missed", "Goals that were missed"), ("superseded", "Superseded"):
         rows = [record for record in records() if record["status"] == status]
         if not rows:

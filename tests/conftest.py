@@ -1,4 +1,4 @@
-"""Set-up of all tests: the folder of real data, one thread per process, no GPU, and markers for the cost of a test.
+"""Set-up of all tests: the directory of real data, one thread per process, no GPU, and markers for the cost of a test.
 
 No test sees a GPU, nor does a process that it starts, so that tests mean the same on every machine. The tests with the
 marker ``gpu`` are the exception: ``make test-gpu`` sets HASTEN_GPU_TESTS=1, and then these are the only ones that run.
@@ -64,8 +64,8 @@ def pytest_collection_finish() -> None:
 
 
 def _kind(item: pytest.Item) -> str:
-    """Returns the marker, by folder, fixtures and the helpers that the test's module imports."""
-    if item.path.parent.name == "launch" and "folder" in item.fixturenames:  # tests there run commands
+    """Returns the marker, by directory, fixtures and the helpers that the test's module imports."""
+    if item.path.parent.name == "launch" and "directory" in item.fixturenames:  # tests there run commands
         return "launcher"
     modules = {getattr(value, "__module__", "") for value in vars(item.module).values()}
     kinds = {kind for name, kind in HELPERS_THAT_START.items() if f"helpers.{name}" in modules}

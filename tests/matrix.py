@@ -45,14 +45,16 @@ def main() -> int:
 
 def run_pair(torch: str, python: str, options: argparse.Namespace) -> tuple[str, str]:
     """(``passed``, ``failed`` or ``not installed``, details) of one pair."""
-    folder = ROOT / ".matrix" / f"torch{torch}-py{python}"
+    directory = ROOT / ".matrix" / f"torch{torch}-py{python}"
     try:
-        return run_tests(make_environment(folder, torch, python, options.cpu_only), options, Path(f"{folder}.log"))
+        return run_tests(
+            make_environment(directory, torch, python, options.cpu_only), options, Path(f"{directory}.log")
+        )
     except NotInstalledError as error:
         return "not installed", str(error)
     finally:
         if options.remove:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def run_tests(python: Path, options: argparse.Namespace, log: Path) -> tuple[str, str]:
@@ -74,27 +76,27 @@ class NotInstalledError(Exception):
     """A pair cannot be installed here, with the reason."""
 
 
-def make_environment(folder: Path, torch: str, python: str, is_cpu_only: bool) -> Path:
+def make_environment(directory: Path, torch: str, python: str, is_cpu_only: bool) -> Path:
     """The interpreter of an environment with hasten, its development dependencies and this torch.
 
     Raises:
         NotInstalledError: no such Python, no build of torch for it, or a package fails to install.
     """
-    environment_python = folder / "bin" / "python"
-    if (folder / "ready").exists():
+    environment_python = directory / "bin" / "python"
+    if (directory / "ready").exists():
         return environment_python
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     interpreter = next(interpreters(python), None)
     if interpreter is None:
         raise NotInstalledError(f"no interpreter python{python} on this machine")
-    run([interpreter, "-m", "venv", folder], folder)
+    run([interpreter, "-m", "venv", directory], directory)
     if is_cpu_only and not has_cpu_build(environment_python, torch):
         raise NotInstalledError(f"no CPU build of torch {torch} at the package index")
-    constraint = folder / "constraints.txt"
+    constraint = directory / "constraints.txt"
     constraint.write_text(f"torch=={torch}.*\n")
-    run([environment_python, "-m", "pip", "install", "-c", constraint, "-e", f"{ROOT}[dev]"], folder)
-    (folder / "ready").touch()
+    run([environment_python, "-m", "pip", "install", "-c", constraint, "-e", f"{ROOT}[dev]"], directory)
+    (directory / "ready").touch()
     return environment_python
 
 
@@ -113,9 +115,9 @@ def interpreters(version: str) -> Iterator[str]:
             yield path
 
 
-def run(command: list, folder: Path) -> None:
+def run(command: list, directory: Path) -> None:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    (folder / "install.log").write_text(done.stdout + done.stderr)
+    (directory / "install.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         errors = (
             re.findall(r"^ERROR: (.*)$", done.stderr, re.MULTILINE) or done.stderr.strip().splitlines()[-1:] or ["?"]

@@ -47,7 +47,7 @@ def test_every_package_has_a_readme():
     assert not unnamed, f"the README.md of the package must name these modules: {unnamed}"
 
 
-def test_every_package_has_a_folder_of_tests():
+def test_every_package_has_a_directory_of_tests():
     missing = [package for package in PACKAGES if not list((TESTS / package).glob("test_*.py"))]
     assert not missing, f"no tests/PACKAGE/test_*.py of {missing}"
 

@@ -82,6 +82,11 @@ def test_is_view():
     assert compat.is_view(tensor[0]) and not compat.is_view(tensor)
 
 
+def test_is_view_op_tells_views_from_copies():
+    assert compat.is_view_op(torch.ops.aten.t.default) and compat.is_view_op(torch.ops.aten.slice.Tensor)
+    assert not compat.is_view_op(torch.ops.aten.clone.default) and not compat.is_view_op(torch.ops.aten.add_.Tensor)
+
+
 def test_storage_id_on_the_meta_device():
     one, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     ids = [compat.storage_id(tensor.untyped_storage()) for tensor in (one, one[1:], other)]
@@ -386,6 +391,25 @@ def test_is_compiled_and_why_no_graph_was():
 
 
 @pytest.mark.slow
+def test_graph_break_of_names_the_line():
+    found = []
+
+    def backend(graph, inputs):
+        found.append(compat.graph_break_of(graph))
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def breaks(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    breaks(torch.ones(2))
+    reason, file, line = found[0]
+    assert reason and file == __file__ and "graph_break()" in Path(file).read_text().splitlines()[line - 1]
+    assert found[1] is None
+
+
 def test_cached_compile_seconds_are_those_that_the_cache_spares(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layer, spared, spent = nn.Linear(2, 2), [], []

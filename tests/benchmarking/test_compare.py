@@ -355,7 +355,7 @@ def test_compare_of_a_long_training_looks_at_a_later_stretch(tmp_path):
 def measurement(**limits) -> Measurement:
     arms = ArmSamples(Recipe()), ArmSamples(Recipe())
     known = {"budget": 60.0, "min_rounds": 3, "max_rounds": 16, "looks": [6, 9], "longest": 240.0, "start_step": 0}
-    return Measurement(arms, **{**known, "later_seconds": 0.0, "watch": no_progress, **limits})
+    return Measurement(arms, **{**known, "later_seconds": 0.0, "on_progress": no_progress, **limits})
 
 
 def add_blocks(measured: Measurement, pairs: int) -> None:

@@ -400,13 +400,13 @@ def task():
 @pytest.fixture(scope="module", name="check_noisy")
 def check_noisy_fixture(tmp_path_factory):
     """``(method) -> ExactnessCheck`` of a BIT_EXACT method on a model with an operation that does not repeat itself."""
-    folder = tmp_path_factory.mktemp("noisy")
-    (folder / "methods.py").write_text(METHODS)
-    (folder / "noisy_task.py").write_text(NOISY_TASK)
-    task = import_file(folder / "noisy_task.py").task
+    directory = tmp_path_factory.mktemp("noisy")
+    (directory / "methods.py").write_text(METHODS)
+    (directory / "noisy_task.py").write_text(NOISY_TASK)
+    task = import_file(directory / "noisy_task.py").task
 
     def check(name: str):
-        recipe = Recipe.coerce(name if name.islower() else f"{folder}/methods.py:{name}")
+        recipe = Recipe.coerce(name if name.islower() else f"{directory}/methods.py:{name}")
         return check_exactness(task(), Recipe(), recipe, Exactness.BIT_EXACT, device="cpu")
 
     return check

@@ -73,7 +73,7 @@ class Service:
         """Sends progress all the time, so that no timeout ends it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.watch("working", 0.5)
+            self.on_progress("working", 0.5)
             time.sleep(0.01)
 
     def sleep(self, seconds: float) -> str:
@@ -90,7 +90,7 @@ class Service:
         raise KeyError("something of the user's")
 
     def report_progress(self) -> str:
-        self.watch("working", 0.5)
+        self.on_progress("working", 0.5)
         return "done"
 
     def run_out_of_memory(self):
@@ -205,7 +205,7 @@ def test_fork_server_in_a_fork_of_its_owner_is_replaced():
 
 MAIN = """
 import os, signal, sys
-sys.path.insert(0, {folder!r})
+sys.path.insert(0, {directory!r})
 print("main runs")
 from hasten.benchmarking.fork_server import Worker
 busy, suspended = Worker("test_fork_server:Service"), Worker("test_fork_server:Service")
@@ -220,7 +220,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("way", ["script without a guard", "python -c", "standard input"])
 def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path):
     """The main module runs once: no worker imports it."""
-    text = MAIN.format(folder=os.path.dirname(__file__))
+    text = MAIN.format(directory=os.path.dirname(__file__))
     script = tmp_path / "main.py"
     script.write_text(text)
     arguments = {"script without a guard": [script], "python -c": ["-c", text], "standard input": ["-"]}[way]
@@ -235,7 +235,7 @@ def test_parent_killed_leaves_no_process_whatever_its_main_module(way, tmp_path)
 
 @pytest.mark.slow
 def test_parent_that_ends_leaves_neither_process_nor_warning(tmp_path):
-    text = MAIN.format(folder=os.path.dirname(__file__)).replace("os.kill(os.getpid(), signal.SIGKILL)", "")
+    text = MAIN.format(directory=os.path.dirname(__file__)).replace("os.kill(os.getpid(), signal.SIGKILL)", "")
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -264,11 +264,11 @@ def test_worker_killed_reports_out_of_memory():
 
 
 def test_watch_that_raises_is_not_reported_as_worker_death():
-    def watch(*progress):
+    def on_progress(*progress):
         raise BrokenPipeError("standard error is closed")
 
     with worker() as one, pytest.raises(BrokenPipeError, match="standard error is closed"):
-        one.call("report_progress", watch=watch)
+        one.call("report_progress", on_progress=on_progress)
 
 
 def test_worker_call_beyond_the_timeout_is_ended():

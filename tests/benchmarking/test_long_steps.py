@@ -59,8 +59,8 @@ def whole_batches() -> Task:
 @pytest.fixture
 def long_step(monkeypatch):
     """Steps count as long from 30 ms on, so that the test is short."""
-    monkeypatch.setattr(arm, "LONG_STEP", 0.03)
-    monkeypatch.setattr(arm, "WARM_UP_SECONDS", 0.03)
+    monkeypatch.setattr(arm, "LONG_STEP_S", 0.03)
+    monkeypatch.setattr(arm, "WARM_UP_S", 0.03)
 
 
 def test_arm_with_long_steps_warms_up_with_two_and_evaluates_one_batch(long_step):

@@ -71,12 +71,12 @@ def test_finish_gives_exit_code_and_record(common, tmp_path, capsys, reached, co
     assert record["environment"]["torch"] and record["date"] and record["command"]
 
 
-def test_folder_names(common):
+def test_directory_names(common):
     assert common.slug("tiny_shakespeare") == "tiny-shakespeare"
     assert common.slug("./some/mine.py:task") == "mine-py-task"
 
 
-def test_record_is_a_new_folder(common, tmp_path, monkeypatch):
+def test_record_is_a_new_directory(common, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks/data_tokens.py", "--json", "records"])
     common.show(("loader", "tokens/s"), [("hasten", 5)])
     for rounds in ([1, 2], [3, 4]):

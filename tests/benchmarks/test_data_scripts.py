@@ -26,9 +26,9 @@ def test_script_states_figure_has_quick_and_ends_with_finish(name):
     assert '"--quick"' in text and "return finish(" in text
 
 
-def run_quickly(name: str, folder: Path) -> dict:
+def run_quickly(name: str, directory: Path) -> dict:
     """Returns the raw numbers of ``--quick``. Tests do not check whether a busy machine reaches the figure."""
-    file = folder / f"{name}.json"
+    file = directory / f"{name}.json"
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(file)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}

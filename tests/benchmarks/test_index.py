@@ -1,4 +1,4 @@
-"""The index of the records agrees with the record folders, and the stated speed-ups follow from the raw numbers."""
+"""The index of the records agrees with the record directories, and the stated speed-ups follow from the raw numbers."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted(path.parent for path in ROOT.glob("records/*/result.json"))
-WINNERS = [folder for folder in FOLDERS if json.loads((folder / "result.json").read_text()).get("speedup")]
+WINNERS = [directory for directory in FOLDERS if json.loads((directory / "result.json").read_text()).get("speedup")]
 
 
 def imported(path: Path):
@@ -25,11 +25,11 @@ def make_index():
     return imported(ROOT / "benchmarks" / "make_index.py")
 
 
-def test_index_equals_the_record_folders(make_index):
+def test_index_equals_the_record_directories(make_index):
     assert make_index.read() == make_index.entries(), "run benchmarks/make_index.py"
 
 
-def test_index_has_one_line_per_folder_and_its_fields(make_index):
+def test_index_has_one_line_per_directory_and_its_fields(make_index):
     entries = make_index.read()
     assert [ROOT / entry["path"] for entry in entries] == FOLDERS
     for entry in entries:
@@ -49,10 +49,10 @@ def test_index_names_methods_by_their_present_names(make_index):
     assert names and names <= make_index.METHOD_FILES | {"baseline", "one process", "search"}
 
 
-@pytest.mark.parametrize("folder", WINNERS, ids=lambda folder: folder.name)
-def test_speedup_follows_from_the_raw_numbers(folder):
-    stated = json.loads((folder / "result.json").read_text())["speedup"]
-    assert imported(ROOT / "records" / "time_to_target.py").speedup(folder) == pytest.approx(stated, rel=1e-6)
+@pytest.mark.parametrize("directory", WINNERS, ids=lambda directory: directory.name)
+def test_speedup_follows_from_the_raw_numbers(directory):
+    stated = json.loads((directory / "result.json").read_text())["speedup"]
+    assert imported(ROOT / "records" / "time_to_target.py").speedup(directory) == pytest.approx(stated, rel=1e-6)
 
 
 def test_calculation_imports_numpy_only():

@@ -55,12 +55,12 @@ def test_unused_finds_names_without_a_process(soak):
         path.unlink()
 
 
-def run_soak(folder, *length):
+def run_soak(directory, *length):
     """Returns (exit code, output, raw numbers)."""
-    command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(folder / "soak.json")]
+    command = [sys.executable, str(BENCHMARKS / "data_soak.py"), *length, "--json", str(directory / "soak.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1) and "Figure: " in done.stdout, done.stdout + done.stderr
-    return done.returncode, done.stdout + done.stderr, json.loads((folder / "soak.json").read_text())
+    return done.returncode, done.stdout + done.stderr, json.loads((directory / "soak.json").read_text())
 
 
 @pytest.mark.slow

@@ -304,13 +304,13 @@ WARNINGS = [("train mine.py:no_length", "no length")]
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with valid and invalid files."""
-    folder = tmp_path_factory.mktemp("bad_input")
+    """A directory with valid and invalid files."""
+    directory = tmp_path_factory.mktemp("bad_input")
     for name, text in FILES.items():
-        (folder / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        (directory / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     for name in ("pipe.py", "pipe.toml", "pipe.csv"):
-        os.mkfifo(folder / name)
-    return folder
+        os.mkfifo(directory / name)
+    return directory
 
 
 @pytest.mark.parametrize(("argv", "message"), INVALID_REQUESTS, ids=lambda value: value[:60])

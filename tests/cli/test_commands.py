@@ -85,12 +85,12 @@ def test_train_missed_target_is_stated(here, monkeypatch, capfd):
     assert "the target 2 was not reached" in line and "the best was 0." in line
 
 
-def test_train_without_out_uses_a_new_folder_per_run(here, monkeypatch, capfd):
+def test_train_without_out_uses_a_new_directory_per_run(here, monkeypatch, capfd):
     monkeypatch.chdir(here)
-    for folder in ("train-noisy-py-task", "train-noisy-py-task-2", "train-noisy-py-task-3"):
+    for directory in ("train-noisy-py-task", "train-noisy-py-task-2", "train-noisy-py-task-3"):
         main(["train", "noisy.py:task", "--json"])
-        assert json.loads(capfd.readouterr().out)["out"] == f"runs/{folder}"
-        assert (here / "runs" / folder / "model.safetensors").exists()
+        assert json.loads(capfd.readouterr().out)["out"] == f"runs/{directory}"
+        assert (here / "runs" / directory / "model.safetensors").exists()
 
 
 def test_json_output_of_an_error_is_json(here):
@@ -152,10 +152,10 @@ def test_methods_page_lists_all_methods(here, monkeypatch, capfd):
     assert set(method_names()) <= set(capfd.readouterr().out.split())
 
 
-def publish(trials: list[dict], folder, monkeypatch):
+def publish(trials: list[dict], directory, monkeypatch):
     """Replaces the published records by one of a search on digits."""
-    (folder / "records.jsonl").write_text(json.dumps({"workload": "digits", "trials": trials}) + "\n")
-    monkeypatch.setattr(methods, "RECORDS", folder / "records.jsonl")
+    (directory / "records.jsonl").write_text(json.dumps({"workload": "digits", "trials": trials}) + "\n")
+    monkeypatch.setattr(methods, "RECORDS", directory / "records.jsonl")
 
 
 def test_methods_page_shows_records(here, monkeypatch, capfd):
@@ -242,7 +242,7 @@ def test_terminal_with_unusual_settings_gets_output(here, odd):
     assert done.returncode == 0 and done.stderr == "" and "in_memory_batches" in done.stdout
 
 
-def test_current_folder_deleted_is_reported(here):
+def test_current_directory_deleted_is_reported(here):
     (gone := here / "gone").mkdir()
     done = run_hasten("methods", cwd=gone, prepare=gone.rmdir)
     assert (done.returncode, done.stderr) == (
@@ -269,14 +269,14 @@ def interrupted(ready, *argv, here, by=signal.SIGINT) -> tuple[int, str, str]:
         return join_process(process), *(file.seek(0) or file.read() for file in (out, err))
 
 
-@pytest.mark.parametrize(("options", "folder"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
-def test_train_interrupted_stops_cleanly_and_states_how_to_resume(here, options, folder):
-    log = here / folder / "log.jsonl"
+@pytest.mark.parametrize(("options", "directory"), [(["--out", "run"], "run"), ([], "runs/train-slow-py-task")])
+def test_train_interrupted_stops_cleanly_and_states_how_to_resume(here, options, directory):
+    log = here / directory / "log.jsonl"
     code, _, err = interrupted(
         lambda: log.exists() and log.stat().st_size > 0, "train", "slow.py:task", *options, here=here
     )
     last = err.strip().splitlines()[-1]
-    assert code == 1 and last.startswith("hasten: ") and f"--out {folder} --resume" in last
+    assert code == 1 and last.startswith("hasten: ") and f"--out {directory} --resume" in last
     assert "Traceback" not in err
 
 

@@ -14,7 +14,7 @@ INVALID_REQUESTS = [
     ("data inspect gone", "there is no file gone"),
     ("data inspect *.tar", "no file matches *.tar"),
     ("data inspect words.dat", "no file name of words.dat has a known suffix"),
-    ("data inspect empty", "the folder empty is empty"),
+    ("data inspect empty", "the directory empty is empty"),
     ("data inspect broken.parquet", "not a complete Parquet file"),
     ("data inspect x.npy --budget soon", "--budget"),
     ("data inspect x.npy --target y", "a target is a column of a table"),
@@ -38,10 +38,10 @@ INVALID_REQUESTS = [
     (f"data convert x.npy --to feather --out {'o' * 300}", "File name too long"),
     (f"eject digits --out {'o' * 300}", "File name too long"),
     (f"train digits --out {'o' * 300}", "File name too long"),
-    ("data convert empty --to feather --out out", "the folder empty is empty"),
+    ("data convert empty --to feather --out out", "the directory empty is empty"),
     ("data convert broken.parquet --to feather --out out", "not a complete Parquet file"),
     ("data inspect broken.npy", "is not an array of numbers"),
-    ("data inspect folder.npy", "the folder folder.npy is empty"),
+    ("data inspect directory.npy", "the directory directory.npy is empty"),
     ("data bench digits", "inspect"),
     ("diagnose broken.py:task", "does not import"),
     ("diagnose words.dat", "no workload"),
@@ -65,8 +65,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken.npy").write_bytes(b"no array")
     (tmp_path / "broken.py").write_text("def task(:\n")
     (tmp_path / "link.parquet").symlink_to("nowhere")
-    for folder in ("empty", "full", "folder.npy"):
-        (tmp_path / folder).mkdir()
+    for directory in ("empty", "full", "directory.npy"):
+        (tmp_path / directory).mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     return tmp_path
 

@@ -59,16 +59,16 @@ SEARCHES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("answers")
-    (folder / "blobs.py").write_text(BLOBS)
-    return folder
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("answers")
+    (directory / "blobs.py").write_text(BLOBS)
+    return directory
 
 
 @pytest.fixture
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    return folder
+def here(directory, monkeypatch):
+    monkeypatch.chdir(directory)
+    return directory
 
 
 class Search(NamedTuple):
@@ -86,7 +86,7 @@ def brief_measurements() -> None:
     study.Study.compare_speed = lambda *recipes, **given: paced(*recipes, **(given | {"seconds": 1.0}))
 
 
-def search_in_a_process(method: str, seconds: float, folder: Path) -> Search:
+def search_in_a_process(method: str, seconds: float, directory: Path) -> Search:
     """A complete search by the program in a process of its own.
 
     If there is nothing to find, measurements are short.
@@ -104,7 +104,7 @@ def search_in_a_process(method: str, seconds: float, folder: Path) -> Search:
         "--device",
         "cpu",
     ]
-    done = run_hasten(*argv, cwd=folder, prepare=brief_measurements if method == "tf32" else bool)
+    done = run_hasten(*argv, cwd=directory, prepare=brief_measurements if method == "tf32" else bool)
     assert done.stdout, done.stderr
     return Search(method, seconds, done, only_object(done.stdout))
 
@@ -160,9 +160,9 @@ def test_compare_json_has_documented_keys(here, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHES)
-def test_tune_json_page_and_recipe_agree(name, folder, here, capfd):
+def test_tune_json_page_and_recipe_agree(name, directory, here, capfd):
     """One search for all checks of it."""
-    search = search_in_a_process(*SEARCHES[name], folder)
+    search = search_in_a_process(*SEARCHES[name], directory)
     check_tune_json_has_documented_keys(search)
     check_tune_json_states_the_budget_given_or_default(search, capfd)
     check_tune_recipe_file_trains(search, capfd)
@@ -195,7 +195,7 @@ def check_tune_json_has_documented_keys(search):
 
 
 def check_tune_json_states_the_budget_given_or_default(search, capfd):
-    """The second search finds the measurements of the first in a copy of its folder."""
+    """The second search finds the measurements of the first in a copy of its directory."""
     assert search.result["budget_seconds"] == search.seconds
     shutil.copytree(search.result["out"], again := f"{search.method}-again")
     code, result = run_quietly(capfd, "tune", "blobs.py:task", "--methods", search.method, "--out", again)

@@ -1,4 +1,4 @@
-"""``hasten train --resume``: finds the requested run and its recipe; a mistyped folder does not start a new run."""
+"""``hasten train --resume``: finds the requested run and its recipe; a mistyped directory does not start a new run."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def break_off(out: str, *methods: str) -> None:
         hasten.train("mine.py:task", list(methods), out=out, checkpoint_seconds=0, observers=[stop], device="cpu")
 
 
-def test_resume_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
+def test_resume_mistyped_directory_is_refused_with_the_nearest_runs(here, capfd):
     break_off("runs/first-try")
     (here / "runs" / "first-tray").mkdir()
     assert train("--out", "runs/fisrt-try", "--resume") == 2
@@ -63,7 +63,7 @@ def test_resume_mistyped_folder_is_refused_with_the_nearest_runs(here, capfd):
     assert not (here / "runs" / "fisrt-try").exists() and not (here / "nowhere").exists()
 
 
-def test_resume_empty_folder_starts_a_run(here, capfd):
+def test_resume_empty_directory_starts_a_run(here, capfd):
     (here / "run").mkdir()
     assert train("--out", "run", "--resume") == 0
     out, err = capfd.readouterr()

@@ -310,7 +310,7 @@ def test_autotuned_full_disk_caches_nothing(caches, monkeypatch):
     assert not [*caches.iterdir()]
 
 
-def test_autotuned_read_only_folder_caches_nothing(caches):
+def test_autotuned_read_only_directory_caches_nothing(caches):
     caches.touch()
     assert_not_cached("cannot write")
 

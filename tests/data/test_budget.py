@@ -21,8 +21,8 @@ def control_groups(request, tmp_path, monkeypatch):
         f"1:name=systemd:/init\n{5 if request.param else 0}:{request.param}:/job/step\n"
     )
     limit, use, _ = resources.MEMORY_FILES[request.param]
-    for folder, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
-        group = tmp_path / "control_groups" / request.param / folder
+    for directory, most in {"job": "1000000", "job/step": "max" if not request.param else str(2**63 - 4096)}.items():
+        group = tmp_path / "control_groups" / request.param / directory
         group.mkdir(parents=True)
         for name, content in {limit: most, use: "600000", "memory.stat": RESERVE[request.param]}.items():
             (group / name).write_text(content)
@@ -66,14 +66,14 @@ def test_available_cpus_in_a_container_are_divided_among_ranks(version, tmp_path
     (tmp_path / "membership").write_text("0::/job/step\n" if version == 2 else "3:cpu,cpuacct:/job/step\n")
     job = tmp_path / "job" if version == 2 else tmp_path / "cpu" / "job"
     (job / "step").mkdir(parents=True)
-    for folder, quota in ((job, "350000"), (job / "step", "max" if version == 2 else "-1")):
+    for directory, quota in ((job, "350000"), (job / "step", "max" if version == 2 else "-1")):
         group_files = (
             {"cpu.max": f"{quota} 100000"}
             if version == 2
             else {"cpu.cfs_quota_us": quota, "cpu.cfs_period_us": "100000"}
         )
         for name, content in group_files.items():
-            (folder / name).write_text(content + "\n")
+            (directory / name).write_text(content + "\n")
     assert resources.available_cpus() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert resources.available_cpus() == 1

@@ -19,7 +19,7 @@ from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, sh
 
 
 @pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path, monkeypatch):
+def own_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -145,7 +145,7 @@ def test_cache_keeps_bad_rows_bad(kind):
         (lambda p, kind: p.map(lambda x: "text").cache(kind), "holds strs"),
         (lambda p, kind: p.cache(kind, gigabytes=0), "gigabytes"),
         (lambda p, kind: p.cache("tape"), "'memory' or 'disk'"),
-        (lambda p, kind: p.cache("memory", folder="x"), "folder"),
+        (lambda p, kind: p.cache("memory", directory="x"), "directory"),
     ],
 )
 def test_cache_of_uncacheable_source_raises(kind, build, message):
@@ -160,7 +160,7 @@ def test_cache_reports_progress(recwarn, tmp_path):
             return torch.zeros(len(rows), 4_000_000)
 
     reports = []
-    list(Pipeline(Slow([0, 5])).cache(watch=lambda *what: reports.append(what)).batch(5))
+    list(Pipeline(Slow([0, 5])).cache(on_progress=lambda *what: reports.append(what)).batch(5))
     assert (
         [done for _, done, _ in reports] == [0.2, 0.4, 0.6, 0.8, 1.0]
         and reports[-1][2] == 0

@@ -18,7 +18,7 @@ from helpers.process import FORK, join_process, start_process
 
 
 @pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path, monkeypatch):
+def own_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -49,7 +49,7 @@ def test_unheld_locks_are_removed_and_an_unusable_lock_is_one_line(tmp_path):
     (made,) = (tmp_path / "cache").iterdir()
     shutil.rmtree(made)
     made.with_suffix(".lock").mkdir()  # equivalent to a lock file that may not be opened
-    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another folder") as error:
+    with pytest.raises(RunError, match=r"cannot write .*\.lock: Is a directory; .*choose another directory") as error:
         list(arrays(NUMBERS).cache("disk").batch(ROWS))
     assert "\n" not in str(error.value)
     (tmp_path / "cache" / "left.lock").touch()
@@ -75,39 +75,39 @@ TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 class Slow(Source):
     """Forty rows of 1.6 MB; reading pauses before each chunk but the first."""
 
-    def __init__(self, folder, pause):
-        self.folder, self.pause = folder, pause
+    def __init__(self, directory, pause):
+        self.directory, self.pause = directory, pause
 
     def __len__(self):
         return 40
 
     def read(self, rows):
-        with open(self.folder / "reads", "a") as file:
+        with open(self.directory / "reads", "a") as file:
             file.write(f"{len(rows)}\n")
-        time.sleep(self.pause if any(self.folder.glob("cache/*.making/0.rows")) else 0.0)
+        time.sleep(self.pause if any(self.directory.glob("cache/*.making/0.rows")) else 0.0)
         return torch.from_numpy(rows.copy())[:, None].repeat(1, 200_000)
 
     def fingerprint(self):
         return {"slow": 1}
 
 
-def build_cache(folder, pause, limit, results):
+def build_cache(directory, pause, limit, results):
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
         try:
-            batches = Pipeline(Slow(folder, pause)).cache("disk", folder=folder / "cache").batch(8)
+            batches = Pipeline(Slow(directory, pause)).cache("disk", directory=directory / "cache").batch(8)
             outcome = sum(int(batch[:, 0].sum()) for batch in batches)
         except RunError as failure:
             outcome = str(failure)
     results.put((outcome, [str(notice.message) for notice in notices]))
 
 
-def start_maker(folder, pause=0.25, limit=None):
+def start_maker(directory, pause=0.25, limit=None):
     """A process that writes a cache in four chunks, and the queue of its result."""
     results = FORK.SimpleQueue()
-    return start_process(build_cache, folder, pause, limit, results), results
+    return start_process(build_cache, directory, pause, limit, results), results
 
 
 def join_maker(process, results):
@@ -156,14 +156,14 @@ def test_full_disk_is_named_in_the_error(tmp_path):
     with pytest.raises(
         RunError,
         match=r"cannot write .*: the disk is full; the incomplete cache was removed; free some space, or choose "
-        r"another folder",
+        r"another directory",
     ) as error:
         written.write(torch.zeros(1000, 100))
     written.abandon()
     assert "\n" not in str(error.value)
 
 
-def test_read_only_folder_is_one_line(tmp_path):
+def test_read_only_directory_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="choose another folder"):
-        list(arrays(NUMBERS).cache("disk", folder=tmp_path / "file" / "cache").batch(BATCH))
+    with pytest.raises(RunError, match="choose another directory"):
+        list(arrays(NUMBERS).cache("disk", directory=tmp_path / "file" / "cache").batch(BATCH))

@@ -86,20 +86,20 @@ FILES = {
 }
 
 
-def write(folder, old="", new=""):
+def write(directory, old="", new=""):
     """Writes the user's modules with some text replaced."""
     assert any(old in text for text in FILES.values())
     for name, text in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text.replace(old, new))
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text.replace(old, new))
 
 
-def of(folder, old="", new="", what="f"):
+def of(directory, old="", new="", what="f"):
     """Returns the fingerprint of an expression over modules written now."""
-    write(folder, old, new)
+    write(directory, old, new)
     importlib.invalidate_caches()
     with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(folder)
+        patched.syspath_prepend(directory)
         patched.setattr(sys, "dont_write_bytecode", True)  # a cached module would be taken for the next text
         try:
             return fingerprint(eval(what, vars(importlib.import_module("user_code"))))

@@ -1,4 +1,4 @@
-"""Images: decoded and resized as Pillow does, labeled by folder, and every kind of bad image."""
+"""Images: decoded and resized as Pillow does, labeled by directory, and every kind of bad image."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import images
 from hasten.data.formats import decoding
 from hasten.data.io import file_list
-from hasten.data.io.file_list import list_folder
+from hasten.data.io.file_list import list_directory
 from hasten.data.source import BadRow
 
 
@@ -41,7 +41,7 @@ def smooth(height, width, seed=0):
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
 
-def folder_of(path, sizes=((40, 60), (60, 40), (50, 50)), classes=("cat", "dog"), kind="png"):
+def directory_of(path, sizes=((40, 60), (60, 40), (50, 50)), classes=("cat", "dog"), kind="png"):
     for number, name in enumerate(classes):
         (path / name).mkdir(parents=True)
         for place, (height, width) in enumerate(sizes):
@@ -59,7 +59,7 @@ def as_pillow_resizes(picture, height, width):
 
 
 def test_png_is_decoded_bit_for_bit(tmp_path):
-    source = images(folder_of(tmp_path / "set")).source
+    source = images(directory_of(tmp_path / "set")).source
     pictures, labels = source.read(numpy.arange(6))
     assert source.classes == ["cat", "dog"] and labels.tolist() == [0, 0, 0, 1, 1, 1]
     for picture, path in zip(pictures, sorted((tmp_path / "set").rglob("*.png")), strict=True):
@@ -70,7 +70,7 @@ def test_png_is_decoded_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("resize", [32, (24, 30), 80], ids=str)
 def test_resize_equals_pillow(tmp_path, resize):
-    pictures, labels = images(folder_of(tmp_path / "set"), resize=resize).source.read(numpy.array([4, 0, 2]))
+    pictures, labels = images(directory_of(tmp_path / "set"), resize=resize).source.read(numpy.array([4, 0, 2]))
     height, width = (resize, resize) if isinstance(resize, int) else resize
     assert pictures.shape == (3, 3, height, width) and pictures.is_contiguous() and labels.tolist() == [1, 0, 0]
     for picture, name in zip(pictures, ["dog/1.png", "cat/0.png", "cat/2.png"], strict=True):
@@ -81,7 +81,7 @@ def test_resize_equals_pillow(tmp_path, resize):
 def test_real_photos_are_decoded_as_by_pillow(decoder):
     photos = Path(os.environ.get("HASTEN_DATA", "")) / "imagenet-sample-jpeg"
     if not photos.is_dir():
-        pytest.skip("no photos: HASTEN_DATA names no folder with imagenet-sample-jpeg")
+        pytest.skip("no photos: HASTEN_DATA names no directory with imagenet-sample-jpeg")
     source = images(photos, resize=224, labels=None).source
     rows = numpy.arange(0, 200, 7)
     pictures, originals = source.read(rows), images(photos, labels=None).source.read(rows)
@@ -116,7 +116,7 @@ def test_large_jpeg_decoded_at_reduced_size_looks_the_same(tmp_path, decoder):
 
 def test_image_runners_give_the_same_images(tmp_path):
     source = images(
-        folder_of(tmp_path / "set", sizes=[(30 + i, 70 - i) for i in range(20)], kind="jpg"), resize=24
+        directory_of(tmp_path / "set", sizes=[(30 + i, 70 - i) for i in range(20)], kind="jpg"), resize=24
     ).source
     batches = numpy.array_split(numpy.random.default_rng(0).permutation(40), 10)
     one_by_one = [source.read(batch)[0] for batch in batches]
@@ -189,7 +189,7 @@ def test_truncated_jpeg_is_bad(tmp_path, decoder):
 
 
 def test_deleted_file_is_a_bad_row(tmp_path):
-    source = images(folder_of(tmp_path / "set"), resize=8).source
+    source = images(directory_of(tmp_path / "set"), resize=8).source
     (tmp_path / "set" / "cat" / "1.png").unlink()
     with pytest.raises(BadRow, match=r"cannot read .*cat/1\.png"):
         source.read(numpy.arange(6))
@@ -197,7 +197,7 @@ def test_deleted_file_is_a_bad_row(tmp_path):
 
 @pytest.mark.parametrize("way", [{"batches": 0}, {"processes": 1}], ids=str)
 def test_image_replaced_between_epochs_raises(tmp_path, way):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     pictures = images(root, resize=8).batch(3).prefetch(**way)
     first, second = list(pictures), list(pictures)
     assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
@@ -208,7 +208,7 @@ def test_image_replaced_between_epochs_raises(tmp_path, way):
 
 
 def test_cache_of_replaced_images_is_rebuilt(tmp_path):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     pictures = images(root, resize=8).cache().batch(6)
     ((before, _),) = pictures
     smooth(11, 13, seed=99).save(root / "cat" / "1.png")
@@ -216,22 +216,22 @@ def test_cache_of_replaced_images_is_rebuilt(tmp_path):
     assert not torch.equal(before[1], after[1]) and torch.equal(before[0], after[0])
 
 
-def test_labels_by_folder_name_and_pattern(tmp_path):
-    folder_of(tmp_path / "set")
+def test_labels_by_directory_name_and_pattern(tmp_path):
+    directory_of(tmp_path / "set")
     by_pattern = images(str(tmp_path / "set" / "*" / "*.png"))
     assert by_pattern.source.classes == ["cat", "dog"] and by_pattern.source.labels.tolist() == [0, 0, 0, 1, 1, 1]
     names = {f"{name}/{i}.png": 10 * i for name in ("cat", "dog") for i in range(3)}
     assert images(tmp_path / "set", labels=names).source.labels.tolist() == [0, 10, 20, 0, 10, 20]
     with pytest.raises(ConfigurationError, match=r"dog/2\.png has no label"):
         images(tmp_path / "set", labels={name: 1 for name in names if name != "dog/2.png"})
-    with pytest.raises(ConfigurationError, match=r"0\.png is in no folder"):
+    with pytest.raises(ConfigurationError, match=r"0\.png is in no directory"):
         images(tmp_path / "set" / "cat")
 
 
 @pytest.mark.parametrize("resize", [0, -3, (1, 2, 3), "big", (4, 0)])
 def test_invalid_size_is_refused(tmp_path, resize):
     with pytest.raises(ConfigurationError, match="resize must be"):
-        images(folder_of(tmp_path / "set"), resize=resize)
+        images(directory_of(tmp_path / "set"), resize=resize)
 
 
 def test_invalid_image_files_are_refused(tmp_path):
@@ -240,41 +240,41 @@ def test_invalid_image_files_are_refused(tmp_path):
         images(tmp_path)
 
 
-def test_folder_listing_is_cached_until_the_folder_changes(tmp_path, monkeypatch):
+def test_directory_listing_is_cached_until_the_directory_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(file_list, "MIN_FILES", 1)
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     long_ago = time.time() - 3600
-    for folder in (root, root / "cat", root / "dog"):
-        os.utime(folder, (long_ago, long_ago))
-    first = list_folder(root, (".png",))
+    for directory in (root, root / "cat", root / "dog"):
+        os.utime(directory, (long_ago, long_ago))
+    first = list_directory(root, (".png",))
     walks = []
     walk = file_list.walk
     monkeypatch.setattr(file_list, "walk", lambda *args: walks.append(1) or walk(*args))
-    again = list_folder(root, (".png",))
+    again = list_directory(root, (".png",))
     assert not walks and [again.path(i) for i in range(6)] == [first.path(i) for i in range(6)]
     smooth(9, 9).save(root / "dog" / "new.png")
-    assert len(list_folder(root, (".png",))) == 7 and walks
+    assert len(list_directory(root, (".png",))) == 7 and walks
     (listing,) = Path(os.environ["HASTEN_CACHE"], "manifests").iterdir()
     listing.write_bytes(listing.read_bytes()[:100])  # a damaged list is ignored
-    assert len(list_folder(root, (".png",))) == 7
+    assert len(list_directory(root, (".png",))) == 7
 
 
-def test_folder_that_just_changed_is_not_cached(tmp_path, monkeypatch):
+def test_directory_that_just_changed_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(file_list, "MIN_FILES", 1)
     monkeypatch.setattr(file_list, "TIMESTAMP_GRANULARITY_NS", 3600 * 10**9)  # however long the machine takes
-    list_folder(folder_of(tmp_path / "set"), (".png",))
+    list_directory(directory_of(tmp_path / "set"), (".png",))
     assert not Path(os.environ["HASTEN_CACHE"], "manifests").exists()
 
 
 def test_cyclic_links_end(tmp_path):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     (root / "cat" / "around").symlink_to(root)
-    assert len(list_folder(root, (".png",))) == 6
+    assert len(list_directory(root, (".png",))) == 6
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_dangling_link_is_a_bad_row_of_a_cache(tmp_path, where):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     (root / "cat" / "1.png").unlink()
     (root / "cat" / "1.png").symlink_to(tmp_path / "later.png")
     pictures = images(root, resize=8)
@@ -291,7 +291,7 @@ def test_dangling_link_is_a_bad_row_of_a_cache(tmp_path, where):
 
 
 def test_fingerprint_follows_the_files(tmp_path):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     before = images(root, resize=8).source.fingerprint()
     assert before != images(root, resize=8, pixels=9000).source.fingerprint()
     assert before == images(root, resize=8).source.fingerprint() != images(root, resize=9).source.fingerprint()
@@ -300,7 +300,7 @@ def test_fingerprint_follows_the_files(tmp_path):
 
 
 def test_fingerprint_follows_the_decoders(tmp_path, decoder, monkeypatch):
-    root = folder_of(tmp_path / "set")
+    root = directory_of(tmp_path / "set")
     before = images(root, resize=8).source.fingerprint()
     monkeypatch.setattr(decoding.metadata, "version", lambda package: f"{package} of tomorrow")
     now = images(root, resize=8).source.fingerprint()

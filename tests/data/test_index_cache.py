@@ -76,8 +76,8 @@ def asked(web, path, query=""):
 
 
 def cached_files():
-    folder = Path(os.environ["HASTEN_CACHE"], "manifests")
-    return sorted(folder.iterdir()) if folder.exists() else []
+    directory = Path(os.environ["HASTEN_CACHE"], "manifests")
+    return sorted(directory.iterdir()) if directory.exists() else []
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +242,7 @@ def test_two_processes_index_a_file_concurrently(tmp_path, settled):
 
 
 @pytest.mark.parametrize("why", ["read-only", "a file is in the way"])
-def test_read_only_cache_folder_is_no_error(tmp_path, settled, why):
+def test_read_only_cache_directory_is_no_error(tmp_path, settled, why):
     cache = Path(os.environ["HASTEN_CACHE"])
     if why == "a file is in the way":
         cache.touch()

@@ -38,22 +38,22 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def directory(tmp_path_factory):
     """A valid file of every kind."""
-    folder = tmp_path_factory.mktemp("data")
+    directory = tmp_path_factory.mktemp("data")
     table = pa.table({"a": [1.0, 2.0], "b": [1, 2], "label": [0, 1]})
-    arrow_parquet.write_table(table, folder / "t.parquet")
-    arrow_feather.write_feather(table, folder / "t.feather")
-    (folder / "t.csv").write_text("a,b,label\n1,2,0\n")
-    (folder / "t.tfrecord").write_bytes(
+    arrow_parquet.write_table(table, directory / "t.parquet")
+    arrow_feather.write_feather(table, directory / "t.feather")
+    (directory / "t.csv").write_text("a,b,label\n1,2,0\n")
+    (directory / "t.tfrecord").write_bytes(
         frame_records([encode_example({"a": [1.0, 2.0], "raw": b"1234", "label": 1})] * 3)
     )
-    pack(folder / "t.tar", [*sample(1), *sample(2)])
-    (folder / "a").mkdir()
-    (folder / "a" / "t.png").write_bytes(png(0)[0])
-    numpy.arange(100, dtype=numpy.uint16).tofile(folder / "t.bin")
-    numpy.save(folder / "t.npy", numpy.arange(100))
-    return folder
+    pack(directory / "t.tar", [*sample(1), *sample(2)])
+    (directory / "a").mkdir()
+    (directory / "a" / "t.png").write_bytes(png(0)[0])
+    numpy.arange(100, dtype=numpy.uint16).tofile(directory / "t.bin")
+    numpy.save(directory / "t.npy", numpy.arange(100))
+    return directory
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +67,10 @@ def refused(make, message):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
 
 
-def test_valid_files_are_accepted(folder):
+def test_valid_files_are_accepted(directory):
     for name, make in MAKERS.items():
-        assert len(make(folder / FILES[name]).source) >= 1
-    assert len(tokens(folder / "t.bin", 8).source) == 12
+        assert len(make(directory / FILES[name]).source) >= 1
+    assert len(tokens(directory / "t.bin", 8).source) == 12
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -155,8 +155,8 @@ IMAGES = [
     ({"resize": 2.5}, "not 2.5"),
     ({"resize": (4, True)}, "resize must be"),
     ({"resize": {4, 5}}, "resize must be"),
-    ({"labels": "folders"}, 'labels= must be "folder", a dict'),
-    ({"labels": [0]}, 'labels= must be "folder", a dict'),
+    ({"labels": "directories"}, 'labels= must be "directory", a dict'),
+    ({"labels": [0]}, 'labels= must be "directory", a dict'),
     ({"labels": {}}, "has no label"),
     ({"labels": {"t.png": "cat"}}, "the label of .*t.png is not a number: 'cat'"),
     ({"labels": {"t.png": 10**30}}, "a tensor cannot hold the labels"),
@@ -176,12 +176,12 @@ SETTINGS = [
 @pytest.mark.parametrize(
     ("name", "settings", "message"), SETTINGS, ids=[f"{name} {settings}" for name, settings, _ in SETTINGS]
 )
-def test_source_invalid_arguments_are_refused(folder, name, settings, message):
-    refused(lambda: MAKERS[name](folder / FILES[name], **settings), message)
+def test_source_invalid_arguments_are_refused(directory, name, settings, message):
+    refused(lambda: MAKERS[name](directory / FILES[name], **settings), message)
 
 
-def test_webdataset_target_may_start_with_a_dot(folder):
-    text, number = webdataset(folder / "t.tar", columns=[".txt"], target=".CLS").source.read(numpy.array([0]))
+def test_webdataset_target_may_start_with_a_dot(directory):
+    text, number = webdataset(directory / "t.tar", columns=[".txt"], target=".CLS").source.read(numpy.array([0]))
     assert number.tolist() == [1] and text == ["text 1 é"]
 
 
@@ -193,9 +193,9 @@ def test_webdataset_target_may_start_with_a_dot(folder):
         ({"gigabytes": "1"}, "must be a number above 0, not '1'"),
         ({"gigabytes": float("nan")}, "not nan"),
         ({"gigabytes": [1]}, r"not \[1\]"),
-        ({"where": "disk", "folder": 5}, "is the path of a folder, not 5"),
-        ({"where": "disk", "folder": ""}, "is the path of a folder, not ''"),
-        ({"watch": "yes"}, "is a function"),
+        ({"where": "disk", "directory": 5}, "is the path of a directory, not 5"),
+        ({"where": "disk", "directory": ""}, "is the path of a directory, not ''"),
+        ({"on_progress": "yes"}, "is a function"),
     ],
     ids=str,
 )
@@ -228,21 +228,21 @@ def test_cache_invalid_arguments_are_refused(settings, message):
     ],
     ids=str,
 )
-def test_tokens_invalid_arguments_are_refused(folder, settings, message):
-    refused(lambda: tokens(folder / "t.bin", **settings), message)
+def test_tokens_invalid_arguments_are_refused(directory, settings, message):
+    refused(lambda: tokens(directory / "t.bin", **settings), message)
 
 
-def test_tokens_huge_stride_gives_one_window(folder):
-    (batch,) = tokens(folder / "t.bin", 8, stride=2**62).batch(4)
+def test_tokens_huge_stride_gives_one_window(directory):
+    (batch,) = tokens(directory / "t.bin", 8, stride=2**62).batch(4)
     assert batch[0].tolist() == [list(range(8))]
 
 
-def test_tokens_dtype_that_contradicts_the_file_is_refused(folder, tmp_path):
+def test_tokens_dtype_that_contradicts_the_file_is_refused(directory, tmp_path):
     refused(
-        lambda: tokens(folder / "t.npy", 8, dtype="uint16"),
+        lambda: tokens(directory / "t.npy", 8, dtype="uint16"),
         r"t\.npy holds int64, not dtype=uint16; omit dtype=",
     )
-    assert len(tokens(folder / "t.npy", 8, dtype="int64").source) == 12
+    assert len(tokens(directory / "t.npy", 8, dtype="int64").source) == 12
     header = numpy.zeros(256, numpy.int32)
     header[0] = 20240520
     (tmp_path / "t.bin").write_bytes(header.tobytes() + bytes(200))
@@ -256,21 +256,24 @@ def zipped(path):
 
 
 FOREIGN = {
-    "t.bin": (lambda folder: (folder / "t.parquet").read_bytes(), "is a Parquet file"),
-    "u.bin": (lambda folder: (folder / "t.feather").read_bytes(), "is an Arrow file"),
-    "v.bin": (lambda folder: (folder / "t.npy").read_bytes(), r"is a NumPy array, which must be named \.npy"),
-    "w.bin": (lambda folder: (folder / "a" / "t.png").read_bytes(), "is a PNG image"),
-    "photo.jpg": (lambda folder: b"\xff\xd8\xff\xe0" + bytes(200), "is a JPEG image"),
-    "x.bin": (lambda folder: gzip.compress(bytes(range(256)) * 9), "is compressed with gzip"),
-    "pytorch_model.bin": (lambda folder: zipped(folder / "zip"), "is a zip archive, such as a PyTorch checkpoint"),
-    "notes.txt": (lambda folder: b"some words that are no numbers", r"ends in neither \.bin nor \.npy"),
+    "t.bin": (lambda directory: (directory / "t.parquet").read_bytes(), "is a Parquet file"),
+    "u.bin": (lambda directory: (directory / "t.feather").read_bytes(), "is an Arrow file"),
+    "v.bin": (lambda directory: (directory / "t.npy").read_bytes(), r"is a NumPy array, which must be named \.npy"),
+    "w.bin": (lambda directory: (directory / "a" / "t.png").read_bytes(), "is a PNG image"),
+    "photo.jpg": (lambda directory: b"\xff\xd8\xff\xe0" + bytes(200), "is a JPEG image"),
+    "x.bin": (lambda directory: gzip.compress(bytes(range(256)) * 9), "is compressed with gzip"),
+    "pytorch_model.bin": (
+        lambda directory: zipped(directory / "zip"),
+        "is a zip archive, such as a PyTorch checkpoint",
+    ),
+    "notes.txt": (lambda directory: b"some words that are no numbers", r"ends in neither \.bin nor \.npy"),
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_tokens_of_another_format_is_refused(folder, tmp_path, name):
+def test_tokens_of_another_format_is_refused(directory, tmp_path, name):
     content, kind = FOREIGN[name]
-    content = content(folder)
+    content = content(directory)
     content += bytes(len(content) % 2)
     (tmp_path / name).write_bytes(content)
     refused(lambda: tokens(tmp_path / name, 4), f"{name}.*{kind}.*dtype=")
@@ -292,9 +295,9 @@ def test_tokens_of_remote_path_is_refused():
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "csv"])  # nearly any bytes are text of some kind
-def test_source_file_of_another_format_is_refused(folder, tmp_path, name):
+def test_source_file_of_another_format_is_refused(directory, tmp_path, name):
     """Each function gets the files of all others under its own suffix, and some invalid ones: always one line."""
-    others = {other: (folder / file).read_bytes() for other, file in FILES.items() if other != name}
+    others = {other: (directory / file).read_bytes() for other, file in FILES.items() if other != name}
     others |= {
         "empty": b"",
         "zeros": bytes(5000),

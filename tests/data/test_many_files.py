@@ -1,4 +1,4 @@
-"""A glob of very many files: each is found once, in order, in the time of listing the folders; the list is cached."""
+"""A glob of many files: each is found once, in order, in the time of listing the directories; the list is cached."""
 
 import os
 import shutil
@@ -7,15 +7,15 @@ import time
 import pytest
 
 from hasten.data.io import file_list
-from hasten.data.io.file_list import list_folder
+from hasten.data.io.file_list import list_directory
 from hasten.data.io.paths import resolve_paths
 from helpers.markers import slow
 
 
-def filled(root, folders, files):
-    """Creates names of empty files, ``folders`` times ``files`` of them, and one of another kind in each folder."""
-    for folder in range(folders):
-        path = root / f"{folder:04}"
+def filled(root, directories, files):
+    """Creates names of empty files, ``directories`` times ``files`` of them, and one of another kind each."""
+    for directory in range(directories):
+        path = root / f"{directory:04}"
         path.mkdir(parents=True)
         (path / "notes.txt").touch()
         for file in range(files):
@@ -25,7 +25,7 @@ def filled(root, folders, files):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder of its own, so that caches of other tests do not apply."""
+    """A directory of its own, so that caches of other tests do not apply."""
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "set"
     shutil.rmtree(tmp_path / "set")
@@ -42,24 +42,26 @@ def within(seconds, do):
 
 
 @pytest.mark.parametrize(
-    ("folders", "files"),
+    ("directories", "files"),
     [(20, 1000), slow(100, 1000)],
     ids=["20 thousand", "a hundred thousand"],
 )
-def test_glob_takes_the_time_of_listing_the_folders(place, folders, files):
-    filled(place, folders, files)
+def test_glob_takes_the_time_of_listing_the_directories(place, directories, files):
+    filled(place, directories, files)
     began = time.process_time()
     names = sorted(
-        entry.path for folder in os.scandir(place) for entry in os.scandir(folder) if entry.name.endswith(".jpg")
+        entry.path for directory in os.scandir(place) for entry in os.scandir(directory) if entry.name.endswith(".jpg")
     )
     looked = time.process_time() - began
     globbed = within(6 * looked + 0.2, lambda: resolve_paths(f"{place}/*/*.jpg", (".jpg",)))
-    assert globbed == names and len(names) == folders * files
+    assert globbed == names and len(names) == directories * files
     assert resolve_paths(place, (".jpg",)) == names
 
-    for folder in (place, *place.iterdir()):
-        os.utime(folder, ns=(1, 1))  # long ago: the folder does not change any more
-    first = list_folder(place, (".jpg",))
-    again = within(0.05 + looked / 10, lambda: list_folder(place, (".jpg",)))  # the cached list is read, and no folder
+    for directory in (place, *place.iterdir()):
+        os.utime(directory, ns=(1, 1))  # long ago: the directory does not change any more
+    first = list_directory(place, (".jpg",))
+    again = within(
+        0.05 + looked / 10, lambda: list_directory(place, (".jpg",))
+    )  # the cached list is read, and no directory
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
     assert len(names) > file_list.MIN_FILES

@@ -1,4 +1,4 @@
-"""Rows that a run skips: up to a given limit, counted, listed in its folder, and the same after any kill."""
+"""Rows that a run skips: up to a given limit, counted, listed in its directory, and the same after any kill."""
 
 import json
 
@@ -23,12 +23,12 @@ def named(name):
     return f"{faulty_tasks.__file__}:{name}"
 
 
-def listed(folder):
-    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+def listed(directory):
+    return [json.loads(line) for line in (directory / "skipped.jsonl").read_text().splitlines()]
 
 
-def left(folder):
-    return [(folder / name).read_bytes() for name in ("model.safetensors", "log.jsonl", "skipped.jsonl")]
+def left(directory):
+    return [(directory / name).read_bytes() for name in ("model.safetensors", "log.jsonl", "skipped.jsonl")]
 
 
 @pytest.mark.parametrize("name", ["threads", "processes", "made_later"])

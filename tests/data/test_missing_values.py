@@ -33,14 +33,14 @@ COLUMNS = {
 }
 
 
-def stored(folder, *names):
-    path = folder / "t.parquet"
+def stored(directory, *names):
+    path = directory / "t.parquet"
     arrow_parquet.write_table(pa.table({name: COLUMNS[name] for name in names}), path)
     return path
 
 
-def read(folder, name, fill):
-    column = parquet(stored(folder, name), fill=fill).source.read(ROWS)[name]
+def read(directory, name, fill):
+    column = parquet(stored(directory, name), fill=fill).source.read(ROWS)[name]
     return column if isinstance(column, (list, dict)) else column.tolist()
 
 
@@ -162,10 +162,10 @@ def test_integers_beyond_int64_are_refused(tmp_path):
 # ---- fields that are empty throughout a file of an inferred type
 
 
-def two_files(folder, first, second):
-    (folder / "1.csv").write_text(first)
-    (folder / "2.csv").write_text(second)
-    return folder
+def two_files(directory, first, second):
+    (directory / "1.csv").write_text(first)
+    (directory / "2.csv").write_text(second)
+    return directory
 
 
 EMPTY = "n,x,word\n,,\n,,\n"
@@ -214,9 +214,9 @@ def test_file_with_header_only_adds_nothing(tmp_path):
 # ---- classes
 
 
-def labelled(folder, text="x,kind\n1,b\n2,\n3,a\n"):
-    (folder / "t.csv").write_text(text)
-    return folder / "t.csv"
+def labelled(directory, text="x,kind\n1,b\n2,\n3,a\n"):
+    (directory / "t.csv").write_text(text)
+    return directory / "t.csv"
 
 
 def test_csv_empty_label_is_missing(tmp_path):

@@ -17,7 +17,7 @@ from helpers.tar_files import npy, pack, png
 ROWS, BATCH = 24, 5  # the last batch is shorter
 
 
-def table(folder):
+def table(directory):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
     from pyarrow.parquet import write_table
 
@@ -33,20 +33,20 @@ def table(folder):
         "text": [str(row) for row in count],
         "point": [{"x": float(row), "tags": ["t"] * (row % 2)} for row in count],
     }
-    write_table(pa.table(columns), folder / "t.parquet", row_group_size=7)
-    return parquet(folder / "t.parquet", gigabytes=0)
+    write_table(pa.table(columns), directory / "t.parquet", row_group_size=7)
+    return parquet(directory / "t.parquet", gigabytes=0)
 
 
-def records(folder):
+def records(directory):
     messages = [
         encode_example({"one": row, "some": list(range(1 + row % 4)), "words": [b"w"] * (1 + row % 2)})
         for row in range(ROWS)
     ]
-    (folder / "t.tfrecord").write_bytes(frame_records(messages))
-    return tfrecord(folder / "t.tfrecord", features={"one": (), "some": None, "words": None})
+    (directory / "t.tfrecord").write_bytes(frame_records(messages))
+    return tfrecord(directory / "t.tfrecord", features={"one": (), "some": None, "words": None})
 
 
-def tar(folder):
+def tar(directory):
     files = []
     for row in range(ROWS):
         content = {
@@ -56,16 +56,16 @@ def tar(folder):
             "npy": npy(numpy.arange(row % 3 + 1)),
         }
         files += [(f"{row:03}.{ending}", part) for ending, part in content.items()] + [(f"{row:03}.png", png(row)[0])]
-    pack(folder / "t.tar", files)
-    return webdataset(folder / "t.tar", target="cls")
+    pack(directory / "t.tar", files)
+    return webdataset(directory / "t.tar", target="cls")
 
 
-def image_folder(folder, sizes=((20, 30), (30, 20))):
+def image_folder(directory, sizes=((20, 30), (30, 20))):
     for row in range(ROWS):
-        path = folder / "image_folder" / "ab"[row % 2] / f"{row:03}.png"
+        path = directory / "image_folder" / "ab"[row % 2] / f"{row:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(row, sizes[row % len(sizes)])[0])
-    return images(folder / "image_folder")
+    return images(directory / "image_folder")
 
 
 @pytest.fixture(autouse=True)

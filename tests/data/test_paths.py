@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     for name in ("a.csv", "b.csv", "c.txt", ".hidden.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,15 +72,15 @@ def unsteady(monkeypatch):
         (["b.csv", "a.csv", "a.*"], ["a.csv", "b.csv"]),
     ],
 )
-def test_resolve_paths_finds_files(folder, patterns, names):
+def test_resolve_paths_finds_files(directory, patterns, names):
     assert resolve_paths(patterns, (".csv",)) == names
 
 
-def test_resolve_paths_of_a_path_and_a_folder(folder):
-    assert resolve_paths(folder, (".csv",)) == sorted(
-        str(folder / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv")
+def test_resolve_paths_of_a_path_and_a_directory(directory):
+    assert resolve_paths(directory, (".csv",)) == sorted(
+        str(directory / n) for n in ("a.csv", "b.csv", "deep/d.csv", "deep/er/e.csv", "odd[1].csv")
     )
-    assert str(folder / "c.txt") in resolve_paths(folder)
+    assert str(directory / "c.txt") in resolve_paths(directory)
 
 
 @pytest.mark.parametrize(
@@ -88,38 +88,38 @@ def test_resolve_paths_of_a_path_and_a_folder(folder):
     [
         ("*.parquet", "no file matches *.parquet (there is:"),
         ("aa.csv", "there is no file aa.csv (did you mean a.csv"),
-        ("nowhere/x.csv", "there is no folder nowhere"),
+        ("nowhere/x.csv", "there is no directory nowhere"),
         ([], "no file was given"),
         (3, "not by 3"),
         ([b"a.csv"], "not by b'a.csv'"),
         ("what://x/y", "Protocol not known"),
     ],
 )
-def test_resolve_paths_without_a_match_raises(folder, patterns, message):
+def test_resolve_paths_without_a_match_raises(directory, patterns, message):
     with pytest.raises(ConfigurationError) as refused:
         resolve_paths(patterns, (".csv",))
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_resolve_paths_of_a_folder_without_such_files_raises(folder):
+def test_resolve_paths_of_a_directory_without_such_files_raises(directory):
     with pytest.raises(ConfigurationError, match="holds no file that ends in"):
         resolve_paths("deep", (".parquet",))
 
 
-def test_open_file_reads_and_maps(folder):
+def test_open_file_reads_and_maps(directory):
     with open_file("a.csv") as file:
         file.seek(2)
         assert file.read() == b"csv"
     assert bytes(mapped_bytes("a.csv")) == b"a.csv"
     assert mapped_bytes("a.csv") is mapped_bytes("a.csv")
-    (folder / "empty").touch()
+    (directory / "empty").touch()
     assert len(mapped_bytes("empty")) == 0
     for read in (open_file, mapped_bytes, file_signature):
         with pytest.raises(ConfigurationError, match=r"cannot read gone\.csv: No such file"):
             read("gone.csv")
 
 
-def test_open_file_of_a_changed_or_deleted_file_raises(folder):
+def test_open_file_of_a_changed_or_deleted_file_raises(directory):
     before = file_signature("a.csv")
     check_unchanged("a.csv", before)
     os.link("a.csv", "a.backup")
@@ -128,7 +128,7 @@ def test_open_file_of_a_changed_or_deleted_file_raises(folder):
     with pytest.raises(RunError, match=r"a\.csv changed while it was being read"):
         check_unchanged("a.csv", before)
     assert bytes(mapped_bytes("b.csv")) == b"b.csv"
-    (folder / "b.new").write_text("other")
+    (directory / "b.new").write_text("other")
     os.replace("b.new", "b.csv")
     assert bytes(mapped_bytes("b.csv")) == b"other"
     os.remove("a.csv")
@@ -136,12 +136,14 @@ def test_open_file_of_a_changed_or_deleted_file_raises(folder):
         check_unchanged("a.csv", before)
 
 
-def test_signature_detects_a_change_with_restored_time(folder):
+def test_signature_detects_a_change_with_restored_time(directory):
     before = file_signature("a.csv")
     time.sleep(0.02)  # the clock of a file system has a coarse resolution
-    (folder / "a.csv").write_text("A.CSV")
+    (directory / "a.csv").write_text("A.CSV")
     os.utime("a.csv", ns=(before[2][0], before[2][0]))
-    assert file_signature("a.csv")[:2] == before[:2] == [str(folder / "a.csv"), 5] and file_signature("a.csv") != before
+    assert (
+        file_signature("a.csv")[:2] == before[:2] == [str(directory / "a.csv"), 5] and file_signature("a.csv") != before
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,22 +159,22 @@ def test_signature_detects_a_change_with_restored_time(folder):
         ("shards/a_link/*.tar", ["a_link/0.tar", "a_link/1.tar"]),
     ],
 )
-def test_walk_visits_a_linked_folder_once(folder, pattern, names):
+def test_walk_visits_a_linked_directory_once(directory, pattern, names):
     for name in ("2023/0.tar", "2024/0.tar", "2024/1.tar"):
-        (folder / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "shards" / name).touch()
-    (folder / "shards" / "a_link").symlink_to("2024")
-    (folder / "shards" / "back").symlink_to(".")
-    (folder / "shards" / "2023" / "back").symlink_to("..")  # two cyclic links make ever more paths
+        (directory / "shards" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "shards" / name).touch()
+    (directory / "shards" / "a_link").symlink_to("2024")
+    (directory / "shards" / "back").symlink_to(".")
+    (directory / "shards" / "2023" / "back").symlink_to("..")  # two cyclic links make ever more paths
     assert [os.path.normpath(each) for each in resolve_paths(pattern, (".tar",))] == [
         f"shards/{name}" for name in names
     ]
 
 
-def test_walk_dangling_link_is_an_unreadable_file(folder):
+def test_walk_dangling_link_is_an_unreadable_file(directory):
     for name, to in {"gone.csv": "nowhere", "deep/circle.csv": "circle.csv"}.items():
-        (folder / name).symlink_to(to)
-    assert {str(folder / "gone.csv"), str(folder / "deep/circle.csv")} < set(resolve_paths(folder, (".csv",)))
+        (directory / name).symlink_to(to)
+    assert {str(directory / "gone.csv"), str(directory / "deep/circle.csv")} < set(resolve_paths(directory, (".csv",)))
     assert resolve_paths("*/circle.*") == ["deep/circle.csv"]
     for name in ("gone.csv", "deep/circle.csv"):
         with pytest.raises(ConfigurationError, match=f"^{name} is a link to a missing file$"):
@@ -181,9 +183,9 @@ def test_walk_dangling_link_is_an_unreadable_file(folder):
             open_file(name)
 
 
-def test_resolve_paths_expands_numbers_in_braces(folder):
+def test_resolve_paths_expands_numbers_in_braces(directory):
     for number in range(12):
-        (folder / f"s-{number:03}-of-012.tar").touch()
+        (directory / f"s-{number:03}-of-012.tar").touch()
     assert resolve_paths("s-{003..010}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in range(3, 11)]
     assert resolve_paths("s-0{0..1}{0..1}-of-012.tar") == [f"s-{number:03}-of-012.tar" for number in (0, 1, 10, 11)]
     assert len(resolve_paths("s-{000..001}*.tar")) == 2
@@ -213,11 +215,11 @@ def test_resolve_paths_of_remote_files(unsteady):
         open_file("unsteady:///data/none")
 
 
-def test_resolve_paths_of_a_remote_folder_equals_local(unsteady, folder):
+def test_resolve_paths_of_a_remote_directory_equals_local(unsteady, directory):
     names = ("b.csv", "a.csv", "c.txt", ".hidden.csv", "deep/D.CSV", "deep/.d/x.csv", "deep/er/e.csv")
     for name in names:
-        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "tree" / name).touch()
+        (directory / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "tree" / name).touch()
         unsteady().pipe_file(f"/tree/{name}", b"")
     for suffixes in ((".csv",), ()):
         here = [path.removeprefix("tree/") for path in resolve_paths("tree", suffixes)]
@@ -255,8 +257,8 @@ def test_resolve_paths_of_a_remote_folder_equals_local(unsteady, folder):
     ],
 )
 @pytest.mark.parametrize("suffixes", [(".csv",), ()], ids=["csv", "all"])
-def test_resolve_paths_of_a_remote_pattern_equals_local(unsteady, folder, pattern, suffixes):
-    """Matching folders are descended into; hidden names are skipped unless the pattern names them."""
+def test_resolve_paths_of_a_remote_pattern_equals_local(unsteady, directory, pattern, suffixes):
+    """Matching directories are descended into; hidden names are skipped unless the pattern names them."""
     names = (
         "b.csv",
         "a.csv",
@@ -269,8 +271,8 @@ def test_resolve_paths_of_a_remote_pattern_equals_local(unsteady, folder, patter
         "dir.csv/in.csv",
     )
     for name in (*names, "dir.csv/in.txt", ".d/y.csv", ".d/.z.csv", "deep/er/deep/e.csv"):
-        (folder / "forest" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "forest" / name).touch()
+        (directory / "forest" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "forest" / name).touch()
         unsteady().pipe_file(f"/forest/{name}", b"")
 
     def meant(root):
@@ -284,7 +286,7 @@ def test_resolve_paths_of_a_remote_pattern_equals_local(unsteady, folder, patter
     assert bool(meant("forest")) == (pattern not in ("nothing*",))
 
 
-def test_resolve_paths_of_a_remote_non_folder_is_a_file(unsteady, monkeypatch):
+def test_resolve_paths_of_a_remote_non_directory_is_a_file(unsteady, monkeypatch):
     """Such as a link, which sftp reports as a type of its own."""
     ls = Unsteady.ls
 
@@ -296,7 +298,7 @@ def test_resolve_paths_of_a_remote_non_folder_is_a_file(unsteady, monkeypatch):
     assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
 
 
-def test_resolve_paths_of_a_remote_pattern_lists_few_folders(unsteady, monkeypatch):
+def test_resolve_paths_of_a_remote_pattern_lists_few_directories(unsteady, monkeypatch):
     for name in ("a/1.bin", "b/2.bin", "b/deep/3.bin"):
         unsteady().pipe_file(f"/many/{name}", b"")
     asked, ls = [], Unsteady.ls

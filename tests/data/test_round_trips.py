@@ -94,7 +94,7 @@ def joined(parts):
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else [row for part in parts for row in part]
 
 
-def stored(folder, random):
+def stored(directory, random):
     """Returns (the pipeline over one to three files, the whole table)."""
     rows = int(random.integers(1, 120))
     table, form = a_table(random, rows), random.choice(["parquet", "feather"])
@@ -102,16 +102,16 @@ def stored(folder, random):
     for number, (first, last) in enumerate(itertools.pairwise(edges)):
         part, run = table.slice(first, last - first), int(random.integers(1, 40))
         if form == "parquet":
-            arrow_parquet.write_table(part, folder / f"{number}.parquet", row_group_size=run)
+            arrow_parquet.write_table(part, directory / f"{number}.parquet", row_group_size=run)
         else:
             arrow_feather.write_feather(
                 part,
-                folder / f"{number}.feather",
+                directory / f"{number}.feather",
                 chunksize=run,
                 compression=str(random.choice(["lz4", "uncompressed"])),
             )
     budget = None if random.random() < 0.5 else 0
-    return {"parquet": parquet, "feather": feather}[form](folder, gigabytes=budget), table
+    return {"parquet": parquet, "feather": feather}[form](directory, gigabytes=budget), table
 
 
 @pytest.mark.parametrize("case", CASES)

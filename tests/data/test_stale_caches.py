@@ -20,7 +20,7 @@ from helpers.pipelines import BATCH, ROWS, Bad, equal
 
 
 @pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path, monkeypatch):
+def own_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -116,7 +116,7 @@ def test_data_changed_while_caching_raise_and_leave_nothing(kind, tmp_path):
     file, new = tmp_path / "x.npy", tmp_path / "new.npy"
     numpy.save(file, NUMBERS.numpy())
     numpy.save(new, NUMBERS.numpy() + 1)
-    pipeline = arrays(file).cache(kind, watch=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
+    pipeline = arrays(file).cache(kind, on_progress=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
     with pytest.raises(RunError, match="changed while the cache was filled"):
         list(pipeline)
     assert not (tmp_path / "cache").exists() or not files(tmp_path)

@@ -19,16 +19,16 @@ from helpers.arrow_tables import ANY_ORDER, BY_RUN, READERS, ROWS, RUN, WHOLE, n
 pytestmark = pytest.mark.filterwarnings("ignore:.*rows were decoded to give")
 
 
-def bad_inputs(folder):
-    good = write(numbers(), folder / "good.parquet", "parquet")
-    short = folder / "short.parquet"
+def bad_inputs(directory):
+    good = write(numbers(), directory / "good.parquet", "parquet")
+    short = directory / "short.parquet"
     short.write_bytes(Path(good).read_bytes()[:-20])
-    (folder / "short.feather").write_bytes(Path(write(numbers(), folder / "g.feather", "lz4")).read_bytes()[:-20])
-    (folder / "empty.csv").touch()
-    (folder / "ragged.csv").write_text("a,b\n1,2\n3\n")
-    write(numbers().drop_columns("a"), folder / "lacks.parquet", "parquet")
-    write(numbers().set_column(0, "a", pa.array(["x"] * ROWS)), folder / "other.parquet", "parquet")
-    write(nested(), folder / "nested.parquet", "parquet")
+    (directory / "short.feather").write_bytes(Path(write(numbers(), directory / "g.feather", "lz4")).read_bytes()[:-20])
+    (directory / "empty.csv").touch()
+    (directory / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    write(numbers().drop_columns("a"), directory / "lacks.parquet", "parquet")
+    write(numbers().set_column(0, "a", pa.array(["x"] * ROWS)), directory / "other.parquet", "parquet")
+    write(nested(), directory / "nested.parquet", "parquet")
     return {
         "a column that does not exist": (
             lambda: parquet(good, columns=["a", "lable"]),
@@ -43,29 +43,29 @@ def bad_inputs(folder):
         "columns as one text": (lambda: parquet(good, columns="a"), r"must be a list of names, as in columns=\['a'\]"),
         "only the target": (lambda: parquet(good, columns=["a"], target="a"), "no column of .* is left to read"),
         "a target that is a time": (
-            lambda: parquet(folder / "nested.parquet", target="when"),
+            lambda: parquet(directory / "nested.parquet", target="when"),
             r"'when' is of type timestamp\[ms\]",
         ),
         "a file without a column": (
-            lambda: parquet([good, folder / "lacks.parquet"]),
+            lambda: parquet([good, directory / "lacks.parquet"]),
             r"good\.parquet has a column 'a', .*lacks\.parquet has not",
         ),
         "another type": (
-            lambda: parquet([good, folder / "other.parquet"]),
+            lambda: parquet([good, directory / "other.parquet"]),
             r"column 'a' is of type float in .*good.*large_string in .*other",
         ),
         "a footer cut off": (lambda: parquet(short), r"short\.parquet is not a complete Parquet file"),
         "a feather cut off": (
-            lambda: feather(folder / "short.feather"),
+            lambda: feather(directory / "short.feather"),
             r"short\.feather is not a complete Feather file",
         ),
         "one format for another": (lambda: feather(good), r"good\.parquet is not a complete Feather file"),
-        "an empty file": (lambda: csv(folder / "empty.csv"), r"empty\.csv is not a complete CSV file"),
+        "an empty file": (lambda: csv(directory / "empty.csv"), r"empty\.csv is not a complete CSV file"),
         "a ragged file": (
-            lambda: csv(folder / "ragged.csv"),
+            lambda: csv(directory / "ragged.csv"),
             r"ragged\.csv has no more good lines than bad ones: row 1 of the file, '3', has 1 field, not 2; ",
         ),
-        "an empty glob": (lambda: parquet(folder / "*.pqt"), r"no file matches .*\*\.pqt"),
+        "an empty glob": (lambda: parquet(directory / "*.pqt"), r"no file matches .*\*\.pqt"),
     }
 
 

@@ -87,18 +87,18 @@ def test_tokens_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda folder: tokens(folder / "missing.bin", 8), "missing.bin"),
-        (lambda folder: tokens(folder / "short.bin", 8), "shorter than a window of 9 tokens"),
-        (lambda folder: tokens(folder / "empty.bin", 8), "shorter than a window"),
+        (lambda directory: tokens(directory / "missing.bin", 8), "missing.bin"),
+        (lambda directory: tokens(directory / "short.bin", 8), "shorter than a window of 9 tokens"),
+        (lambda directory: tokens(directory / "empty.bin", 8), "shorter than a window"),
         (
-            lambda folder: tokens(folder / "odd.bin", 2),
+            lambda directory: tokens(directory / "odd.bin", 2),
             "odd.bin has 7 bytes, which is no multiple of the 2 bytes of uint16",
         ),
-        (lambda folder: tokens(folder / "short.bin", 0), "length"),
-        (lambda folder: tokens(folder / "short.bin", 2, stride=-1), "stride"),
-        (lambda folder: tokens(folder / "short.bin", 2, dtype="uint15"), "uint15"),
-        (lambda folder: tokens(folder / "floats.npy", 2), "floats.npy holds float64 of 1 dimensions"),
-        (lambda folder: tokens(folder / "square.npy", 2), "of 2 dimensions"),
+        (lambda directory: tokens(directory / "short.bin", 0), "length"),
+        (lambda directory: tokens(directory / "short.bin", 2, stride=-1), "stride"),
+        (lambda directory: tokens(directory / "short.bin", 2, dtype="uint15"), "uint15"),
+        (lambda directory: tokens(directory / "floats.npy", 2), "floats.npy holds float64 of 1 dimensions"),
+        (lambda directory: tokens(directory / "square.npy", 2), "of 2 dimensions"),
     ],
 )
 def test_tokens_invalid_file_is_refused(tmp_path, wrong, message):

@@ -14,8 +14,8 @@ from helpers import pipeline_tasks
 from helpers.process import join_process, start_process, wait_until_it_trains
 
 
-def weights(folder):
-    return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
+def weights(directory):
+    return (directory / "model.safetensors").read_bytes(), (directory / "log.jsonl").read_bytes()
 
 
 def test_train_every_runner_gives_the_same_bits(tmp_path):
@@ -41,8 +41,8 @@ def test_train_killed_run_resumes_to_the_same_bits(tmp_path):
         assert process.is_alive(), "the run was over before it could be killed"
         process.kill()
         process.join()
-    for folder in ("killed", "undisturbed"):
-        assert join_process(start_process(run, tmp_path / folder, "not killed")) == 0
+    for directory in ("killed", "undisturbed"):
+        assert join_process(start_process(run, tmp_path / directory, "not killed")) == 0
     assert weights(tmp_path / "killed") == weights(tmp_path / "undisturbed")
 
 

@@ -49,34 +49,34 @@ def table(first=0):
     return pa.table({"n": count, "x": count / 2, "label": count % 3})
 
 
-def source_files(folder):
-    """Creates files of every kind under ``folder/KIND/``."""
+def source_files(directory):
+    """Creates files of every kind under ``directory/KIND/``."""
     for kind in MAKERS:
-        (folder / kind).mkdir(parents=True)
-    arrow_parquet.write_table(table(), folder / "parquet" / "a.parquet", row_group_size=20)
-    arrow_parquet.write_table(table(ROWS), folder / "parquet" / "b.parquet", row_group_size=20)
-    arrow_feather.write_feather(table(), folder / "feather" / "a.feather", chunksize=20)
-    arrow_csv.write_csv(table(), folder / "csv" / "a.csv")
+        (directory / kind).mkdir(parents=True)
+    arrow_parquet.write_table(table(), directory / "parquet" / "a.parquet", row_group_size=20)
+    arrow_parquet.write_table(table(ROWS), directory / "parquet" / "b.parquet", row_group_size=20)
+    arrow_feather.write_feather(table(), directory / "feather" / "a.feather", chunksize=20)
+    arrow_csv.write_csv(table(), directory / "csv" / "a.csv")
     messages = [encode_example({"n": row, "text": f"row {row}"}) for row in range(ROWS)]
-    (folder / "tfrecord" / "a.tfrecord").write_bytes(frame_records(messages))
-    pack(folder / "shards" / "a.tar", [file for row in range(ROWS) for file in sample(row)])
+    (directory / "tfrecord" / "a.tfrecord").write_bytes(frame_records(messages))
+    pack(directory / "shards" / "a.tar", [file for row in range(ROWS) for file in sample(row)])
     for row in range(6):
-        path = folder / "images" / "cd"[row % 2] / f"{row}.png"
+        path = directory / "images" / "cd"[row % 2] / f"{row}.png"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png(row)[0])
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def directory(tmp_path_factory):
     return source_files(tmp_path_factory.mktemp("served") / "data")
 
 
 @pytest.fixture
-def web(folder, monkeypatch):
+def web(directory, monkeypatch):
     monkeypatch.setattr(remote, "RETRY_DELAYS_S", (0.01, 0.02, 0.04))
     with serving(
-        {f"/data/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        {f"/data/{path.relative_to(directory)}": path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     ) as web:
         yield web
 
@@ -93,22 +93,22 @@ def batches(kind, paths, **prefetch):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("way", [{"batches": 0}, {"threads": 2}, {"processes": 2}], ids=str)
-def test_remote_files_equal_local_files(folder, web, kind, way):
-    here = batches(kind, folder / kind)
+def test_remote_files_equal_local_files(directory, web, kind, way):
+    here = batches(kind, directory / kind)
     assert same(batches(kind, f"{web.address}/data/{kind}", **way), here)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tfrecord", "shards", "images"])
-def test_remote_patterns_and_single_files(folder, web, kind):
+def test_remote_patterns_and_single_files(directory, web, kind):
     pattern = "*/*.png" if kind == "images" else "*"
-    assert same(batches(kind, f"{web.address}/data/{kind}/{pattern}"), batches(kind, folder / kind))
+    assert same(batches(kind, f"{web.address}/data/{kind}/{pattern}"), batches(kind, directory / kind))
     assert resolve_paths([f"{web.address}/data/parquet/b.parquet", f"{web.address}/data/parquet/a.*"]) == [
         f"{web.address}/data/parquet/{name}.parquet" for name in "ab"
     ]
 
 
 @pytest.mark.parametrize("query", ["?signed=yes", "?file=t.parquet"])
-def test_url_with_a_query_is_neither_pattern_nor_folder(web, query):
+def test_url_with_a_query_is_neither_pattern_nor_directory(web, query):
     web.content[f"/data/t.parquet{query}"] = web.content["/data/parquet/a.parquet"]
     assert resolve_paths(f"{web.address}/data/t.parquet{query}", (".parquet",)) == [
         f"{web.address}/data/t.parquet{query}"
@@ -134,10 +134,10 @@ def test_input_bottleneck_read_from_network_is_named(web, monkeypatch, capfd):
     )
 
 
-def test_remote_table_beyond_memory_is_read_by_row_group(folder, web):
+def test_remote_table_beyond_memory_is_read_by_row_group(directory, web):
     near, far = (
         parquet(where, target="label", gigabytes=0).source
-        for where in (folder / "parquet", f"{web.address}/data/parquet")
+        for where in (directory / "parquet", f"{web.address}/data/parquet")
     )
     rows = numpy.array([100, 3, 59, 60])
     assert same(far.read(rows), near.read(rows))
@@ -147,14 +147,14 @@ def test_remote_table_beyond_memory_is_read_by_row_group(folder, web):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_server_failing_twice_is_retried(folder, web, kind):
+def test_server_failing_twice_is_retried(directory, web, kind):
     web.failing = 2
-    assert same(batches(kind, f"{web.address}/data/{kind}"), batches(kind, folder / kind))
+    assert same(batches(kind, f"{web.address}/data/{kind}"), batches(kind, directory / kind))
     assert web.failing == 0
 
 
-def test_server_failing_repeatedly_raises(folder, web):
-    here = batches("parquet", folder / "parquet")
+def test_server_failing_repeatedly_raises(directory, web):
+    here = batches("parquet", directory / "parquet")
     far = parquet(f"{web.address}/data/parquet", target="label")
     web.failing = 5
     assert same(list(far.shuffle(seed=4).batch(7)), here) and web.failing == 0
@@ -169,7 +169,7 @@ def test_truncated_response_is_requested_again(web):
 
 
 @pytest.mark.parametrize("pattern", ["", "/*/*.png", "/**/*.png"])
-def test_unavailable_subfolder_listing_raises(folder, web, pattern):
+def test_unavailable_subdirectory_listing_raises(directory, web, pattern):
     address = f"{web.address}/data/images{pattern}"
     web.closing["/data/images/d"] = 1 << 30
     with pytest.raises(RunError, match="images/d after 4 attempts"):
@@ -258,12 +258,12 @@ def test_expired_login_ends_the_run(web):
     assert not pipeline.faults.found, "no picture is to blame"
 
 
-def test_fsspec_configuration_of_the_user_applies(folder, web, monkeypatch):
+def test_fsspec_configuration_of_the_user_applies(directory, web, monkeypatch):
     web.login = "Bearer of a token"
     with pytest.raises(ConfigurationError, match="401"):
         resolve_paths(f"{web.address}/data/csv/a.csv")
     monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": web.login}}})
-    assert same(batches("csv", f"{web.address}/data/csv"), batches("csv", folder / "csv"))
+    assert same(batches("csv", f"{web.address}/data/csv"), batches("csv", directory / "csv"))
     assert remote._system(web.address)[0].client_kwargs["timeout"].sock_read == remote.READ_TIMEOUT_S
     monkeypatch.setitem(fsspec.config.conf, "https", {"client_kwargs": {"timeout": 7}})
     assert remote._system(web.address)[0].client_kwargs["timeout"] == 7
@@ -361,8 +361,8 @@ def test_new_source_of_a_changed_file_reads_the_new_one(web):
 
 def packed(text):
     """Returns a tar of two samples."""
-    with tempfile.TemporaryDirectory() as folder:
-        return pack(Path(folder) / "a.tar", [(f"{row}.txt", text.encode()) for row in range(2)]).read_bytes()
+    with tempfile.TemporaryDirectory() as directory:
+        return pack(Path(directory) / "a.tar", [(f"{row}.txt", text.encode()) for row in range(2)]).read_bytes()
 
 
 def test_open_files_are_limited(web):

@@ -35,7 +35,7 @@ def test_samples_of_several_shards_in_any_order(tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_header_format_is_read(tmp_path, form):
-    deep = "/".join(["a_folder_with_a_long_name"] * 5)
+    deep = "/".join(["a_directory_with_a_long_name"] * 5)
     names = ["a.txt", f"{deep}/{'x' * 90}.txt", "./here/b.txt"] + (
         [] if form == "ustar" else [f"{'y' * 300}.txt", "ümläut.txt"]
     )
@@ -47,7 +47,7 @@ def test_every_header_format_is_read(tmp_path, form):
     assert webdataset(tmp_path).source.read(numpy.arange(len(names)))["txt"] == names
 
 
-def test_folders_links_and_other_members_are_skipped(tmp_path):
+def test_directories_links_and_other_members_are_skipped(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in [
             ("set", tarfile.DIRTYPE),
@@ -182,7 +182,7 @@ def test_damage_is_one_bad_row_after_the_intact_samples(tmp_path, damage, intact
 
 
 def test_image_field_matches_any_image_suffix(tmp_path):
-    """As if a folder of JPEG and PNG files was written to shards. If a sample has both, they are different fields."""
+    """As if a directory of JPEG and PNG was written to shards. If a sample has both, they are different fields."""
     jpeg = io.BytesIO()
     Image.fromarray(numpy.full((20, 30, 3), 7, numpy.uint8)).save(jpeg, "JPEG")
     files = [

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from hasten.core.progress import no_progress
-from hasten.datatools.advice import better_storages, limit_by_disk, temporary_folder
+from hasten.datatools.advice import better_storages, limit_by_disk, temporary_directory
 from hasten.datatools.format_detection import formats_at
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import stage_rates
@@ -49,8 +49,8 @@ def test_advice_skips_formats_that_cannot_store_the_data(tmp_path):
 
 
 def at_work(results):
-    with temporary_folder() as folder:
-        results.put(str(folder))
+    with temporary_directory() as directory:
+        results.put(str(directory))
         time.sleep(60)
 
 
@@ -60,11 +60,11 @@ def test_advice_removes_files_of_a_killed_process(cache):
         assert process.is_alive()
         time.sleep(0.01)
     left = results.get()
-    with temporary_folder() as mine:
+    with temporary_directory() as mine:
         assert os.path.isdir(left) and str(mine) != left  # in use
     process.kill()
     process.join()
-    with temporary_folder():
+    with temporary_directory():
         deadline = time.monotonic() + 60
         while os.path.isdir(left) and time.monotonic() < deadline:
             time.sleep(0.05)

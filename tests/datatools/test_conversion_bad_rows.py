@@ -37,8 +37,8 @@ def test_convert_readable_images_copies_their_bytes(tmp_path):
     assert stored == [path.read_bytes() for path in sorted(data.rglob("*.jpg"))]
 
 
-def listed(folder):
-    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+def listed(directory):
+    return [json.loads(line) for line in (directory / "skipped.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_convert_killed_remembers_skipped_rows(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50, watch=stop)
+        convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50, on_progress=stop)
     (tmp_path / "out" / "skipped.jsonl").unlink()  # as after kill -9
     result = convert(data, tmp_path / "out", to="feather", shards=6, max_bad_rows=50)
     undisturbed = convert(data, tmp_path / "again", to="feather", shards=6, max_bad_rows=50)

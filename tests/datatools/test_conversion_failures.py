@@ -28,7 +28,7 @@ TIMEOUT_S = 120  # seconds, for a busy machine; mostly unused
 def killed(data, out, **how):
     """Starts a conversion whose process ends in the middle."""
     calls = count(1)
-    convert(data, out, **how, watch=lambda *progress: next(calls) == 5 and os._exit(9))
+    convert(data, out, **how, on_progress=lambda *progress: next(calls) == 5 and os._exit(9))
 
 
 def test_convert_killed_resumes(tmp_path):
@@ -52,14 +52,14 @@ def test_convert_killed_matrices_resume(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(data, tmp_path / "out", to="rows", target="label", watch=stop)
+        convert(data, tmp_path / "out", to="rows", target="label", on_progress=stop)
     assert not any(name.endswith(".npy") for name in os.listdir(tmp_path / "out"))
     result = convert(data, tmp_path / "out", to="rows", target="label")
     assert 0 < result["written"] < ROWS / 2
     assert numpy.array_equal(numpy.load(tmp_path / "out" / "label.npy"), read_all(parquet(data))["label"])
 
 
-def test_convert_another_request_in_the_folder_is_refused(tmp_path):
+def test_convert_another_request_in_the_directory_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     convert(data, tmp_path / "out", to="feather", shards=2)
     with pytest.raises(ConfigurationError, match=r"another conversion \(parts 2, not 3\)"):
@@ -134,7 +134,7 @@ def test_convert_invalid_request_is_refused(tmp_path, settings, message):
         convert(write_table(tmp_path / "in"), tmp_path / "out", **settings)
 
 
-def test_convert_invalid_folder_is_refused(tmp_path):
+def test_convert_invalid_directory_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -160,7 +160,7 @@ def test_convert_invalid_folder_is_refused(tmp_path):
         )
 
 
-def test_convert_one_process_per_folder(tmp_path):
+def test_convert_one_process_per_directory(tmp_path):
     import fcntl
 
     data = write_table(tmp_path / "in")
@@ -181,7 +181,7 @@ def test_unfinished_conversion_is_refused_as_data(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(data, tmp_path / "out", to="feather", shards=6, watch=stop)
+        convert(data, tmp_path / "out", to="feather", shards=6, on_progress=stop)
     for read in (lambda: inspect(tmp_path / "out"), lambda: convert(tmp_path / "out", tmp_path / "on", to="parquet")):
         with pytest.raises(ConfigurationError, match="is incomplete; start it again"):
             read()
@@ -230,5 +230,5 @@ def test_convert_original_that_changes_is_detected(tmp_path):
         os.utime(data / "train.parquet", (1, 1))
 
     with pytest.raises(RunError, match="the original changed while it was converted"):
-        convert(data, tmp_path / "out", to="rows", watch=change)
+        convert(data, tmp_path / "out", to="rows", on_progress=change)
     assert not [*(tmp_path / "out").glob("*.npy")]

@@ -25,11 +25,11 @@ BUDGET = 1.0
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The folder of trial files; empty again after every test."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("HASTEN_CACHE", str(folder))
+    """The directory of trial files; empty again after every test."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("HASTEN_CACHE", str(directory))
     yield
-    assert not folder.exists() or not [path for path in folder.rglob("*") if path.is_file()]
+    assert not directory.exists() or not [path for path in directory.rglob("*") if path.is_file()]
 
 
 def test_inspect_table(tmp_path):
@@ -108,7 +108,7 @@ def test_inspect_images(tmp_path):
     assert (best["to"], best["resize"]) == ("rows", 256) and best["gain"] > 3
 
 
-def test_inspect_images_without_folders_have_no_labels(tmp_path):
+def test_inspect_images_without_directories_have_no_labels(tmp_path):
     result = inspect(write_images(tmp_path / "in", sizes=((32, 48),)) / "cat", budget=BUDGET)
     assert result["columns"] == {"images": "uint8 (3, 32, 48)"} and result["classes"] is None
 

@@ -13,7 +13,7 @@ from hasten.distributed.mesh import assign_mesh_dim
 
 def mesh_shape(world: int, shards: int | None, stages: int | None, stages_first: bool = False) -> tuple[int, int, int]:
     run = RunContext(torch.device("cpu"), None, parallel=ParallelContext(ProcessGroupInfo(world_size=world)))
-    asked = [("shards", "cut", shards), ("stages", "row", stages)]
+    asked = [("tp", "cut", shards), ("pp", "row", stages)]
     for dimension, name, degree in asked[::-1] if stages_first else asked:
         if degree is not None:
             assign_mesh_dim(SimpleNamespace(name=name, degree=degree), run, dimension)

@@ -1,4 +1,4 @@
-"""Damaged, hostile and incomplete checkpoints, full disks and read-only folders."""
+"""Damaged, hostile and incomplete checkpoints, full disks and read-only directories."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from helpers import engine_tasks
 
 @pytest.fixture
 def broken_off(tmp_path):
-    """Returns the folder of a run interrupted after some steps, and that of the uninterrupted run."""
+    """Returns the directory of a run interrupted after some steps, and that of the uninterrupted run."""
     uninterrupted, off = tmp_path / "uninterrupted", tmp_path / "off"
 
     def copy(records):
@@ -89,9 +89,9 @@ def test_resume_uses_the_newest_intact_checkpoint(damage, broken_off):
     assert (off / "log.jsonl").read_bytes() == (uninterrupted / "log.jsonl").read_bytes()
 
 
-def start_steps(folder) -> list[int]:
-    """Returns the steps at which the run in a folder was started and resumed."""
-    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+def start_steps(directory) -> list[int]:
+    """Returns the steps at which the run in a directory was started and resumed."""
+    times = [json.loads(line) for line in (directory / "times.jsonl").read_text().splitlines()]
     return [time["step"] for time in times if time["what"] == "start"]
 
 
@@ -152,24 +152,24 @@ def test_full_disk_keeps_the_newest_whole_checkpoint(tmp_path):
 
 
 def test_log_on_a_failing_disk_is_one_error_line(tmp_path):
-    folder = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
-    folder.begin({})
-    folder._log.close()
-    folder._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115
+    directory = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
+    directory.begin({})
+    directory._log.close()
+    directory._log = open(tmp_path / "r" / "log.jsonl", "rb")  # a file that may not be written stands in for the disk  # noqa: SIM115
     with pytest.raises(RunError, match=r"cannot write .*log.jsonl: .*--resume"):
-        folder.cut_log(0)
-    folder.close()
+        directory.cut_log(0)
+    directory.close()
 
 
-def test_file_in_place_of_the_folder_is_refused(tmp_path):
+def test_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigurationError, match="choose another --out"):
             hasten.train(engine_tasks.map_style(), out=out, device="cpu")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_read_only_folder_is_refused(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only directory")
+def test_read_only_directory_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(ConfigurationError, match="cannot write to"):

@@ -8,11 +8,11 @@ import hasten
 from helpers.killing import METHOD, TASK, kill_and_resume
 
 
-def compare_with_undisturbed(folder: Path, kills: int, seed: int) -> None:
-    hasten.train(TASK, METHOD, out=folder / "undisturbed", device="cpu")
-    kill_and_resume(folder, kills, seed)
+def compare_with_undisturbed(directory: Path, kills: int, seed: int) -> None:
+    hasten.train(TASK, METHOD, out=directory / "undisturbed", device="cpu")
+    kill_and_resume(directory, kills, seed)
     for name in ("model.safetensors", "log.jsonl"):
-        assert (folder / "killed" / name).read_bytes() == (folder / "undisturbed" / name).read_bytes(), name
+        assert (directory / "killed" / name).read_bytes() == (directory / "undisturbed" / name).read_bytes(), name
 
 
 def test_run_killed_twice_is_bit_identical(tmp_path):

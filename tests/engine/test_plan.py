@@ -109,7 +109,7 @@ def on_a_plateau(model):
         ({"optimizer": on_a_plateau}, "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode"),
         ({"optimizer": on_a_plateau, "validation_data": None}, "ReduceLROnPlateau waits for a metric; give Task"),
         ({"train_data": []}, r"Task\(train_data=\) is empty"),
-        ({"train_data": "folder"}, "must be a dataset"),
+        ({"train_data": "directory"}, "must be a dataset"),
         ({"batch_size": None}, r"Task\(batch_size=\) is missing"),
         ({"train_data": engine_tasks.Stream(), "optimizer": lambda model, steps: None}, "no length"),
     ],

@@ -17,15 +17,15 @@ METHODS = f"{engine_tasks.__file__}:Averaging + {engine_tasks.__file__}:Mixing"
 ENDS = ("model.safetensors", "log.jsonl")
 
 
-def copied_at_every_step(task, recipe, folder: Path) -> list[Path]:
-    """Trains in ``folder/whole`` and copies the folder at every step, as a kill would leave it."""
+def copied_at_every_step(task, recipe, directory: Path) -> list[Path]:
+    """Trains in ``directory/whole`` and copies the directory at every step, as a kill would leave it."""
     copies = []
 
     def copy(records):
-        copies.append(folder / f"copy{len(copies)}")
-        shutil.copytree(folder / "whole", copies[-1])
+        copies.append(directory / f"copy{len(copies)}")
+        shutil.copytree(directory / "whole", copies[-1])
 
-    hasten.train(task, recipe, out=folder / "whole", checkpoint_seconds=0, observers=[copy], device="cpu")
+    hasten.train(task, recipe, out=directory / "whole", checkpoint_seconds=0, observers=[copy], device="cpu")
     return copies
 
 
@@ -122,7 +122,7 @@ def test_resume_of_another_run_is_refused_with_the_difference(again, message, tm
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("left", ["checkpoints/step-0000000004.pt", "result.json", "log.jsonl", "model.safetensors"])
-def test_folder_with_leftover_files_is_no_run(left, resume, tmp_path):
+def test_directory_with_leftover_files_is_no_run(left, resume, tmp_path):
     path = tmp_path / left
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
@@ -138,7 +138,7 @@ def test_resume_of_a_run_killed_before_its_start_starts(tmp_path):
     assert hasten.train(engine_tasks.map_style(), out=tmp_path, device="cpu")["steps"]
 
 
-def test_foreign_folder_is_not_changed(tmp_path):
+def test_foreign_directory_is_not_changed(tmp_path):
     (tmp_path / "thesis.txt").write_text("do not touch")
     for resume in (False, True):
         with pytest.raises(ConfigurationError, match="holds no run"):

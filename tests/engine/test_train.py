@@ -93,13 +93,13 @@ def test_losses_waiting_for_the_log_keep_no_graph():
 
 
 def test_train_without_out_gives_the_same_and_writes_nothing(tmp_path, monkeypatch):
-    with_folder = train(engine_tasks.map_style(), out=tmp_path / "r")
+    with_directory = train(engine_tasks.map_style(), out=tmp_path / "r")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     without = train(engine_tasks.map_style())
     assert sorted(tmp_path.rglob("*")) == before
     assert without["out"] is None
-    assert [e["metric"] for e in without["evaluations"]] == [e["metric"] for e in with_folder["evaluations"]]
+    assert [e["metric"] for e in without["evaluations"]] == [e["metric"] for e in with_directory["evaluations"]]
 
 
 def test_stream_of_unknown_length_is_evaluated_after_each_epoch():
@@ -160,7 +160,7 @@ def test_observers_get_plain_numbers_and_one_record_per_step():
 
 def test_train_reports_progress():
     reports = []
-    train(engine_tasks.longer(), watch=lambda what, done, left: reports.append((what, done)))
+    train(engine_tasks.longer(), on_progress=lambda what, done, left: reports.append((what, done)))
     assert reports
     assert all(what == "training" and 0 <= done <= 1 for what, done in reports)
     assert reports == sorted(reports)
@@ -334,7 +334,7 @@ def test_second_stop_request_stops_at_once(tmp_path, monkeypatch):
         train(engine_tasks.longer(), out=tmp_path / "r", observers=[request_stop])
 
 
-def test_invalid_methods_are_reported_before_an_existing_folder(tmp_path):
+def test_invalid_methods_are_reported_before_an_existing_directory(tmp_path):
     (tmp_path / "something").write_text("")
     with pytest.raises(ConfigurationError, match="holds no run"):
         train(engine_tasks.map_style(), "ema", out=tmp_path)
@@ -344,7 +344,7 @@ def test_invalid_methods_are_reported_before_an_existing_folder(tmp_path):
         train(engine_tasks.map_style(), "in_memory_batches + cache_dataset", out=tmp_path)
 
 
-def test_begun_callback_is_called_after_the_folder_holds_the_run(tmp_path):
+def test_begun_callback_is_called_after_the_directory_holds_the_run(tmp_path):
     """Otherwise a launcher that restarts a lost rank would resume another run."""
     reports = []
     train(

@@ -13,30 +13,30 @@ from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, wr
 KINDS = {"loader", "optimizer", "model", "process", "evaluation", "by_hand"}
 
 
-def apply(folder, files: dict[str, str], patch: str) -> dict[str, str]:
+def apply(directory, files: dict[str, str], patch: str) -> dict[str, str]:
     """Writes the files, applies the patch with ``patch -p1``, returns the files."""
     for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text.encode())
-    result = subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=folder, capture_output=True)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(text.encode())
+    result = subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=directory, capture_output=True)
     assert result.returncode == 0, (result.stdout + result.stderr).decode() + patch
-    return {name: (folder / name).read_bytes().decode() for name in files}
+    return {name: (directory / name).read_bytes().decode() for name in files}
 
 
-def patched(folder, text: str, *edits: tuple[str, int, str], type_: str = "") -> str:
+def patched(directory, text: str, *edits: tuple[str, int, str], type_: str = "") -> str:
     """The text after edits, each (kind of site, line, text), and what is left to do by hand."""
-    (folder / "train.py").write_bytes(text.encode())
+    (directory / "train.py").write_bytes(text.encode())
     sites = [{"kind": kind, "file": "train.py", "line": line, "index": 1, "type": type_} for kind, line, _ in edits]
     as_edits = [ScriptEdit(f"method {i}", "does it", {kind: edit}, "") for i, (kind, _, edit) in enumerate(edits)]
-    patch = patch_of(as_edits, sites, folder, "train.py")
+    patch = patch_of(as_edits, sites, directory, "train.py")
     assert "Not in this patch" not in patch, patch
-    return apply(folder, {"train.py": text}, patch)["train.py"]
+    return apply(directory, {"train.py": text}, patch)["train.py"]
 
 
-def refused(folder, text: str, kind: str, line: int, edit: str, type_: str = "") -> str:
-    (folder / "train.py").write_text(text)
+def refused(directory, text: str, kind: str, line: int, edit: str, type_: str = "") -> str:
+    (directory / "train.py").write_text(text)
     site = {"kind": kind, "file": "train.py", "line": line, "index": 1, "type": type_}
-    patch = patch_of([ScriptEdit("method", "does it", {kind: edit}, "do it")], [site], folder, "train.py")
+    patch = patch_of([ScriptEdit("method", "does it", {kind: edit}, "do it")], [site], directory, "train.py")
     assert "---" not in patch
     assert patch.startswith("# Not in this patch:\n#   method: does it\n") and patch.endswith("#     by hand: do it\n")
     return patch
@@ -264,8 +264,8 @@ SITES = [
 ]
 
 
-def train(folder) -> tuple[str, float]:
-    done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True)
+def train(directory) -> tuple[str, float]:
+    done = subprocess.run([sys.executable, "train.py"], cwd=directory, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     digest, norm = done.stdout.split()
     return digest, float(norm)

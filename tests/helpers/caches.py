@@ -1,4 +1,4 @@
-"""For the tests of caches: sources to cache, the files of a cache folder, and the rows read to fill it."""
+"""For the tests of caches: sources to cache, the files of a cache directory, and the rows read to fill it."""
 
 import torch
 

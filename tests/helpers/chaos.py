@@ -46,20 +46,20 @@ def train_words(task: str, out: Path) -> list[str]:
     return ["train", f"rank_tasks.py:{task}", "--out", str(out), "--checkpoint-every", "0.5s"]
 
 
-def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Random) -> ChaosOutcome:
-    """Runs into ``folder/run`` while ranks, and nodes if there are two, are killed that many times.
+def chaos(directory: Path, kills: int, task: str, machines: bool, dice: random.Random) -> ChaosOutcome:
+    """Runs into ``directory/run`` while ranks, and nodes if there are two, are killed that many times.
 
     Raises:
         AssertionError: the run does not end by itself with exit code 0.
     """
-    shutil.copy(HELPERS / "rank_tasks.py", folder)
+    shutil.copy(HELPERS / "rank_tasks.py", directory)
     outcome, began = ChaosOutcome(), time.monotonic()
     begin = _on_machine if machines else _on_this_machine
     with two_nodes() if machines else nullcontext():
-        jobs = [begin(place, task, folder, outcome) for place in range(1 + machines)]
+        jobs = [begin(place, task, directory, outcome) for place in range(1 + machines)]
         try:
             for _ in range(kills):
-                _wait_for_a_step(folder / "run", jobs)
+                _wait_for_a_step(directory / "run", jobs)
                 time.sleep(
                     dice.uniform(0.0, 2.5)
                 )  # between a step and the next checkpoint, while one is written, at the start, at the end
@@ -71,7 +71,7 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
                     jobs[place].wait()
                     outcome.machines += 1
                     time.sleep(dice.uniform(0.0, 3.0))
-                    jobs[place] = begin(place, task, folder, outcome)
+                    jobs[place] = begin(place, task, directory, outcome)
                 elif ranks := ranks_of(jobs[place], place if machines else None):
                     with suppress(ProcessLookupError):
                         os.kill(dice.choice(ranks), signal.SIGKILL)
@@ -86,11 +86,11 @@ def chaos(folder: Path, kills: int, task: str, machines: bool, dice: random.Rand
     return outcome
 
 
-def _on_this_machine(place: int, task: str, folder: Path, outcome: ChaosOutcome) -> subprocess.Popen:
-    argv = [*train_words(task, folder / "run"), "--processes", "2", *RESTARTS, "--quiet"]
+def _on_this_machine(place: int, task: str, directory: Path, outcome: ChaosOutcome) -> subprocess.Popen:
+    argv = [*train_words(task, directory / "run"), "--processes", "2", *RESTARTS, "--quiet"]
     job = subprocess.Popen(
         [sys.executable, "-m", "hasten", *argv],
-        cwd=folder,
+        cwd=directory,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,9 +98,10 @@ def _on_this_machine(place: int, task: str, folder: Path, outcome: ChaosOutcome)
     return _collect_stderr(job, outcome)
 
 
-def _on_machine(place: int, task: str, folder: Path, outcome: ChaosOutcome) -> subprocess.Popen:
+def _on_machine(place: int, task: str, directory: Path, outcome: ChaosOutcome) -> subprocess.Popen:
     return _collect_stderr(
-        start_on(place, *train_words(task, folder / "run"), cwd=folder, launch=("--nnodes", "2", *RESTARTS)), outcome
+        start_on(place, *train_words(task, directory / "run"), cwd=directory, launch=("--nnodes", "2", *RESTARTS)),
+        outcome,
     )
 
 
@@ -150,10 +151,10 @@ def main() -> int:
         print(why)
         return 2
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        outcome = chaos(folder, options.kills, "counting_for_long", options.machines, random.Random(options.seed))
-        chaos(run_directory_of(folder, "undisturbed"), 0, "counting_for_long", False, random.Random())
-        good = compare_with_undisturbed(folder / "run", folder / "undisturbed/run", 60)
+        directory = Path(name)
+        outcome = chaos(directory, options.kills, "counting_for_long", options.machines, random.Random(options.seed))
+        chaos(run_directory_of(directory, "undisturbed"), 0, "counting_for_long", False, random.Random())
+        good = compare_with_undisturbed(directory / "run", directory / "undisturbed/run", 60)
     print(
         f"seed {options.seed}: {outcome.ranks} ranks and {outcome.machines} machines killed, "
         f"{outcome.recoveries} times resumed, ended by itself in {outcome.seconds:.0f} s"

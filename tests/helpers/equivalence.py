@@ -10,11 +10,11 @@ from helpers.assertions import CLOSE, farthest, losses
 from helpers.ranks import run_ranks, training_of
 
 
-def assert_trains_like_one_process(folder: Path, make: Callable[[], Task], strategy: str, world: int) -> None:
+def assert_trains_like_one_process(directory: Path, make: Callable[[], Task], strategy: str, world: int) -> None:
     """Weights and losses are equal to those of one process except for rounding; the metric is equal on all ranks."""
-    single = train(make(), device="cpu", out=folder / "single")
-    answers = run_ranks(world, training_of, make, strategy, folder / "shared")
+    single = train(make(), device="cpu", out=directory / "single")
+    answers = run_ranks(world, training_of, make, strategy, directory / "shared")
     assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(folder / "shared", folder / "single") < CLOSE
-    assert losses(folder / "shared") == pytest.approx(losses(folder / "single"), rel=CLOSE)
+    assert farthest(directory / "shared", directory / "single") < CLOSE
+    assert losses(directory / "shared") == pytest.approx(losses(directory / "single"), rel=CLOSE)
     assert {answer["metric"] for answer in answers} == {single["metric"]}

@@ -18,7 +18,7 @@ import sys, warnings, torch
 torch.set_num_threads(1)
 import hasten
 warnings.simplefilter("error")
-# in the folder of the task, not imported here
+# in the directory of the task, not imported here
 warnings.filterwarnings("ignore", ".* has been edited|no checkpoint was written yet")
 hasten.train(sys.argv[1], sys.argv[2], out=sys.argv[3], resume=True, device="cpu", checkpoint_seconds=0)
 """
@@ -34,9 +34,9 @@ def train_until_killed(out: Path) -> None:
     hasten.train(TASK, METHOD, out=out, resume=True, device="cpu", checkpoint_seconds=0, observers=[wait])
 
 
-def kill_and_resume(folder: Path, kills: int, seed: int) -> None:
+def kill_and_resume(directory: Path, kills: int, seed: int) -> None:
     """Kills the run ``kills`` times, then finishes it in a new interpreter."""
-    rng, out = random.Random(seed), folder / "killed"
+    rng, out = random.Random(seed), directory / "killed"
     for _ in range(kills):
         process = start_process(train_until_killed, out)
         wait_until_it_trains(process, out)

@@ -97,9 +97,9 @@ def _ip(*args: str) -> None:
     subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
-def run_on_both(folder, *argv: str) -> list[tuple[int, str, str]]:
+def run_on_both(directory, *argv: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of the command on each node."""
-    jobs = [start_on(node, *argv, cwd=folder) for node in (0, 1)]
+    jobs = [start_on(node, *argv, cwd=directory) for node in (0, 1)]
     try:
         outputs = [job.communicate(timeout=150) for job in jobs]
     finally:

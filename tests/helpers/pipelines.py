@@ -92,16 +92,16 @@ def equal(batches, others):
 
 
 class Killing:
-    """Kills its worker process at the batch with row 50, this many times; ``folder`` counts across processes."""
+    """Kills its worker process at the batch with row 50, this many times; ``directory`` counts across processes."""
 
-    def __init__(self, folder, times):
-        self.folder, self.times, self.parent = folder, times, os.getpid()
+    def __init__(self, directory, times):
+        self.directory, self.times, self.parent = directory, times, os.getpid()
 
     def __call__(self, batch):
         if 50 in batch.tolist() and os.getpid() != self.parent:
-            done = len(list(self.folder.iterdir()))
+            done = len(list(self.directory.iterdir()))
             if done < self.times:
-                (self.folder / str(done)).touch()
+                (self.directory / str(done)).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return batch
 

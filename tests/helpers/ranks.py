@@ -150,8 +150,8 @@ def _run(content: bytes) -> tuple[object, bool]:
     """Returns (result or exception of the function, whether this process can run another one)."""
     reusable = True
     with restored(), warnings.catch_warnings():
-        folder, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
-        os.chdir(folder)
+        directory, environment, sys.path[:], function, arguments = cloudpickle.loads(content)
+        os.chdir(directory)
         os.environ.clear()
         os.environ.update(environment)
         torch.manual_seed(0)

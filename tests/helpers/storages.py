@@ -35,22 +35,22 @@ def numeric_table(rows=ROWS):
     return pa.table(columns | {"label": pa.array(random.integers(0, 10, rows), pa.int64())})
 
 
-def write_table(folder, name="train.parquet", content=None, runs=500):
-    folder.mkdir(exist_ok=True)
-    pa.parquet.write_table(numeric_table() if content is None else content, folder / name, row_group_size=runs)
-    return folder
+def write_table(directory, name="train.parquet", content=None, runs=500):
+    directory.mkdir(exist_ok=True)
+    pa.parquet.write_table(numeric_table() if content is None else content, directory / name, row_group_size=runs)
+    return directory
 
 
-def write_images(folder, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
+def write_images(directory, count=12, sizes=((300, 400), (320, 280)), ending="jpg"):
     """Writes images of two classes."""
     for number in range(count):
         height, width = sizes[number % len(sizes)]
         x, y = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         colours = torch.stack([x + number, y, x + y], dim=-1).remainder(256).to(torch.uint8)
-        place = folder / ("cat" if number % 2 else "dog") / f"{number}.{ending}"
+        place = directory / ("cat" if number % 2 else "dog") / f"{number}.{ending}"
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(colours.numpy()).save(place)
-    return folder
+    return directory
 
 
 def read_all(pipeline):

@@ -60,9 +60,11 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(part)
 
     def listed(self):
-        """Returns the HTML listing of a folder."""
-        folder = self.path.rstrip("/") + "/"
-        names = {path.removeprefix(folder).partition("/") for path in self.server.content if path.startswith(folder)}
+        """Returns the HTML listing of a directory."""
+        directory = self.path.rstrip("/") + "/"
+        names = {
+            path.removeprefix(directory).partition("/") for path in self.server.content if path.startswith(directory)
+        }
         links = "".join(f'<a href="{name}{slash}">{name}</a>\n' for name, slash, _ in sorted(names))
         return f"<html><body>{links}</body></html>".encode() if names else None
 

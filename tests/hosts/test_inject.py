@@ -9,11 +9,11 @@ import pytest
 from hasten.hosts.process import INJECTED
 
 
-def run(code: str, folder, *path: str, **variables: str) -> subprocess.CompletedProcess:
-    """Runs Python code with hasten's folder first in PYTHONPATH."""
+def run(code: str, directory, *path: str, **variables: str) -> subprocess.CompletedProcess:
+    """Runs Python code with hasten's directory first in PYTHONPATH."""
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([INJECTED, *path]), **variables}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_process_without_torch_stays_as_it_is(tmp_path):

@@ -35,22 +35,22 @@ ln -s data link; ln -s "$PWD" there; chmod 500 data .
 
 @pytest.fixture
 def place(monkeypatch):
-    """A folder for one test in which ``nobody`` may work, with ``project`` as it must stay and ``tmp`` for layers."""
-    folder = Path(
+    """A directory for a test in which ``nobody`` may work, with ``project`` as it must stay and ``tmp`` for layers."""
+    directory = Path(
         tempfile.mkdtemp(dir="/tmp", prefix="test, sandbox:")
     )  # mount options are separated by such characters
     for name in ("project/data", "project/empty", "tmp"):
-        (folder / name).mkdir(parents=True)
+        (directory / name).mkdir(parents=True)
     for name in ("train.py", "data/rows.csv", "data/old.csv"):
-        (folder / "project" / name).write_text(f"the user's {name}\n")
-    (folder / "project/train.py").chmod(0o640)
+        (directory / "project" / name).write_text(f"the user's {name}\n")
+    (directory / "project/train.py").chmod(0o640)
     if os.geteuid() == 0:
-        for path in [folder, *folder.rglob("*")]:
+        for path in [directory, *directory.rglob("*")]:
             os.chown(path, NOBODY, NOBODY)
         monkeypatch.setattr(sandbox, "INTERPRETER", _interpreter_for_everyone())
-    monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
-    yield folder
-    shutil.rmtree(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory / "tmp"))
+    yield directory
+    shutil.rmtree(directory)
 
 
 def _interpreter_for_everyone() -> str:
@@ -90,10 +90,10 @@ def _can_read(path: Path) -> bool:
     return True
 
 
-def snapshot(folder: Path) -> dict:
-    """Every path below the folder with its type, mode, owner, time of change and content."""
+def snapshot(directory: Path) -> dict:
+    """Every path below the directory with its type, mode, owner, time of change and content."""
     found = {}
-    for path in [folder, *folder.rglob("*")]:
+    for path in [directory, *directory.rglob("*")]:
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
         found[str(path)] = (status.st_mode, status.st_uid, status.st_mtime_ns, status.st_ctime_ns, content)
@@ -251,7 +251,7 @@ print(open("data/rows.csv").read())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="nests overlays, for which an ordinary user lacks the privilege")
-def test_temporary_folder_on_an_overlay_puts_the_layers_in_memory(place):
+def test_temporary_directory_on_an_overlay_puts_the_layers_in_memory(place):
     """As in a container, where an overlay cannot be the upper layer of another."""
     inner = """
 import os, subprocess, sys
@@ -284,7 +284,7 @@ try:
         argv = ["sh", "-c", sys.stdin.read(), project + "/train.py", "--data=" + project, project + "s/not"]
         for _ in range(2):
             result = subprocess.run(box.wrap(argv), cwd=project, stdout=subprocess.PIPE, text=True)
-        print(json.dumps([box.isolation, box.obstacle, str(box.folder), result.stdout.splitlines()]))
+        print(json.dumps([box.isolation, box.obstacle, str(box.directory), result.stdout.splitlines()]))
 except ConfigurationError as error:
     print(json.dumps(["refused", str(error)]))
 """
@@ -308,10 +308,10 @@ def test_without_namespaces_the_command_runs_in_a_copy(place):
     os.mkfifo(project / "fifo")
     script = 'pwd; echo "$0"; echo "$1"; echo "$2"; readlink outside; ' + SCRIPT
     before = {path: content for path, (*_, content) in snapshot(project).items()}
-    isolation, obstacle, folder, lines = without_namespaces(project, script)
+    isolation, obstacle, directory, lines = without_namespaces(project, script)
     assert isolation == "copy" and "namespaces are not permitted" in obstacle
     copy = lines[0]
-    assert copy.startswith(folder) and copy.endswith("/project")
+    assert copy.startswith(directory) and copy.endswith("/project")
     assert lines[1:] == [f"{copy}/train.py", f"--data={copy}", f"{project}s/not", str(place / "tmp"), "step 0"]
     assert {path: content for path, (*_, content) in snapshot(project).items()} == before
 
@@ -344,14 +344,14 @@ def test_root_directory_and_missing_directory_are_refused(place):
             pass
 
 
-def test_trackers_are_offline_and_write_to_a_fresh_folder_of_the_sandbox(place):
+def test_trackers_are_offline_and_write_to_a_fresh_directory_of_the_sandbox(place):
     with Sandbox.for_directory(place / "project") as box:
         first, second = box.environment({"HOME": "/home/a", "WANDB_MODE": "online"}), box.environment({})
         assert first["WANDB_MODE"] == "offline" and first["HOME"] == "/home/a"
         for name in ("WANDB_DIR", "TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY"):
-            assert Path(first[name]).is_dir() and Path(first[name]).is_relative_to(box.folder)
+            assert Path(first[name]).is_dir() and Path(first[name]).is_relative_to(box.directory)
             assert first[name] != second[name]
-        assert first["MLFLOW_TRACKING_URI"].startswith(f"sqlite:///{box.folder}/")
+        assert first["MLFLOW_TRACKING_URI"].startswith(f"sqlite:///{box.directory}/")
 
 
 def test_start_of_a_command_takes_less_than_50_ms_of_cpu_time(place):

@@ -32,13 +32,13 @@ made.connect(os.environ["HASTEN_HOST"] + "/socket")
 """
 
 
-def command(folder: Path, text: str) -> ScriptRef:
-    (folder / "train.py").write_text(text)
-    return ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
+def command(directory: Path, text: str) -> ScriptRef:
+    (directory / "train.py").write_text(text)
+    return ScriptRef.of_command([sys.executable, "train.py"], directory=str(directory))
 
 
-def written(folder: Path, steps: int, first: str = "", second: str = "", pause: float = 0.0) -> ScriptRef:
-    return command(folder, TRAINS.format(steps=steps, first=first, second=second, pause=pause))
+def written(directory: Path, steps: int, first: str = "", second: str = "", pause: float = 0.0) -> ScriptRef:
+    return command(directory, TRAINS.format(steps=steps, first=first, second=second, pause=pause))
 
 
 def test_run_that_is_stopped_before_its_first_metric_is_pruned(tmp_path):
@@ -67,7 +67,7 @@ def test_process_that_trains_in_a_group_of_its_own_is_suspended(tmp_path):
     with ScriptProcess(written(tmp_path, 10**9, first, second), {}) as process:
         process.wait_until_trained(120.0, None)
         process.suspend()
-        pid = int((process.folder / "pid").read_text())
+        pid = int((process.directory / "pid").read_text())
         assert _reaches(pid, "T")
         assert process.ask("train", 60.0, None, count=3)["count"] == 3
     assert _reaches(pid, "Z")

@@ -53,11 +53,11 @@ SITES = {
 }
 
 
-def written(folder: Path, **changes) -> ScriptRef:
+def written(directory: Path, **changes) -> ScriptRef:
     """The script, and a recipe file with the site map beside it."""
-    (folder / "train.py").write_text(SCRIPT)
-    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(folder))
-    (folder / "sites.json").write_text(json.dumps({"fingerprint": ref.fingerprint(), **SITES, **changes}))
+    (directory / "train.py").write_text(SCRIPT)
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(directory))
+    (directory / "sites.json").write_text(json.dumps({"fingerprint": ref.fingerprint(), **SITES, **changes}))
     return ref
 
 

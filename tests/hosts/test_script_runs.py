@@ -229,8 +229,8 @@ def test_script_arm_evaluates_again_after_the_script_has_ended():
 
 def test_trial_writes_nothing_outside_of_the_working_directory_either(tmp_path, monkeypatch):
     home, other, project = (tmp_path / name for name in ("home", "other", "project"))
-    for folder in (home, other, project):
-        folder.mkdir()
+    for directory in (home, other, project):
+        directory.mkdir()
     monkeypatch.setenv("HOME", str(home))
     text = f"""
 import os, torch
@@ -259,7 +259,7 @@ while True:
 """
     with ScriptProcess(written(tmp_path, text), {}, seed=0) as process:
         process.wait_until_trained(120.0, None)
-        variable = f"HASTEN_HOST={process.folder}"
+        variable = f"HASTEN_HOST={process.directory}"
         assert len(_processes_with(variable)) == 2
     until = time.monotonic() + 10
     while _processes_with(variable) and time.monotonic() < until:

@@ -9,7 +9,7 @@ from helpers import HELPERS
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    """A folder that contains ``rank_tasks.py``, for commands that run there."""
+def directory(tmp_path) -> Path:
+    """A directory that contains ``rank_tasks.py``, for commands that run there."""
     shutil.copy(HELPERS / "rank_tasks.py", tmp_path)
     return tmp_path

@@ -23,7 +23,7 @@ from helpers.ranks import free_port
 HASTEN = [sys.executable, "-m", "hasten"]
 
 
-def begun(folder: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.Popen:
+def begun(directory: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.Popen:
     launch = [
         "launch",
         "--nproc-per-node",
@@ -35,7 +35,7 @@ def begun(folder: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.P
         "--",
         *argv,
     ]
-    return subprocess.Popen([*HASTEN, *launch], cwd=folder, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*HASTEN, *launch], cwd=directory, stderr=subprocess.PIPE, text=True)
 
 
 def wait_until_somebody_answers(port: int) -> None:
@@ -46,12 +46,12 @@ def wait_until_somebody_answers(port: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_node_above_the_maximum_waits_without_harm(folder):
+def test_node_above_the_maximum_waits_without_harm(directory):
     """One additional node waits until the job ends, another is removed before; the training nodes continue."""
-    port, argv = free_port(), train_words("counting_for_long", folder / "run")
-    trains = begun(folder, port, *argv)
-    wait_until_it_trains(Job(trains), folder / "run")
-    waits, leaves = begun(folder, port, *argv), begun(folder, port, *argv)
+    port, argv = free_port(), train_words("counting_for_long", directory / "run")
+    trains = begun(directory, port, *argv)
+    wait_until_it_trains(Job(trains), directory / "run")
+    waits, leaves = begun(directory, port, *argv), begun(directory, port, *argv)
     time.sleep(6)
     leaves.send_signal(signal.SIGTERM)
     error = leaves.communicate(timeout=30)[1]
@@ -62,9 +62,9 @@ def test_node_above_the_maximum_waits_without_harm(folder):
 
 
 @pytest.mark.slow
-def test_node_in_a_long_step_is_informed_that_the_job_has_ended(folder):
+def test_node_in_a_long_step_is_informed_that_the_job_has_ended(directory):
     port, argv = free_port(), ["train", "rank_tasks.py:raises_on_the_first_while_the_other_is_busy", "--out", "run"]
-    jobs = [begun(folder, port, *argv, nodes="2") for _ in range(2)]
+    jobs = [begun(directory, port, *argv, nodes="2") for _ in range(2)]
     errors = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [1, 1], errors
     assert sum("OSError: the disk is gone" in each for each in errors) == 1, errors
@@ -72,14 +72,16 @@ def test_node_in_a_long_step_is_informed_that_the_job_has_ended(folder):
 
 
 @pytest.mark.slow
-def test_nohup_is_respected(folder):
-    job = subprocess.Popen(["nohup", *HASTEN, *train_words("counting", folder / "run"), "--processes", "2"], cwd=folder)
-    wait_until_it_trains(Job(job), folder / "run")
+def test_nohup_is_respected(directory):
+    job = subprocess.Popen(
+        ["nohup", *HASTEN, *train_words("counting", directory / "run"), "--processes", "2"], cwd=directory
+    )
+    wait_until_it_trains(Job(job), directory / "run")
     job.send_signal(signal.SIGHUP)
     assert job.wait(120) == 0
 
 
-def test_rank_whose_launcher_has_ended_before_it_starts_ends(folder, tmp_path):
+def test_rank_whose_launcher_has_ended_before_it_starts_ends(directory, tmp_path):
     names = {
         ERROR_FILE: str(tmp_path / "error.json"),
         PARENT: "1",
@@ -88,8 +90,10 @@ def test_rank_whose_launcher_has_ended_before_it_starts_ends(folder, tmp_path):
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
-    done = subprocess.run([*HASTEN, "train", "rank_tasks.py:samples"], cwd=folder, env=os.environ | names, timeout=60)
-    assert done.returncode == 1 and not (folder / "runs").exists() and not jobs_left()
+    done = subprocess.run(
+        [*HASTEN, "train", "rank_tasks.py:samples"], cwd=directory, env=os.environ | names, timeout=60
+    )
+    assert done.returncode == 1 and not (directory / "runs").exists() and not jobs_left()
 
 
 def test_rank_killed_by_the_agent_is_not_the_first_failure():

@@ -202,8 +202,8 @@ def test_ranks_with_different_fields_are_detected():
     ] * 2
 
 
-def test_folder_given_on_rank_0_only_is_accepted(tmp_path):
-    answers = run_ranks(2, training_into_a_folder_of_rank_0, tmp_path / "run")
+def test_directory_given_on_rank_0_only_is_accepted(tmp_path):
+    answers = run_ranks(2, training_into_a_directory_of_rank_0, tmp_path / "run")
     assert [type(answer) for answer in answers] == [dict] * 2 and (tmp_path / "run/model.safetensors").exists()
 
 
@@ -240,7 +240,7 @@ def with_epochs_of_rank(rank: int) -> dict:
     return training(rank, rank_tasks.task(epochs=2 + rank))
 
 
-def training_into_a_folder_of_rank_0(rank: int, out) -> dict:
+def training_into_a_directory_of_rank_0(rank: int, out) -> dict:
     return training(rank, rank_tasks.samples(), out=out if rank == 0 else None)
 
 

@@ -28,7 +28,7 @@ WHY_NOT = missing()
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def directory(tmp_path) -> Path:
     for name in ("rank_tasks.py", "waiting_tasks.py"):
         shutil.copy(HELPERS / name, tmp_path)
     return tmp_path
@@ -289,10 +289,10 @@ def test_single_process_with_a_distributed_request_is_refused():
         ),
     ],
 )
-def test_invalid_request_is_one_line(folder, argv, code, message):
+def test_invalid_request_is_one_line(directory, argv, code, message):
     done = subprocess.run(
         [sys.executable, "-m", "hasten", *argv.split(), "--quiet"],
-        cwd=folder,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=120,
@@ -303,10 +303,10 @@ def test_invalid_request_is_one_line(folder, argv, code, message):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_terminal_output_has_a_table_of_ranks(folder):
+def test_terminal_output_has_a_table_of_ranks(directory):
     argv = "launch --nproc-per-node 2 --quiet -- diagnose waiting_tasks.py:late_data --budget 2s"
     done = subprocess.run(
-        [sys.executable, "-m", "hasten", *argv.split()], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hasten", *argv.split()], cwd=directory, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     for what in (
@@ -324,13 +324,13 @@ def test_terminal_output_has_a_table_of_ranks(folder):
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_slow_network_makes_communication_the_largest_part(folder):
+def test_slow_network_makes_communication_the_largest_part(directory):
     """Eight megabytes of gradients take 0.3 s at 200 Mbit/s, each way."""
     shares = []
     for megabits in (None, 200):
         with two_nodes(megabits):
             first, second = run_on_both(
-                folder, "diagnose", "waiting_tasks.py:communication_and_compute", "--json", "--budget", "20s"
+                directory, "diagnose", "waiting_tasks.py:communication_and_compute", "--json", "--budget", "20s"
             )
         assert first[0] == 0 and second[1] == "", (first, second)
         found = json.loads(first[1])

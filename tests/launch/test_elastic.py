@@ -83,14 +83,14 @@ def test_port_of_another_program_is_reported(monkeypatch):
 
 
 @pytest.mark.slow
-def test_nodes_with_different_nproc_per_node_are_refused(folder):
+def test_nodes_with_different_nproc_per_node_are_refused(directory):
     port = free_port()
-    first = launch(port, 1, folder)
+    first = launch(port, 1, directory)
     try:
         until = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
             time.sleep(0.1)
-        second = launch(port, 2, folder)
+        second = launch(port, 2, directory)
         error = second.communicate(timeout=90)[1]
         assert second.returncode == 2, error
         assert (
@@ -102,7 +102,7 @@ def test_nodes_with_different_nproc_per_node_are_refused(folder):
         first.communicate()
 
 
-def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
+def launch(port: int, each: int, directory: Path) -> subprocess.Popen:
     argv = [
         "launch",
         "--nproc-per-node",
@@ -115,7 +115,7 @@ def launch(port: int, each: int, folder: Path) -> subprocess.Popen:
         "train",
         "rank_tasks.py:samples",
     ]
-    return subprocess.Popen([sys.executable, "-m", "hasten", *argv], cwd=folder, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "hasten", *argv], cwd=directory, stderr=subprocess.PIPE, text=True)
 
 
 def test_finished_node_is_not_missed(monkeypatch):
@@ -193,21 +193,21 @@ def test_finished_node_waits_for_the_others_and_reports_their_failure(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_joining_node_restarts_no_rank(folder):
+def test_joining_node_restarts_no_rank(directory):
     """Three agents on this machine stand in for nodes; none of them may lose a rank."""
     port, options = free_port(), ["--nnodes", "1:3", "--max-restarts", "0"]
 
     def begun() -> subprocess.Popen:
         launch = ["launch", "--nproc-per-node", "1", *options, "--rdzv-endpoint", f"127.0.0.1:{port}", "--"]
-        command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", folder / "run")]
-        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "hasten", *launch, *train_words("counting_for_long", directory / "run")]
+        return subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True)
 
     first = begun()
     until = time.monotonic() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < until:
         time.sleep(0.1)
     jobs = [first, begun()]
-    wait_until_it_trains(Job(first), folder / "run")
+    wait_until_it_trains(Job(first), directory / "run")
     time.sleep(1)
     jobs.append(begun())
     errors = [job.communicate(timeout=300)[1] for job in jobs]
@@ -215,25 +215,25 @@ def test_joining_node_restarts_no_rank(folder):
     assert sum("another node has joined" in each for each in errors) == 2 and not any(
         "lost" in each for each in errors
     ), errors
-    assert_every_sample_counts_once_per_epoch(folder / "run")
+    assert_every_sample_counts_once_per_epoch(directory / "run")
 
 
 class Pair:
     """The same command on two nodes."""
 
-    def __init__(self, folder: Path, *launch: str):
-        self.folder, self.launch, self.stderr = folder, (*launch, "--max-restarts", "9"), [[], []]
+    def __init__(self, directory: Path, *launch: str):
+        self.directory, self.launch, self.stderr = directory, (*launch, "--max-restarts", "9"), [[], []]
         self.jobs = [self.begun(0), self.begun(1)]
 
     def begun(self, machine: int) -> subprocess.Popen:
         job = start_on(
-            machine, *train_words("counting_for_long", self.folder / "run"), cwd=self.folder, launch=self.launch
+            machine, *train_words("counting_for_long", self.directory / "run"), cwd=self.directory, launch=self.launch
         )
         threading.Thread(target=lambda: self.stderr[machine].extend(job.stderr), daemon=True).start()
         return job
 
     def wait_until_it_trains(self, watched: int) -> None:
-        wait_until_it_trains(Job(self.jobs[watched]), self.folder / "run")
+        wait_until_it_trains(Job(self.jobs[watched]), self.directory / "run")
 
     def lose(self, machine: int) -> None:
         lose(machine)
@@ -248,10 +248,10 @@ class Pair:
 @pytest.mark.slow
 @machines
 @pytest.mark.parametrize("lost", [0, 1])
-def test_lost_node_is_waited_for(folder, lost):
+def test_lost_node_is_waited_for(directory, lost):
     """The first node hosts the rendezvous."""
     with two_nodes():
-        pair = Pair(folder, "--nnodes", "2")
+        pair = Pair(directory, "--nnodes", "2")
         pair.wait_until_it_trains(0)
         time.sleep(2)
         pair.lose(lost)
@@ -260,33 +260,33 @@ def test_lost_node_is_waited_for(folder, lost):
         pair.ended()
     message = "waiting for the same command on that node" if lost == 0 else "ranks of another node were lost"
     assert any(message in line for line in pair.stderr[1 - lost]), pair.stderr
-    assert_as_undisturbed(folder / "run")
+    assert_as_undisturbed(directory / "run")
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @machines
-def test_fewer_nodes_continue_and_admit_new_ones(folder):
+def test_fewer_nodes_continue_and_admit_new_ones(directory):
     with two_nodes():
-        pair = Pair(folder, "--nnodes", "1:2")
+        pair = Pair(directory, "--nnodes", "1:2")
         pair.wait_until_it_trains(0)
         pair.lose(1)
         pair.wait_until_it_trains(0)
         pair.jobs[1] = pair.begun(1)
         pair.ended()
     assert any("another node has joined" in line for line in pair.stderr[0]), pair.stderr
-    assert_every_sample_counts_once_per_epoch(folder / "run")
+    assert_every_sample_counts_once_per_epoch(directory / "run")
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 @machines
-def test_network_outage_of_half_a_minute_is_survived(folder):
+def test_network_outage_of_half_a_minute_is_survived(directory):
     with two_nodes():
-        pair = Pair(folder, "--nnodes", "2")
+        pair = Pair(directory, "--nnodes", "2")
         pair.wait_until_it_trains(0)
         disconnect()
         time.sleep(30)
         reconnect()
         pair.ended()
-    assert_as_undisturbed(folder / "run")
+    assert_as_undisturbed(directory / "run")

@@ -14,19 +14,19 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 @pytest.mark.slow
-def test_two_nodes_train_like_one_process(folder):
-    train(rank_tasks.samples(), device="cpu", out=folder / "single")
+def test_two_nodes_train_like_one_process(directory):
+    train(rank_tasks.samples(), device="cpu", out=directory / "single")
     with two_nodes():
-        first, second = run_on_both(folder, "train", "rank_tasks.py:samples", "--out", "shared", "--json")
+        first, second = run_on_both(directory, "train", "rank_tasks.py:samples", "--out", "shared", "--json")
     assert (first[0], second[0]) == (0, 0), (first[2], second[2])
     assert json.loads(first[1])["steps"] == 46 and second[1] == "", "the first rank answers, and nobody else"
-    assert farthest(folder / "shared", folder / "single") < CLOSE
+    assert farthest(directory / "shared", directory / "single") < CLOSE
 
 
 @pytest.mark.slow
-def test_failure_on_one_node_ends_both(folder):
+def test_failure_on_one_node_ends_both(directory):
     with two_nodes():
-        finished = run_on_both(folder, "train", "rank_tasks.py:raising", "--out", "shared")
+        finished = run_on_both(directory, "train", "rank_tasks.py:raising", "--out", "shared")
     assert [code for code, *_ in finished] == [1, 1]
     errors = [text for *_, text in finished]
     assert sum("sample 226: OSError: the disk is gone" in text for text in errors) == 1, errors
@@ -35,10 +35,10 @@ def test_failure_on_one_node_ends_both(folder):
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_link_bandwidth_is_measured(folder):
+def test_link_bandwidth_is_measured(directory):
     """200 Mbit/s are 25 MB/s: in an all-reduce of two ranks each sends as many bytes as its tensor has."""
     with two_nodes(megabits=200):
-        first, _ = run_on_both(folder, "bench-comm", "--json")
+        first, _ = run_on_both(directory, "bench-comm", "--json")
     found = json.loads(first[1])
     assert found["nodes"] == 2
     largest = found["collectives"]["all-reduce"]["sizes"][-1]

@@ -36,9 +36,9 @@ def method(name: str) -> str:
     return f"{HELPERS / 'rank_methods.py'}:{name}"
 
 
-def study_of(folder: Path, task: str = "rank_tasks.py:samples", **more) -> Study:
+def study_of(directory: Path, task: str = "rank_tasks.py:samples", **more) -> Study:
     ref = TaskRef.of(f"{HELPERS}/{task}")
-    return Study(ref, "cpu", TrialStore(folder, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
+    return Study(ref, "cpu", TrialStore(directory, {}), Budget(600.0), no_progress, processes=2, timeout=4.0, **more)
 
 
 @pytest.mark.timing

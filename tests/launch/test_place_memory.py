@@ -130,7 +130,7 @@ from hasten.distributed.process_group import init_process_group
 def allocated():  # resident, without the pages of libraries, which come and go with what other processes need
     return int(re.search(r"RssAnon:\\s*(\\d+) kB", open("/proc/self/status").read()).group(1)) >> 10
 
-def watch():
+def on_progress():
     while True:
         sizes.append(allocated())
         time.sleep(0.001)
@@ -143,7 +143,7 @@ task = Task(
 methods = make_methods(Recipe.coerce(sys.argv[1]))
 with init_process_group("cpu", 60) as ranks:
     sizes = [allocated()]
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=on_progress, daemon=True).start()
     build(task, methods, ranks=ranks)
     ranks.any(False)  # all end together
 print(max(sizes) - sizes[0])

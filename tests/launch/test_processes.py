@@ -21,22 +21,22 @@ from helpers import HELPERS, rank_tasks
 from helpers.process import TIMEOUT_S, Job, children, environment, jobs_left, train_command, wait_until_it_trains
 
 
-def ran(folder: Path, task: str, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(train_command(task, *more), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+def ran(directory: Path, task: str, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(train_command(task, *more), cwd=directory, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def test_train_with_processes_prints_one_result(folder):
-    done = ran(folder, "samples", "--json")
+def test_train_with_processes_prints_one_result(directory):
+    done = ran(directory, "samples", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["steps"] == 46 and result["out"] == "runs/train-rank_tasks-py-samples"
-    about = json.loads((folder / result["out"] / "environment.json").read_text())
+    about = json.loads((directory / result["out"] / "environment.json").read_text())
     assert about["processes"] == 2
     assert not jobs_left()
 
 
 @pytest.mark.slow
-def test_launch_passes_its_options_before_the_command(folder):
+def test_launch_passes_its_options_before_the_command(directory):
     launch = [
         sys.executable,
         "-m",
@@ -51,7 +51,7 @@ def test_launch_passes_its_options_before_the_command(folder):
         "train",
         "rank_tasks.py:samples",
     ]
-    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(launch, cwd=directory, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 7
 
@@ -156,9 +156,9 @@ def test_train_recipe_of_the_resumed_run_is_checked(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
+def test_train_raising_rank_is_named_and_all_ranks_end_at_once(directory):
     began = time.monotonic()
-    done = ran(folder, "raising")
+    done = ran(directory, "raising")
     lines = [line for line in done.stderr.splitlines() if line]
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert lines[0].startswith("hasten: rank ") and "sample 226: OSError: the disk is gone" in lines[0]
@@ -166,25 +166,25 @@ def test_train_raising_rank_is_named_and_all_ranks_end_at_once(folder):
 
 
 @pytest.mark.slow
-def test_train_invalid_request_is_refused_by_the_job(folder):
-    done = ran(folder, "samples", "--with", "batch_sise")
+def test_train_invalid_request_is_refused_by_the_job(directory):
+    done = ran(directory, "samples", "--with", "batch_sise")
     assert done.returncode == 2 and done.stderr.startswith(
         "hasten: no method is called 'batch_sise' (did you mean batch_size"
     ), done.stderr
 
 
 @pytest.mark.slow
-def test_train_rank_without_data_is_named(folder):
-    done = ran(folder, "no_data_on_the_second")
+def test_train_rank_without_data_is_named(directory):
+    done = ran(directory, "no_data_on_the_second")
     assert done.returncode in (1, 2) and "data/train.npy" in done.stderr and "rank 1" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
-def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
+def test_train_killed_rank_is_named_if_no_restart_is_left(directory):
     job = subprocess.Popen(
-        train_command("slow", "--out", "run", "--max-restarts", "0"), cwd=folder, stderr=subprocess.PIPE, text=True
+        train_command("slow", "--out", "run", "--max-restarts", "0"), cwd=directory, stderr=subprocess.PIPE, text=True
     )
-    wait_until_it_trains(Job(job), folder / "run")
+    wait_until_it_trains(Job(job), directory / "run")
     victim = next(pid for pid in children(job.pid) if environment(pid).get("RANK") == "1")
     os.kill(victim, signal.SIGKILL)
     error = job.communicate(timeout=TIMEOUT_S)[1]
@@ -197,10 +197,10 @@ def test_train_killed_rank_is_named_if_no_restart_is_left(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_train_interrupted_job_saves_first(folder, how):
-    job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=folder, stderr=subprocess.PIPE, text=True)
-    wait_until_it_trains(Job(job), folder / "run")
+def test_train_interrupted_job_saves_first(directory, how):
+    job = subprocess.Popen(train_command("slow", "--out", "run"), cwd=directory, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(Job(job), directory / "run")
     job.send_signal(how)
     error = job.communicate(timeout=TIMEOUT_S)[1]
     assert job.returncode == 1 and "resume with --out" in error, error
-    assert list((folder / "run/checkpoints").glob("step-*.pt")) and not jobs_left()
+    assert list((directory / "run/checkpoints").glob("step-*.pt")) and not jobs_left()

@@ -112,19 +112,19 @@ def test_ranks_write_their_own_shards(tmp_path):
 
 
 @pytest.mark.slow
-def test_rank_0_writes_the_full_state_without_a_shared_folder(tmp_path):
+def test_rank_0_writes_the_full_state_without_a_shared_directory(tmp_path):
     """As on nodes without a shared disk."""
-    answers = run_ranks(2, saved_in_a_folder_of_its_own, tmp_path)
+    answers = run_ranks(2, saved_in_a_directory_of_its_own, tmp_path)
     assert all(isinstance(answer, RunError) for answer in answers), answers
     names = sorted(path.name for path in (tmp_path / "rank-0/checkpoints").iterdir())
     assert names == ["step-0000000028.pt", "step-0000000029.pt"]
     assert load_checkpoint(tmp_path / "rank-0/checkpoints" / names[1])["model"]["1.0.weight"].shape == (801, 9)
 
 
-def saved_in_a_folder_of_its_own(rank: int, folder) -> dict:
-    """Each rank has another current folder, and rank 0 names a path that differs on the others."""
-    (folder / f"rank-{rank}").mkdir()
-    os.chdir(folder / f"rank-{rank}")
+def saved_in_a_directory_of_its_own(rank: int, directory) -> dict:
+    """Each rank has another current directory, and rank 0 names a path that differs on the others."""
+    (directory / f"rank-{rank}").mkdir()
+    os.chdir(directory / f"rank-{rank}")
     return interrupted_run(rank, rank_tasks.blocks, ".", "zero:stage=3")
 
 

@@ -23,11 +23,11 @@ from helpers.ranks import run_ranks
 PATIENCE = 5.0
 
 
-def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str, float]:
+def stopped(directory: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str, float]:
     """Returns the output and the seconds of a job of which one rank was stopped while it trained."""
     options = ("--out", "run", "--timeout", f"{PATIENCE:g}s", "--checkpoint-every", "0.1s", *more)
-    job = subprocess.Popen(train_command("slow", *options), cwd=folder, stderr=subprocess.PIPE, text=True)
-    wait_until_it_trains(Job(job), folder / "run")
+    job = subprocess.Popen(train_command("slow", *options), cwd=directory, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(Job(job), directory / "run")
     os.kill(next(pid for pid in children(job.pid) if environment(pid).get("RANK") == str(rank)), signal.SIGSTOP)
     began = time.monotonic()
     return job, job.communicate(timeout=120)[1], time.monotonic() - began
@@ -35,28 +35,28 @@ def stopped(folder: Path, rank: int, *more: str) -> tuple[subprocess.Popen, str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
-def test_hanging_rank_is_named_and_not_the_waiting_one(folder, rank):
-    job, error, seconds = stopped(folder, rank, "--max-restarts", "0")
+def test_hanging_rank_is_named_and_not_the_waiting_one(directory, rank):
+    job, error, seconds = stopped(directory, rank, "--max-restarts", "0")
     assert job.returncode == 1 and f"hasten: rank {rank} was silent for 5 s; the other ranks were ended" in error, error
     assert PATIENCE < seconds < PATIENCE + 60 and not jobs_left()
 
 
 @pytest.mark.slow
-def test_all_ranks_restart_if_a_restart_is_left(folder):
-    job, error, _ = stopped(folder, 1, "--max-restarts", "1")
+def test_all_ranks_restart_if_a_restart_is_left(directory):
+    job, error, _ = stopped(directory, 1, "--max-restarts", "1")
     assert (
         job.returncode == 0 and "rank 1 was silent for 5 s; restarting all ranks from the newest checkpoint" in error
     ), error
-    train(rank_tasks.slow(), out=folder / "single", device="cpu")
-    ours, single = (load_file(folder / name / "model.safetensors") for name in ("run", "single"))
+    train(rank_tasks.slow(), out=directory / "single", device="cpu")
+    ours, single = (load_file(directory / name / "model.safetensors") for name in ("run", "single"))
     assert all(ours[name].sub(single[name]).abs().max() < 1e-9 for name in single) and not jobs_left()
 
 
 @pytest.mark.slow
-def test_rank_that_waits_in_c_for_a_lost_rank_is_killed_before_the_time_for_a_checkpoint_is_over(folder):
+def test_rank_that_waits_in_c_for_a_lost_rank_is_killed_before_the_time_for_a_checkpoint_is_over(directory):
     words = [*train_command("waits_in_c_for_a_lost_rank", "--out", "run", "--max-restarts", "0")]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-    seconds = time.time() - (folder / "killed").stat().st_mtime
+    done = subprocess.run(words, cwd=directory, capture_output=True, text=True)
+    seconds = time.time() - (directory / "killed").stat().st_mtime
     assert done.returncode == 1 and "rank 1 was killed by SIGKILL (out of memory?)" in done.stderr, done.stderr
     assert FAILURE_GRACE_S <= seconds < (FAILURE_GRACE_S + SHUTDOWN_GRACE_S) / 2 and not jobs_left()
 
@@ -65,11 +65,11 @@ def test_rank_that_waits_in_c_for_a_lost_rank_is_killed_before_the_time_for_a_ch
 def test_process_groups_of_torch_have_the_same_timeout():
     def waits(rank: int) -> float:
         with init_process_group("cpu", timeout=2.0) as ranks:
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "shards"))
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
             ranks.any(False)
             began = time.monotonic()
             if rank == 0:
-                dist.barrier(mesh["shards"].get_group())
+                dist.barrier(mesh["dp_shard"].get_group())
             time.sleep(5.0)
         return time.monotonic() - began
 

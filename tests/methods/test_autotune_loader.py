@@ -36,8 +36,8 @@ def quick(monkeypatch):
         monkeypatch.setattr(loader_stats, name, value)
 
 
-def files(folder: Path) -> tuple[bytes, bytes]:
-    return (folder / "model.safetensors").read_bytes(), (folder / "log.jsonl").read_bytes()
+def files(directory: Path) -> tuple[bytes, bytes]:
+    return (directory / "model.safetensors").read_bytes(), (directory / "log.jsonl").read_bytes()
 
 
 def process_and_thread_count() -> tuple[set, int]:
@@ -94,7 +94,7 @@ def test_slow_source_gets_workers_and_recipe_stores_them(name, tmp_path, monkeyp
         "the next run begins there"
     )
 
-    # a run is identified by the requested recipe, the tuned recipe and its folder
+    # a run is identified by the requested recipe, the tuned recipe and its directory
     for resumed_with in ([TUNED], recipe, None):
         again = hasten.train(task, resumed_with, out=tmp_path / "run", resume=True, device="cpu")
         assert again["metric"] == result["metric"]
@@ -170,8 +170,8 @@ def test_killed_run_resumes_to_same_bits(name, tmp_path):
         process.join()
         _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
         assert not alive, "workers outlive their run"
-    for folder, end in (("killed", "not killed"), ("plain", "undisturbed")):
-        assert join_process(start_process(run, name, tmp_path / folder, end)) == 0
+    for directory, end in (("killed", "not killed"), ("plain", "undisturbed")):
+        assert join_process(start_process(run, name, tmp_path / directory, end)) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "plain")
 
 

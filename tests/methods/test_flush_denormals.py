@@ -121,8 +121,8 @@ def test_autograd_thread_of_nested_backward_passes_flushes():
     """Autograd computes passes that are nested 60 deep in a thread of its own, which then stays: a fresh process."""
     script = "import test_flush_denormals as here; context = here.flushed_context(); context.__enter__()\n"
     script += "print([*here.nested_backward(65, {}).values()])"
-    folder = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder, check=True)
+    directory = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=directory, check=True)
     assert done.stdout.strip() == "[True, True]"
 
 

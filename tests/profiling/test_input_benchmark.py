@@ -155,31 +155,31 @@ def image_bytes(kind, size=(60, 80)):
     return file.getvalue()
 
 
-def image_folder(folder, size=(60, 80)):
+def image_folder(directory, size=(60, 80)):
     for index in range(12):
-        path = folder / "ab"[index % 2] / f"{index}.jpg"
+        path = directory / "ab"[index % 2] / f"{index}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image_bytes("JPEG", size))
-    return images(folder, resize=8)
+    return images(directory, resize=8)
 
 
-def tar_shards(folder):
-    folder.mkdir()
-    with tarfile.open(folder / "a.tar", "w") as tar:
+def tar_shards(directory):
+    directory.mkdir()
+    with tarfile.open(directory / "a.tar", "w") as tar:
         for index in range(12):
             for name, content in ((f"{index}.png", image_bytes("PNG")), (f"{index}.cls", b"1")):
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    return webdataset(folder, target="cls", resize=8)
+    return webdataset(directory, target="cls", resize=8)
 
 
-def examples(folder):
-    folder.mkdir()
-    (folder / "a.tfrecord").write_bytes(
+def examples(directory):
+    directory.mkdir()
+    (directory / "a.tfrecord").write_bytes(
         frame_records(encode_example({"x": [i / 7] * 2, "y": i % 2}) for i in range(12))
     )
-    return tfrecord(folder, target="y")
+    return tfrecord(directory, target="y")
 
 
 @pytest.mark.parametrize(("make", "fetch"), [(image_folder, "_read_file"), (tar_shards, "raw"), (examples, "raw")])

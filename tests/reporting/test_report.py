@@ -155,7 +155,7 @@ def test_report_recipe_can_be_copied(tmp_path):
     assert f"hasten train digits --recipe {tmp_path}/recipe.toml" in text_of(page)
 
 
-def test_report_shows_the_recipe_of_the_folder(tmp_path):
+def test_report_shows_the_recipe_of_the_directory(tmp_path):
     (tmp_path / "recipe.toml").write_text("[methods.ema]\ndecay = 0.5\n")
     text = text_of(page_of(tmp_path, samples.trained()))
     assert "decay = 0.5" in text and "--recipe" in text
@@ -286,7 +286,7 @@ def test_report_of_a_broken_result_is_one_error_line(tmp_path, content, message)
     assert not (tmp_path / "report.html").exists()
 
 
-def test_report_without_folder_or_result_is_refused(tmp_path):
+def test_report_without_directory_or_result_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no directory"):
         report(tmp_path / "nowhere")
     with pytest.raises(ConfigurationError, match=r"contains no result\.json"):

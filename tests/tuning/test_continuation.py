@@ -64,7 +64,7 @@ def hold(path, ready):
         time.sleep(60)
 
 
-def test_second_search_in_a_folder_is_refused(tmp_path):
+def test_second_search_in_a_directory_is_refused(tmp_path):
     process = start_process(hold, tmp_path / LOCK, tmp_path / "ready")
     try:
         while not (tmp_path / "ready").exists():
@@ -82,11 +82,11 @@ def is_free(lock) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_search_locks_its_folder_before_the_task_runs_and_leaves_nothing_if_it_is_refused(tmp_path, monkeypatch):
+def test_search_locks_its_directory_before_the_task_runs_and_leaves_nothing_if_it_is_refused(tmp_path, monkeypatch):
     def refused(*_):
         process = start_process(is_free, tmp_path / "runs/search" / LOCK)
         process.join()
-        assert process.exitcode == 1, "the folder is not locked"
+        assert process.exitcode == 1, "the directory is not locked"
         raise ConfigurationError("the task is refused")
 
     monkeypatch.setattr("hasten.tuning.tune._describe", refused)

@@ -196,7 +196,7 @@ def test_trial_starts_while_budget_is_left_and_stored_trials_are_free(tmp_path):
 class Recorded(Study):
     """A Study with recorded runs: metrics 0.8, 0.92 and 0.95 after one second each."""
 
-    def _in_worker(self, recipe, seed, method, watch, **limits) -> dict:
+    def _in_worker(self, recipe, seed, method, on_progress, **limits) -> dict:
         looks = [
             {"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)
         ]

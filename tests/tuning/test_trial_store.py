@@ -88,7 +88,7 @@ def test_line_truncated_by_a_kill_loses_only_that_trial(tmp_path):
     assert {entry["what"]["seed"] for entry in intact if "outcome" in entry} == {1, 2}
 
 
-def test_file_in_place_of_the_folder_is_one_error_line(tmp_path):
+def test_file_in_place_of_the_directory_is_one_error_line(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigurationError, match="cannot use"):
         TrialStore(tmp_path / "taken", {})

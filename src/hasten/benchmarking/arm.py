@@ -36,17 +36,17 @@ from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, with_strategy
 
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
-WARM_UP_SECONDS = 3.0  # of steady steps, after which no further round begins
-LONG_STEP = 1.0  # seconds; if the second step takes longer, one step is a round
-LONG_EVALUATION = 10.0  # seconds; a longer one is timed once
-EVALUATION_SECONDS = 1.0  # a timed evaluation is a slice of about this length, scaled up
+WARM_UP_S = 3.0  # of steady steps, after which no further round begins
+LONG_STEP_S = 1.0  # seconds; if the second step takes longer, one step is a round
+LONG_EVALUATION_S = 10.0  # seconds; a longer one is timed once
+EVALUATION_S = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
 
 def warm_up_steps(step: float) -> int:
     """Number of steps in the warm-up of an arm whose steps take ``step`` seconds."""
-    if step <= LONG_STEP:
+    if step <= LONG_STEP_S:
         return 3 + WARM_UP_ROUNDS * WARM_UP_STEPS
-    return 1 + min(WARM_UP_ROUNDS, math.ceil(WARM_UP_SECONDS / step))
+    return 1 + min(WARM_UP_ROUNDS, math.ceil(WARM_UP_S / step))
 
 
 class Arm:
@@ -95,9 +95,9 @@ class Arm:
         if self.joins_group:
             self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
             self.device = device_of(self.ranks, self.device)
-        self._meet()
+        self._barrier()
         began = time.perf_counter()
-        program = self.program_of(task)
+        program = self.build_program(task)
         program.effects.require_effect = True
         program.effects.check()
         self.context.enter_context(program.process_context())
@@ -150,7 +150,7 @@ class Arm:
             where = format_position(progress.step + 1, progress.epoch, progress.batch)
             raise explain_error(error, where, program.plan.batch_size) from error
 
-    def program_of(self, task: Task) -> Program:
+    def build_program(self, task: Task) -> Program:
         methods = with_strategy(make_methods(self.recipe), self.ranks)
         return build(task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
@@ -161,15 +161,15 @@ class Arm:
         counts nowhere. Every rank trains as many steps, since the longest time of all ranks decides.
         """
         early = [self._seconds_of_steps(1)]
-        if early[0] > LONG_STEP:
+        if early[0] > LONG_STEP_S:
             program.effects.warmup_steps = 1
         early.append(self._seconds_of_steps(1))
-        is_long = early[-1] > LONG_STEP
+        is_long = early[-1] > LONG_STEP_S
         steady = [early.pop()] if is_long else []
         if not is_long:
             early.append(self._seconds_of_steps(1))
         count = 1 if is_long else WARM_UP_STEPS
-        while not steady or (len(steady) < WARM_UP_ROUNDS and count * sum(steady) < WARM_UP_SECONDS):
+        while not steady or (len(steady) < WARM_UP_ROUNDS and count * sum(steady) < WARM_UP_S):
             steady.append(self._seconds_of_steps(count) / count)
         return max(0.0, sum(early) - len(early) * min(steady)), min(steady)
 
@@ -183,15 +183,15 @@ class Arm:
         self.evaluated_batches = None
         if not batches:  # unknown
             first = self._evaluate(None)
-            second = first if first > LONG_EVALUATION else self._evaluate(None)
+            second = first if first > LONG_EVALUATION_S else self._evaluate(None)
             return max(0.0, first - second), second
         first = self._evaluate(1) / batches
-        if first > LONG_STEP:
+        if first > LONG_STEP_S:
             self.evaluated_batches = 1
             return 0.0, first * batches
         second = self._evaluate(1) / batches
-        if second * batches > EVALUATION_SECONDS:
-            self.evaluated_batches = min(batches, max(1, round(EVALUATION_SECONDS / second)))
+        if second * batches > EVALUATION_S:
+            self.evaluated_batches = min(batches, max(1, round(EVALUATION_S / second)))
         return max(0.0, first - second), self._evaluate(self.evaluated_batches)
 
     def _seconds_of_steps(self, count: int) -> float:
@@ -298,9 +298,9 @@ class Arm:
 
     def _synchronize(self) -> None:
         synchronize(self.program.run.device)
-        self._meet()
+        self._barrier()
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Waits for all ranks (a barrier)."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
@@ -336,7 +336,7 @@ def estimate(
     arguments = {"task": task, "methods": {}, "device": device, "seed": seed}
     with start_workers(processes, service, timeout, deadline, **arguments) as worker:
         plan = worker.call("build")
-        if 0.0 < (plan["evaluation"] or 0.0) < LONG_STEP:  # a single one may have been disturbed
+        if 0.0 < (plan["evaluation"] or 0.0) < LONG_STEP_S:  # a single one may have been disturbed
             plan["evaluation"] = min(plan["evaluation"], *(worker.call("evaluate") for _ in range(WARM_UP_ROUNDS)))
     if plan["samples_per_epoch"] is None:
         return {"seconds": None, "plan": plan}

@@ -100,7 +100,7 @@ def compare(
     timeout: float | None = None,
     device: str | None = None,
     seed: int = 0,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> dict[str, Any]:
     """Measures which of two recipes trains a task faster, and by how much.
 
@@ -113,7 +113,7 @@ def compare(
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
         device: "cpu" or "cuda"; by default a GPU if there is one.
         seed: seed of both runs.
-        watch: receives the progress.
+        on_progress: receives the progress.
 
     Returns:
         ``verdict`` ("faster" if b is), ``ratio`` (time of a / time of b) with its interval, ``rounds`` (pairs of
@@ -145,7 +145,7 @@ def compare(
             later_share=LATER_SHARE,
             device=device,
             seed=seed,
-            watch=watch,
+            on_progress=on_progress,
         )
     except MemoryExhaustedError as error:
         arm = error.arm or 0
@@ -169,7 +169,7 @@ def run_interleaved(
     start_step: int = 0,
     later_share: float = 0.0,
     deadline: float | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> Comparison:
     """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
 
@@ -191,7 +191,7 @@ def run_interleaved(
         start_step: step of a at which the blocks begin; in every round both arms train on to it, untimed.
         later_share: share of the budget (0 to 1) for blocks later in the training, if it is long enough.
         deadline: time of ``time.monotonic`` at which the comparison ends with the blocks that it has.
-        watch: receives the progress.
+        on_progress: receives the progress.
 
     Raises:
         RunError: an arm could not run.
@@ -204,11 +204,11 @@ def run_interleaved(
     began, noise = time.monotonic(), SystemNoise()
     arms = ArmSamples(a, processes=processes[0]), ArmSamples(b, processes=processes[1])
     longest = longest or SYNC_PERIOD_BUDGETS * budget
-    done = Measurement(arms, budget, *rounds, sorted(looks), longest, start_step, later_share * budget, watch)
+    done = Measurement(arms, budget, *rounds, sorted(looks), longest, start_step, later_share * budget, on_progress)
     where = task, (a, b), device, seed, processes, timeout + budget, deadline
     try:
         while not done.is_over:
-            _run_round(done, ArmBuilder(*where, done.needs_evaluations(), watch))
+            _run_round(done, ArmBuilder(*where, done.needs_evaluations(), on_progress))
     except DeadlineError:
         if not done.end_now():
             raise

@@ -102,10 +102,10 @@ class Worker:
         *,
         timeout: float | None = None,
         deadline: float | None = None,
-        watch: ProgressCallback = no_progress,
+        on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
-        """Calls a method of the object and returns its result. Forwards progress to ``watch``, and warnings.
+        """Calls a method of the object and returns its result. Forwards progress to ``on_progress``, and warnings.
 
         The worker is killed after ``timeout`` seconds without a message, and at ``deadline`` (a time of
         ``time.monotonic``) in any case; with None, which both are by default, it is not.
@@ -120,12 +120,12 @@ class Worker:
         try:
             seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             self.send(method, arguments)
-            return self._result(timeout, deadline, watch)
+            return self._result(timeout, deadline, on_progress)
         except DeadlineError:
             self.kill()
             raise
 
-    def _result(self, timeout: float | None, deadline: float | None, watch: ProgressCallback) -> Any:
+    def _result(self, timeout: float | None, deadline: float | None, on_progress: ProgressCallback) -> Any:
         while True:
             seconds = seconds_to_wait(timeout, deadline)
             with self._explain_death():
@@ -137,7 +137,7 @@ class Worker:
             kind, content = self.recv()
             if kind == "result":
                 return content
-            forward_message(kind, content, watch)
+            forward_message(kind, content, on_progress)
 
     def send(self, method: str, arguments: dict[str, Any]) -> None:
         """Resumes the process and starts a method there, without waiting for its result."""
@@ -146,7 +146,7 @@ class Worker:
             self.connection.send((method, arguments))
 
     def recv(self) -> tuple[str, Any]:
-        """Waits for the next message: (kind, content); kind is "watch", "warning", "result" or a key of ``ERRORS``."""
+        """Waits for the next message, (kind, content); kinds: "progress", "warning", "result", a key of ``ERRORS``."""
         with self._explain_death():
             return self.connection.recv()
 
@@ -293,9 +293,11 @@ def clean_server() -> ForkServer:
 
 def _installed_modules() -> list[str]:
     """Names of the imported modules that belong to installed packages or to hasten."""
-    folders = tuple(site.getsitepackages())
+    directories = tuple(site.getsitepackages())
     files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    installed = [name for name, file in files.items() if file.startswith(folders) or name.partition(".")[0] == "hasten"]
+    installed = [
+        name for name, file in files.items() if file.startswith(directories) or name.partition(".")[0] == "hasten"
+    ]
     return sorted(name for name in installed if not name.startswith(("_pytest", "pytest")))
 
 
@@ -319,10 +321,10 @@ def mark_warnings_shown() -> Iterator[None]:
         yield
 
 
-def forward_message(kind: str, content: Any, watch: ProgressCallback) -> None:
+def forward_message(kind: str, content: Any, on_progress: ProgressCallback) -> None:
     """Repeats a worker's message: shows progress or a warning (once, ignoring its numbers), or raises the error."""
-    if kind == "watch":
-        watch(*content)
+    if kind == "progress":
+        on_progress(*content)
     elif kind == "warning":
         _forward_warning(*content)
     else:

@@ -90,7 +90,7 @@ class Measurement:
     longest: float
     start_step: int
     later_seconds: float
-    watch: ProgressCallback
+    on_progress: ProgressCallback
     rounds: int = 0
     is_sequential: bool = False  # whether the arms do not fit into memory together
     is_over: bool = False
@@ -288,7 +288,7 @@ class Measurement:
             position = max(pair.positions) + CHUNK_BLOCKS * self.block_samples
             if position > last:
                 break
-            self.watch("training on, to compare later in the training", 1.0, None)
+            self.on_progress("training on, to compare later in the training", 1.0, None)
             pair.run_to(position)
         position = max(pair.positions)
         blocks = [pair.time_blocks(self.block_samples, order_of(number)) for number in range(pairs)]
@@ -312,7 +312,7 @@ class Measurement:
 
     def _report(self) -> None:
         left, (a, b) = max(0.0, self._left()), self.arms
-        self.watch(f"{a.recipe} against {b.recipe}", 1 - left / self.budget, left)
+        self.on_progress(f"{a.recipe} against {b.recipe}", 1 - left / self.budget, left)
 
 
 def order_of(done: int) -> tuple[int, int]:

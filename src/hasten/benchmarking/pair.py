@@ -39,14 +39,14 @@ class ArmBuilder:
     timeout: float
     deadline: float | None
     with_evaluation: bool
-    watch: ProgressCallback
+    on_progress: ProgressCallback
     seconds: float = 0.0
 
     @contextmanager
     def built(self, index: int) -> Iterator[tuple[Worker | WorkerGroup, dict[str, Any]]]:
         """Context manager: arm 0 or 1, suspended, and its plan. Its processes have ended at the end of the block."""
         recipe = self.recipes[index]
-        self.watch(f"building {recipe}", 0.0, None)
+        self.on_progress(f"building {recipe}", 0.0, None)
         arguments = {"task": self.task, "methods": recipe.methods, "device": self.device, "seed": self.seed}
         where = self.processes[index], "hasten.benchmarking.arm:Arm", self.timeout, self.deadline
         with ExitStack() as stack:

@@ -84,7 +84,7 @@ class WorkerGroup:
         *,
         timeout: float | None = None,
         deadline: float | None = None,
-        watch: ProgressCallback = no_progress,
+        on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
         """Calls a method on all ranks and returns the result of rank 0. Arguments: see ``Worker.call``.
@@ -101,12 +101,12 @@ class WorkerGroup:
             seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             for rank in self.ranks:
                 rank.send(method, arguments)
-            return self._collect_results(timeout, deadline, watch)
+            return self._collect_results(timeout, deadline, on_progress)
         except BaseException:
             self.kill()
             raise
 
-    def _collect_results(self, timeout: float | None, deadline: float | None, watch: ProgressCallback) -> Any:
+    def _collect_results(self, timeout: float | None, deadline: float | None, on_progress: ProgressCallback) -> Any:
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         while len(results) < len(self.ranks):
@@ -118,7 +118,7 @@ class WorkerGroup:
                 raise self._root_cause(results, errors)
             for rank, kind, content in messages:
                 if rank == 0 and kind != "result":
-                    forward_message(kind, content, watch)
+                    forward_message(kind, content, on_progress)
         return results[0]
 
     def _recv(

@@ -115,10 +115,10 @@ def has_initialized_cuda(open_files: Iterable[str]) -> bool:
 
 
 def _open_files() -> Iterator[str]:
-    folder = "/proc/self/fd"
-    for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():
-        with contextlib.suppress(OSError):  # the descriptor of the folder itself is closed
-            yield os.readlink(f"{folder}/{descriptor}")
+    directory = "/proc/self/fd"
+    for descriptor in os.listdir(directory) if os.path.isdir(directory) else ():
+        with contextlib.suppress(OSError):  # the descriptor of the directory itself is closed
+            yield os.readlink(f"{directory}/{descriptor}")
 
 
 def _start_again(control: socket.socket, start: dict[str, Any], module: str) -> None:
@@ -191,7 +191,7 @@ def _run_worker(connection: Connection, request: dict[str, Any], warning: str | 
                 if method == "__init__":
                     module, _, name = arguments.pop("_service").rpartition(":")
                     service, result = getattr(import_module(module), name)(**arguments), None
-                    service.watch = lambda *progress: send("watch", progress)
+                    service.on_progress = lambda *progress: send("progress", progress)
                 else:
                     result = getattr(service, method)(**arguments)
                 send("result", result)

@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_timeout(parser, minimum="")
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Measure if this process is a rank of a job; else start a job of ``--processes`` ranks that do."""
     if not in_job():
         from hasten.launch.launcher import launch
@@ -28,5 +28,5 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
     from hasten.launch.comm_benchmark import bench_comm
 
-    result = bench_comm(options.device, watch=watch, timeout=options.timeout)
+    result = bench_comm(options.device, on_progress=on_progress, timeout=options.timeout)
     return CommandResult(result, page("terminal_bench_comm", "bench_comm_answer"))

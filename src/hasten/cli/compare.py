@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_measuring_budget(parser)
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Compare and map the verdict to the exit code, so that ``hasten compare ... && use b`` works in a script."""
     from hasten.benchmarking.compare import compare
     from hasten.core.recipe import Recipe
@@ -45,5 +45,5 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
     extra = Recipe.parse(options.extra)
     a, b = (resolve_recipe(text, extra) for text in (options.a, options.b))
     given = values(options, "budget", "processes", "timeout", "device", "seed")
-    result = compare(options.task, a, b, **given, watch=watch)
+    result = compare(options.task, a, b, **given, on_progress=on_progress)
     return CommandResult(result, page("terminal", "compare_answer"), code=0 if result["verdict"] == "faster" else 1)

@@ -27,9 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         add(action)
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Run the chosen action."""
-    return ACTIONS[options.action][1](options, watch)
+    return ACTIONS[options.action][1](options, on_progress)
 
 
 def _add_inspect_arguments(parser: ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def _add_inspect_arguments(parser: ArgumentParser) -> None:
     add_measuring_budget(parser, 20)
 
 
-def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def _inspect(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Show what is stored, how fast it is read, what limits that, and which format would be faster.
 
     Speeds are measured on one core of this machine, three times where that is quick; the median is printed with the
@@ -49,7 +49,7 @@ def _inspect(options: Namespace, watch: ProgressCallback) -> CommandResult:
     """
     from hasten.datatools.inspection import inspect
 
-    result = inspect(options.path, **values(options, "target", "max_bad_rows", "budget"), watch=watch)
+    result = inspect(options.path, **values(options, "target", "max_bad_rows", "budget"), on_progress=on_progress)
     return CommandResult(result, page("terminal_data", "inspect_answer"), code=1 if result["trouble"] else 0)
 
 
@@ -72,7 +72,7 @@ def _add_convert_arguments(parser: ArgumentParser) -> None:
     _add_max_bad_rows(parser, "skip up to N unreadable rows or files; DIR/skipped.jsonl lists them")
 
 
-def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def _convert(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Store the same samples in another format and verify each part by reading it back.
 
     An interrupted conversion continues when the same command is given again. The files get their final names when all
@@ -82,7 +82,7 @@ def _convert(options: Namespace, watch: ProgressCallback) -> CommandResult:
 
     given = values(options, "to", "target", "fill", "resize", "shards", "max_bad_rows")
     try:
-        result = convert(options.path, options.out, **given, watch=watch)
+        result = convert(options.path, options.out, **given, on_progress=on_progress)
     except KeyboardInterrupt:
         command = ["hasten", "data", "convert", options.path]
         for name, value in given.items():

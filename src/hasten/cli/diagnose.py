@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Measure in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
     if options.ops and (options.processes > 1 or in_job()):
         from hasten.profiling.ops import ONE_PROCESS
@@ -51,4 +51,4 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
 
         diagnose, answer = partial(diagnose, ops=options.ops), page("terminal", "diagnose_answer")
     recipe, given = types.recipe_from_options(options), types.values(options, "budget", "device", "seed")
-    return CommandResult(diagnose(options.task, recipe=recipe, **given, watch=watch), answer)
+    return CommandResult(diagnose(options.task, recipe=recipe, **given, on_progress=on_progress), answer)

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="file of the script or the patch (default: standard output)")
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Generate the script or the patch and write it to ``--out``, which must not exist, or to standard output."""
     if options.out and os.path.exists(options.out):
         raise ConfigurationError(f"{options.out} already exists; choose another --out")

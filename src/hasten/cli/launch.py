@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS))
 
 
-def run(options: argparse.Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: argparse.Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Check the request on this node (ConfigurationError), then start the processes."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command or command[0] not in COMMANDS:

@@ -124,8 +124,8 @@ def _run_command(argv: list[str]) -> CommandResult | None:
         return None
     if options.quiet:
         warnings.simplefilter("ignore", ProgressWarning)
-    with stdout_reserved_for_answer(), progress_display(options.quiet) as watch:
-        return COMMANDS[options.verb].run(options, watch)
+    with stdout_reserved_for_answer(), progress_display(options.quiet) as on_progress:
+        return COMMANDS[options.verb].run(options, on_progress)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:

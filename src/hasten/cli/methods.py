@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method, installed or ./file.py:Class")
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """List all methods, or describe the one that is named."""
     if options.name is None:
         table = page("terminal_methods", "methods_table")

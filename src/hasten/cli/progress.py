@@ -56,7 +56,7 @@ def redirect_to_devnull(descriptor: int) -> None:
 def _bar() -> Iterator[ProgressCallback]:
     bar, is_due = None, _rate_limit(BAR_INTERVAL_S)
 
-    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+    def on_progress(what: str, done: float, seconds_left: float | None = None) -> None:
         nonlocal bar
         if not is_due():
             return
@@ -65,7 +65,7 @@ def _bar() -> Iterator[ProgressCallback]:
             bar.update(bar.task_ids[0], description=what, completed=done, left=_left(seconds_left), refresh=True)
 
     try:
-        yield watch
+        yield on_progress
     finally:
         if bar:
             with suppress(OSError):
@@ -87,14 +87,14 @@ def _start_bar() -> Progress:
 def _lines() -> ProgressCallback:
     is_due, shown = _rate_limit(LINE_INTERVAL_S), ("", 0.0)
 
-    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+    def on_progress(what: str, done: float, seconds_left: float | None = None) -> None:
         nonlocal shown
         is_news = what != shown[0] or abs(done - shown[1]) >= LINE_PROGRESS
         if is_news and is_due():
             shown = what, done
             print_stderr(f"{what}: {done:.0%} {_left(seconds_left)}".rstrip())
 
-    return watch
+    return on_progress
 
 
 def _rate_limit(interval_s: float) -> Callable[[], bool]:

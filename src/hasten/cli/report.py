@@ -16,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Write ``report.html`` into the run directory and print its path."""
     from hasten.reporting.report import report
 

@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Train in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
     if not isinstance(options.task, str):
         return _run_script(options)
@@ -75,7 +75,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             options.task,
             recipe,
             **types.values(options, "out", "resume", "device", "seed", "max_bad_rows", "timeout"),
-            watch=watch,
+            on_progress=on_progress,
             checkpoint_seconds=options.checkpoint_every,
             begun=note_run if is_managed_rank() else None,  # pyright: ignore[reportArgumentType]  # out is set
         )

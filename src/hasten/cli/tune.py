@@ -79,7 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
+def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Search; the exit code is 0 only for the verdict "faster"."""
     began = time.monotonic()  # importing torch counts in the budget
     from hasten.tuning.tune import SearchInterrupted, tune
@@ -90,7 +90,7 @@ def run(options: Namespace, watch: ProgressCallback) -> CommandResult:
             **types.values(options, "budget", "evidence", "margin", "methods", "extra", "price_per_hour", "runs"),
             **types.values(options, "out", "processes", "timeout", "device", "seed"),
             spent=time.monotonic() - began,
-            watch=watch,
+            on_progress=on_progress,
         )
     except SearchInterrupted as interrupt:
         print_stderr("hasten: interrupted; the same command continues the search")

@@ -132,8 +132,8 @@ class Pipeline:
         where: str = "memory",
         *,
         gigabytes: float | None = None,
-        folder: str | Path | None = None,
-        watch: ProgressCallback | None = None,
+        directory: str | Path | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Pipeline:
         """Stores the samples after the maps so far, so that they are read and decoded once; filled at first iteration.
 
@@ -141,10 +141,10 @@ class Pipeline:
             where: "memory", for this pipeline; or "disk", for all processes and later runs. A cache on disk is found
                 by the content of the data and of the maps, and is filled again when they change.
             gigabytes: Limit in 10**9 bytes for the stored samples; None: half of the free memory or disk space. Larger
-                data are refused before anything is stored. It does not limit the folder, where complete caches are
+                data are refused before anything is stored. It does not limit the directory, where complete caches are
                 never deleted, nor the memory of reading, about 16 MB per worker.
-            folder: Folder of the cache on disk; None: HASTEN_CACHE, or the user's cache directory.
-            watch: ``(what, fraction done, seconds left)`` is called while the cache is filled; None: a HastenWarning
+            directory: Directory of the cache on disk; None: HASTEN_CACHE, or the user's cache directory.
+            on_progress: ``(what, fraction done, seconds left)`` called while the cache is filled; None: a HastenWarning
                 if that takes long.
 
         Raises:
@@ -156,7 +156,7 @@ class Pipeline:
 
         if self.batch_size is not None:
             raise ConfigurationError("cache() stores samples; call it before .batch()")
-        source = cached(self.source, self.sample_maps, where, gigabytes, folder, watch)
+        source = cached(self.source, self.sample_maps, where, gigabytes, directory, on_progress)
         return self._restarted(source=source, sample_maps=())
 
     def prefetch(

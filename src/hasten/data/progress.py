@@ -11,10 +11,10 @@ PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 
 
 def rate_reporter(
-    what: str, total: int, unit: str = "rows/s", size: float = 1, watch: ProgressCallback | None = None
+    what: str, total: int, unit: str = "rows/s", size: float = 1, on_progress: ProgressCallback | None = None
 ) -> Callable[[int], None]:
     """Returns ``report(done)``, which reports the rate, in ``unit`` of ``size``, and the time left of ``total``."""
-    callback, start = watch or progress_warner(), perf_counter()
+    callback, start = on_progress or progress_warner(), perf_counter()
 
     def report(done: int) -> None:
         if done:
@@ -29,10 +29,10 @@ def progress_warner() -> ProgressCallback:
     """Returns a progress callback that reports by a ProgressWarning every 30 s, first after 3 s."""
     last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 
-    def watch(what: str, done: float, seconds_left: float | None = None) -> None:
+    def on_progress(what: str, done: float, seconds_left: float | None = None) -> None:
         nonlocal last
         if perf_counter() - last >= PROGRESS_INTERVAL_S and seconds_left:
             last = perf_counter()
             warnings.warn(f"{what}: {done:.0%} done, {seconds_left:.0f} s left", ProgressWarning, stacklevel=2)
 
-    return watch
+    return on_progress

@@ -17,7 +17,7 @@ from typing import Any
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
 from hasten.data.cache.cache_disk import file_lock, remove_partial
-from hasten.data.io.metadata_cache import default_folder
+from hasten.data.io.metadata_cache import default_directory
 from hasten.data.source import BadRow
 from hasten.datatools.format_detection import FORMATS
 from hasten.datatools.row_reader import RowReader
@@ -29,7 +29,7 @@ from hasten.engine.error_messages import translate_disk_errors
 MIN_GAIN = 1.2  # speedup; less does not justify a conversion
 MIN_ROWS = 64  # stored to try a format
 MAX_CHUNKS = 4  # chunks of rows stored to try a format
-DISK_ADVICE = "samples are written there; free some space, or choose another folder with HASTEN_CACHE"
+DISK_ADVICE = "samples are written there; free some space, or choose another directory with HASTEN_CACHE"
 CANDIDATES = {  # target formats that may be faster
     "parquet": ("feather", "rows"),
     "feather": ("feather", "rows"),
@@ -41,7 +41,12 @@ CANDIDATES = {  # target formats that may be faster
 
 
 def better_storages(
-    reader: RowReader, before: Sequence[float], total: int, disk: float | None, budget: float, watch: ProgressCallback
+    reader: RowReader,
+    before: Sequence[float],
+    total: int,
+    disk: float | None,
+    budget: float,
+    on_progress: ProgressCallback,
 ) -> list[dict]:
     """Returns the formats that would be faster, the fastest first.
 
@@ -51,7 +56,7 @@ def better_storages(
         total: Rows of all files.
         disk: Bytes/s, if every epoch reads from the disk; None if the data stay in memory.
         budget: Seconds.
-        watch: Progress callback.
+        on_progress: Progress callback.
 
     Returns:
         For each format ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one
@@ -63,14 +68,14 @@ def better_storages(
     deadline, results = time.perf_counter() + budget, []
     seconds = budget / (3 * max(1, len(candidates)))  # a third each for writing, for reading and in reserve
     sample = _sample(replace(reader, fill=0), median(before), seconds)
-    with temporary_folder() as folder:
+    with temporary_directory() as directory:
         for to in candidates:
             left = deadline - time.perf_counter()
             if left < seconds:
                 break
-            watch(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
+            on_progress(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
             with suppress(ConfigurationError, BadRow):  # a format that cannot express the data is not advised
-                row_bytes, rates = _try_format(sample, to, folder / to, seconds)
+                row_bytes, rates = _try_format(sample, to, directory / to, seconds)
                 after = [limit_by_disk(rate, row_bytes, disk) for rate in rates]
                 fill = 0 if to == "rows" and _has_missing_values(sample) else None
                 gain = {"rows_per_second": median(after), **_unpaired_gain(before, after)}
@@ -105,15 +110,15 @@ def _has_missing_values(sample: RowReader) -> bool:
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
-def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tuple[float, list[float]]:
-    """Stores the sample in ``folder`` as format ``to``: (bytes per row, measurements of rows/s when read back)."""
-    with translate_disk_errors(folder, DISK_ADVICE):
-        folder.mkdir()
-        plan = ShardPlan(sample, folder, 1)
+def _try_format(sample: RowReader, to: str, directory: Path, seconds: float) -> tuple[float, list[float]]:
+    """Stores the sample in ``directory`` as format ``to``: (bytes per row, measurements of rows/s when read back)."""
+    with translate_disk_errors(directory, DISK_ADVICE):
+        directory.mkdir()
+        plan = ShardPlan(sample, directory, 1)
         writer = WRITERS[to](plan)
         plan.done.append((writer.write(0, lambda rows: None).rows, ""))
         writer.finish()
-    files = sorted(str(file) for file in folder.iterdir())
+    files = sorted(str(file) for file in directory.iterdir())
     table_options: dict[str, Any] = {"target": sample.target, "fill": 0} if FORMATS[to].is_table else {}
     resize = sample.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, **table_options, resize=resize)
@@ -122,22 +127,22 @@ def _try_format(sample: RowReader, to: str, folder: Path, seconds: float) -> tup
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A temporary folder for samples; also removes those that killed processes have left."""
-    base = default_folder() / "samples"
+def temporary_directory() -> Iterator[Path]:
+    """A temporary directory for samples; also removes those that killed processes have left."""
+    base = default_directory() / "samples"
     name = f"{os.getpid()}-{token_hex(4)}"
-    lock, folder = base / f"{name}.lock", base / f"{name}.making"
+    lock, directory = base / f"{name}.lock", base / f"{name}.making"
     with translate_disk_errors(base, DISK_ADVICE):
         base.mkdir(parents=True, exist_ok=True)
         remove_partial(base)
         lock.touch()
     with file_lock(lock, f"waiting for {lock}"):
         with translate_disk_errors(base, DISK_ADVICE):
-            folder.mkdir()
+            directory.mkdir()
         try:
-            yield folder
+            yield directory
         finally:
-            rmtree(folder, ignore_errors=True)
+            rmtree(directory, ignore_errors=True)
             lock.unlink(missing_ok=True)
             with suppress(OSError):
                 base.rmdir()  # another process may use it

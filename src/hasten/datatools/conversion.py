@@ -1,6 +1,6 @@
 """``hasten data convert``: stores the same samples in another format, part by part, and reads each part back.
 
-The output folder contains the data and ``conversion.json``: the settings, the number of rows and the hash of each
+The output directory contains the data and ``conversion.json``: the settings, the number of rows and the hash of each
 complete part, and the skipped rows. A killed conversion resumes with the first part that is not listed there.
 """
 
@@ -52,13 +52,13 @@ def convert(
     resize: int | None = None,
     shards: int | None = None,
     max_bad_rows: int | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> dict:
     """Stores samples in another format. Called again after it was killed, it resumes.
 
     Args:
-        path: A folder, a file or a pattern; of several formats, the one with the most files is converted.
-        out: The output folder; a new one, or one where this conversion was begun.
+        path: A directory, a file or a pattern; of several formats, the one with the most files is converted.
+        out: The output directory; a new one, or one where this conversion was begun.
         to: "parquet" or "feather", without compression; "tfrecord" of ``tf.train.Example``, where fractions are
             float32; "rows", a ``.npy`` matrix for each column; "webdataset", tar shards for images.
         target: With "rows", the column of a table that is stored separately from the others, which become one float32
@@ -69,7 +69,7 @@ def convert(
             never split.
         max_bad_rows: Skip up to this many unreadable rows and list them in ``skipped.jsonl``; None fails at the first.
             A file that cannot be opened counts as one, and all its rows are skipped.
-        watch: Progress callback.
+        on_progress: Progress callback.
 
     Returns:
         "out", "to", "rows", "skipped_rows" (number), "skipped_files" (number), "files", "bytes", "bytes_before",
@@ -78,8 +78,8 @@ def convert(
         format), "seconds", "written" (rows of this call), and "open" (code that opens the output).
 
     Raises:
-        ConfigurationError: An unknown format, another conversion in the folder, a folder that cannot be written to, or
-            values that the format cannot express.
+        ConfigurationError: An unknown format, another conversion in the directory, a directory that cannot be written
+            to, or values that the format cannot express.
         RunError: The disk is full, a row cannot be read, or a part differs from what was written.
     """
     start = perf_counter()
@@ -93,13 +93,13 @@ def convert(
     size = sum(size for _, size, _ in reader.signatures())
     plan = ShardPlan(reader, Path(out), _num_parts(reader, shards, size))
     settings = {"format": FORMAT, "to": to, "parts": plan.parts, "max_bad_rows": max_bad_rows, **_settings(reader)}
-    with lock_output(plan.folder, settings) as manifest:
+    with lock_output(plan.directory, settings) as manifest:
         plan.done, manifest["skipped files"] = manifest["parts done"], skipped_files
         faults.restore(manifest["skipped_rows"])
-        written = 0 if "finished" in manifest else _write_missing(to, plan, manifest, watch)
-    output_files = [plan.folder / name for name in manifest["files"]]
+        written = 0 if "finished" in manifest else _write_missing(to, plan, manifest, on_progress)
+    output_files = [plan.directory / name for name in manifest["files"]]
     if missing := [file for file in output_files if not file.exists()]:
-        raise RunError(f"{missing[0]} was removed after it was written; remove {plan.folder} and start again")
+        raise RunError(f"{missing[0]} was removed after it was written; remove {plan.directory} and start again")
     return {
         "path": str(path),
         "out": str(out),
@@ -117,7 +117,7 @@ def convert(
         "classes": manifest["classes"],
         "others": count_by_title(others),
         "written": written,
-        "open": _opening_code(to, manifest, plan.folder, resize),
+        "open": _opening_code(to, manifest, plan.directory, resize),
         "seconds": perf_counter() - start,
     }
 
@@ -132,17 +132,17 @@ def _num_parts(reader: RowReader, shards: int | None, size: int) -> int:
     return shards or min(max(1, round(size / PART_BYTES)), reader.rows)
 
 
-def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
+def _write_missing(to: str, plan: ShardPlan, manifest: dict, on_progress: ProgressCallback) -> int:
     """Writes the parts that are not in the manifest yet; returns the rows written. RunError if a row cannot be read."""
     try:
-        with translate_disk_errors(plan.folder, RESUME_ADVICE):
+        with translate_disk_errors(plan.directory, RESUME_ADVICE):
             writer = WRITERS[to](plan)
-            return _write_parts(writer, plan, manifest, watch)
+            return _write_parts(writer, plan, manifest, on_progress)
     except ConfigurationError:
         if not plan.done:
-            remove_output(plan.folder)
+            remove_output(plan.directory)
             with suppress(OSError):
-                plan.folder.rmdir()
+                plan.directory.rmdir()
         raise
     except BadRow as bad_row:
         raise RunError(
@@ -150,7 +150,7 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, watch: ProgressCall
         ) from None
 
 
-def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: ProgressCallback) -> int:
+def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, on_progress: ProgressCallback) -> int:
     """Writes missing parts, finishes the output, returns the rows written. RunError if the original changed."""
     first, rows, start, written = plan.range(len(plan.done))[0], plan.reader.rows, perf_counter(), 0
 
@@ -158,21 +158,23 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, watch: Progres
         nonlocal written
         written += more
         rate = written / max(perf_counter() - start, 1e-9)
-        watch(f"converting, {rate:,.0f} rows/s", (first + written) / rows, (rows - first - written) / max(rate, 1e-9))
+        on_progress(
+            f"converting, {rate:,.0f} rows/s", (first + written) / rows, (rows - first - written) / max(rate, 1e-9)
+        )
 
     try:
         for part in range(len(plan.done), plan.parts):
             _write_part(part, writer, plan, manifest, report)
     finally:
         if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
-            write_atomically(plan.folder / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
+            write_atomically(plan.directory / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
         advice = "choose another --out, and start again when no process writes to the original"
         raise RunError(f"the original changed while it was converted; {advice}")
     is_plain_table = plan.reader.kind.is_table and plan.reader.target is None
     classes = None if is_plain_table else class_names(plan.reader.source, plan.reader.files)
     manifest |= writer.finish() | {"classes": classes, "finished": True}
-    save_manifest(plan.folder, manifest)
+    save_manifest(plan.directory, manifest)
     return written
 
 
@@ -185,10 +187,10 @@ def _write_part(part: int, writer: Writer, plan: ShardPlan, manifest: dict, repo
     actual = writer.read_back(part)
     if (expected.rows, expected.hexdigest()) != (actual.rows, actual.hexdigest()):
         remedy = "check the disk, and start the same command again"
-        raise RunError(f"part {part} of {plan.folder} differs from what was written; {remedy}")
+        raise RunError(f"part {part} of {plan.directory} differs from what was written; {remedy}")
     plan.done.append((actual.rows, actual.hexdigest()))
     manifest["skipped_rows"] = skipped
-    save_manifest(plan.folder, manifest)
+    save_manifest(plan.directory, manifest)
 
 
 def _settings(reader: RowReader) -> dict:
@@ -198,7 +200,7 @@ def _settings(reader: RowReader) -> dict:
 
 
 def _check_outside(out: Path, path: Path) -> None:
-    """ConfigurationError if the output folder is inside the folder that is converted."""
+    """ConfigurationError if the output directory is inside the directory that is converted."""
     if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
         os.path.join(os.path.realpath(path), "")
     ):
@@ -230,18 +232,18 @@ def _check_request(
         raise ConfigurationError("--to rows writes one file per column, which is never split; remove --shards")
 
 
-def _opening_code(to: str, manifest: dict, folder: Path, resize: int | None) -> str:
+def _opening_code(to: str, manifest: dict, directory: Path, resize: int | None) -> str:
     """The Python expression that opens the output, such as ``parquet("out/*.parquet")``, for the user."""
     if to == "webdataset" and resize:
-        return f'webdataset("{folder}", resize={resize})'
+        return f'webdataset("{directory}", resize={resize})'
     if to == "webdataset":
-        return f'webdataset("{folder}")'
+        return f'webdataset("{directory}")'
     if to != "rows":
-        return f'{to}("{folder}")'
+        return f'{to}("{directory}")'
     if manifest["is_tuple"] or len(manifest["files"]) == 1:
-        return f"arrays({', '.join(repr(str(folder / file)) for file in manifest['files'])})"
+        return f"arrays({', '.join(repr(str(directory / file)) for file in manifest['files'])})"
     name, file = next(iter(manifest["columns"].items()))
-    return f"arrays({{{name!r}: {str(folder / file)!r}, ...}})"
+    return f"arrays({{{name!r}: {str(directory / file)!r}, ...}})"
 
 
 def _join_digests(digests: list[str]) -> str:

@@ -13,9 +13,10 @@ SAMPLED_CSV_BYTES = 16_000_000
 MAX_QUOTED_BYTES = 1_000_000  # of a quoted string that contains line breaks
 
 
-def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[list[str], int | None]:
+def sample_files(kind: StorageFormat, files: list[str], directory: Path) -> tuple[list[str], int | None]:
     """Selects the files to measure: all, unless opening them takes long. Returns (paths, number of bytes of the
-    original files in them; None for all). The first lines of a large CSV file may be written to a file in ``folder``.
+    original files in them; None for all). The first lines of a large CSV file may be written to a file in
+    ``directory``.
     """
     if kind.has_index:
         return files, None
@@ -26,12 +27,12 @@ def sample_files(kind: StorageFormat, files: list[str], folder: Path) -> tuple[l
         if size > SAMPLED_BYTES:
             break
     if kind.name == "csv" and size > SAMPLED_CSV_BYTES:
-        head, size = _head(files[0], folder)
+        head, size = _head(files[0], directory)
         return [head], size
     return sample, None if sample == files else size
 
 
-def _head(file: str, folder: Path) -> tuple[str, int]:
+def _head(file: str, directory: Path) -> tuple[str, int]:
     """(path of a copy of the first lines, bytes that they take in the original); ConfigurationError if truncated."""
     with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
         try:
@@ -39,7 +40,7 @@ def _head(file: str, folder: Path) -> tuple[str, int]:
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigurationError(f"{file} is not a complete CSV file: {format_error(error)}") from None
         size = raw.tell()
-    path = folder / Path(file).name.removesuffix(".gz")
+    path = directory / Path(file).name.removesuffix(".gz")
     path.write_bytes(_complete_lines(lines))
     return str(path), size
 

@@ -11,7 +11,7 @@ from typing import Any
 from hasten.core.errors import ConfigurationError
 from hasten.data.formats.arrays import arrays
 from hasten.data.formats.images import SUFFIXES as IMAGE_SUFFIXES
-from hasten.data.formats.images import NoClassFolderError, images
+from hasten.data.formats.images import NoClassDirectoryError, images
 from hasten.data.formats.table_files import Csv, Feather, Parquet
 from hasten.data.formats.tables import csv, feather, parquet
 from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
@@ -116,9 +116,9 @@ def open_pipeline(
 ) -> Pipeline:
     """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
 
-    ``where`` is a folder, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``, for a
-    table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns for a
-    target.
+    ``where`` is a directory, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``,
+    for a table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns
+    for a target.
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")
@@ -154,10 +154,10 @@ def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None
 
 
 def _open_images(where: Any, resize: Any) -> Pipeline:
-    """Opens images, with the names of their folders as labels if every image is in a folder."""
+    """Opens images, with the names of their directories as labels if every image is in a directory."""
     try:
         return images(where, resize)
-    except NoClassFolderError:
+    except NoClassDirectoryError:
         return images(where, resize, labels=None)
 
 
@@ -183,10 +183,10 @@ def _open_arrays(where: Any) -> Pipeline:
     return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})
 
 
-def load_manifest(folder: str) -> dict:
-    """The manifest of the conversion that wrote a folder; empty if there is none."""
+def load_manifest(directory: str) -> dict:
+    """The manifest of the conversion that wrote a directory; empty if there is none."""
     try:
-        manifest = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((Path(directory) / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}

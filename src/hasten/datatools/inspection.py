@@ -22,7 +22,7 @@ from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import is_remote
 from hasten.data.source import BadRow
 from hasten.data.validation import at_least
-from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_folder
+from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_directory
 from hasten.datatools.file_sampling import sample_files
 from hasten.datatools.format_detection import class_names, count_by_title, flatten_columns, formats_at, select_openable
 from hasten.datatools.row_reader import CHUNK, RowReader, signature_or_reason
@@ -40,17 +40,17 @@ def inspect(
     target: str | None = None,
     max_bad_rows: int | None = None,
     budget: float = 20.0,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> dict:
     """Inspects stored data: what they are, how fast they are read into batches, and which format would be faster.
 
     Args:
-        path: A folder, a file or a pattern; of several formats, the one with the most files is inspected.
+        path: A directory, a file or a pattern; of several formats, the one with the most files is inspected.
         target: The column of a table to predict. As in training, the others are then one matrix if they are numeric.
         max_bad_rows: Skip up to this many unreadable rows or files, as ``convert`` does; None reports the first one as
             "trouble".
         budget: Seconds to spend, about.
-        watch: Progress callback.
+        on_progress: Progress callback.
 
     Returns:
         "path", "kind", "title", "files" (number), "bytes", "others" ({format: number of files} of other formats),
@@ -70,13 +70,13 @@ def inspect(
     """
     start = perf_counter()
     at_least("max_bad_rows", max_bad_rows, 1, optional=True)
-    watch("opening", 0.0, budget)
+    on_progress("opening", 0.0, budget)
     (kind, files), *others = formats_at(path)
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
     size = _total_bytes(files, faults)
-    with temporary_folder() as folder:
-        sample, sample_bytes = sample_files(kind, files, folder)
+    with temporary_directory() as directory:
+        sample, sample_bytes = sample_files(kind, files, directory)
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
         where = str(path) if kind.name == "images" else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
@@ -106,9 +106,9 @@ def inspect(
             "trouble": None,
             "max_bad_rows": max_bad_rows,
         }
-        watch("reading", 0.05, budget)
+        on_progress("reading", 0.05, budget)
         rates = read_rates(files, BUDGET_SHARES["disk"] * budget)
-        watch("decoding", 0.2, 0.8 * budget)
+        on_progress("decoding", 0.2, 0.8 * budget)
         try:
             result["columns"] = {name: _type_name(column) for name, column in reader.like.items()}
             rates |= repeated_stage_rates(reader, BUDGET_SHARES["stages"] * budget)
@@ -120,12 +120,12 @@ def inspect(
         repeated = {name: values for name, values in rates.items() if values and len(values) > 1}
         result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
         if rates["batches"]:
-            _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, watch)
+            _add_advice(result, reader, rates["batches"], start + budget - perf_counter(), budget, on_progress)
     return result | {"skipped_rows": skipped_files + faults.listed(), "seconds": perf_counter() - start}
 
 
 def _add_advice(
-    result: dict, reader: RowReader, rates: list[float], left: float, budget: float, watch: ProgressCallback
+    result: dict, reader: RowReader, rates: list[float], left: float, budget: float, on_progress: ProgressCallback
 ) -> None:
     """Adds "limit" (slowest stage) and "storages" (faster formats) to ``result``; ``left``: seconds to spend."""
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
@@ -137,7 +137,7 @@ def _add_advice(
     before = [limit_by_disk(rate, row_bytes, bandwidth) for rate in rates]
     disk = bandwidth if is_local else None  # a converted copy would be on this machine
     seconds = min(left, BUDGET_SHARES["storages"] * budget)
-    result["storages"] = better_storages(reader, before, rows, disk, seconds, watch)
+    result["storages"] = better_storages(reader, before, rows, disk, seconds, on_progress)
 
 
 def _slowest_stage(speed: dict[str, float], row_bytes: float, bandwidths: dict[str, float | None]) -> str:

@@ -67,12 +67,12 @@ class NpyWriter:
     def finish(self) -> dict:
         rows = self.plan.rows_before(self.plan.parts)
         for name, file in self.names.items():
-            if (unfinished := self.plan.folder / f"{file}{PART}").exists():
+            if (unfinished := self.plan.directory / f"{file}{PART}").exists():
                 with open(unfinished, "r+b") as content:
                     self._write_header(content, name, rows)
                     content.truncate(content.tell() + rows * self.like[name].nbytes)
                     fsync(content)
-                os.replace(unfinished, self.plan.folder / file)
+                os.replace(unfinished, self.plan.directory / file)
         return {
             "files": [*self.names.values()],
             "columns": self.names,
@@ -86,7 +86,7 @@ class NpyWriter:
         with ExitStack() as open_files:
             files = {}
             for name, file in self.names.items():
-                files[name] = open_files.enter_context(open(self.plan.folder / f"{file}{PART}", mode))
+                files[name] = open_files.enter_context(open(self.plan.directory / f"{file}{PART}", mode))
                 self._write_header(files[name], name, self.plan.reader.rows)
                 files[name].seek(before * self.like[name].nbytes, os.SEEK_CUR)
             yield files

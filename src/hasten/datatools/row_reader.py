@@ -34,7 +34,7 @@ class RowReader:
     """Reads the rows of files of one format; skips and counts unreadable ones as far as allowed."""
 
     kind: StorageFormat  # their format
-    where: str | list[str]  # the folder, or the files
+    where: str | list[str]  # the directory, or the files
     files: list[str]  # the files
     target: str | None = None  # of a table, as in ``parquet``
     fill: float | None = None  # of a table, as in ``parquet``

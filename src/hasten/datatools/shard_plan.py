@@ -19,10 +19,10 @@ ReportRows = Callable[[int], None]  # called with the number of rows written sin
 
 @dataclass
 class ShardPlan:
-    """Rows that are written into a folder in several parts."""
+    """Rows that are written into a directory in several parts."""
 
     reader: RowReader  # reads the rows
-    folder: Path  # where they are written
+    directory: Path  # where they are written
     parts: int  # number of parts
     # (number of rows, content hash) of each part that is written; skipped rows are not counted
     done: list[tuple[int, str]] = field(default_factory=list)

@@ -53,7 +53,7 @@ class FilePerPart:
         return {"files": [path.name for path in paths]}
 
     def _path(self, part: int, ending: str = "") -> Path:
-        return self.plan.folder / f"{part:05}-of-{self.plan.parts:05}{self.suffix}{ending}"
+        return self.plan.directory / f"{part:05}-of-{self.plan.parts:05}{self.suffix}{ending}"
 
 
 # ---- tables
@@ -177,8 +177,8 @@ def read_tar(path: Path) -> ContentHash:
     digest, content, previous_key = ContentHash(), mapped_bytes(str(path)), None
     for name, begin, end in members(content):
         digest.add({"names": [name], "files": [content[begin:end]]}, 0)
-        folder, slash, file = name.rpartition("/")
-        key = f"{folder}{slash}{file.partition('.')[0]}"
+        directory, slash, file = name.rpartition("/")
+        key = f"{directory}{slash}{file.partition('.')[0]}"
         digest.rows += key != previous_key
         previous_key = key
     return digest

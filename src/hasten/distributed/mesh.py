@@ -1,4 +1,4 @@
-"""The device mesh of a run: replicas of the model ("copies"), pipeline stages of a replica, and shards of a stage."""
+"""The device mesh of a run: model replicas ("dp"), pipeline stages of a replica ("pp"), shards of a stage ("tp")."""
 
 import math
 from typing import Any
@@ -28,9 +28,9 @@ def resolve_parallel_size(name: str, degree: int, world_size: int) -> int:
 
 
 def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
-    """Assigns a dimension of the mesh ("stages" or "shards") to a method with the option ``degree``: the size of the
-    dimension; 0: all ranks that others leave. ConfigurationError if the degrees do not fit the number of ranks, or two
-    methods both request all ranks.
+    """Assigns a dimension of the mesh ("pp" or "tp") to a method with the option ``degree``, its size; 0: all ranks
+    that others leave. ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request
+    all ranks.
     """
     parallel = run.parallel
     assert parallel is not None
@@ -51,16 +51,16 @@ def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
             rule = "each takes 2 or more, and their product has to divide the processes"
             raise ConfigurationError(f"{names} do not fit {world_size} processes: {rule}")
     parallel.model_parallel_size = math.prod(degrees)
-    parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("stages", 1)
+    parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("pp", 1)
 
 
 def get_device_mesh(run: RunContext) -> DeviceMesh:
-    """The mesh with the dimensions "copies", "stages" and "shards"; built at the first call, by all ranks."""
+    """The mesh with the dimensions "dp", "pp" and "tp"; built at the first call, by all ranks."""
     parallel = run.parallel
     assert parallel is not None
     if parallel.device_mesh is None:
         shape = (parallel.ranks.world_size // parallel.model_parallel_size, parallel.pp_size, parallel.tp_size)
-        parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("copies", "stages", "shards"))
+        parallel.device_mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("dp", "pp", "tp"))
     return parallel.device_mesh
 
 
@@ -73,12 +73,12 @@ def reduce_over_replicas(grad_transform: StepFn, run: RunContext) -> StepFn:
     params = [param for param in run.unwrapped_model.parameters() if param.requires_grad and not param.is_meta]
     replicated = [param for param in params if param in parallel.replicated_params]
     local = [param for param in params if param not in parallel.replicated_params]
-    copies = get_device_mesh(run)["copies"].get_group()
+    replicas = get_device_mesh(run)["dp"].get_group()
 
     def reduce() -> None:
         grad_transform()
         # separately: the position of a gradient in a message determines the order of its summation
-        all_reduce_gradients(replicated, copies)
-        all_reduce_gradients(local, copies)
+        all_reduce_gradients(replicated, replicas)
+        all_reduce_gradients(local, replicas)
 
     return reduce

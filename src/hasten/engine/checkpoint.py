@@ -41,13 +41,13 @@ NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is d
 class Checkpoints:
     """Writes, selects and removes the checkpoint files in the directory of one run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.good: list[Path] = []  # known to be complete, oldest first
 
     def save(self, state: State, rank: int = 0) -> None:
         """Writes a checkpoint, or one rank's shard of it, and removes all but the newest two."""
-        path = self.folder / _file_name(state["progress"]["step"], rank)
+        path = self.directory / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
         if not self.good:
             self._warn_if_unloadable(path)
@@ -58,7 +58,7 @@ class Checkpoints:
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
         """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
-        paths = sorted(self.folder.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
+        paths = sorted(self.directory.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
         for path in paths:
             try:
                 state = load_checkpoint(path)
@@ -71,12 +71,12 @@ class Checkpoints:
             self.good = [path]
             return state
         if paths:
-            raise RunError(f"no checkpoint in {self.folder} can be used; choose another --out to start anew")
+            raise RunError(f"no checkpoint in {self.directory} can be used; choose another --out to start anew")
         return None
 
     def _with_shards(self, state: State) -> State:
         """The state of rank 0, merged with the other ranks' shards; ValueError if one is missing or of another save."""
-        paths = [self.folder / _file_name(state["progress"]["step"], rank) for rank in range(1, state["parts"])]
+        paths = [self.directory / _file_name(state["progress"]["step"], rank) for rank in range(1, state["parts"])]
         if not paths:
             return state
         if missing := next((path.name for path in paths if not path.exists()), None):
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def _remove_all_except(self, stems: set[str]) -> None:
         """Removes the checkpoint files, of every rank, whose name without rank and suffix is not in ``stems``."""
-        for other in self.folder.glob("step-*.pt"):
+        for other in self.directory.glob("step-*.pt"):
             if other.stem.partition(RANK_SUFFIX)[0] not in stems:
                 with translate_disk_errors(other, FREE_THE_DISK):
                     other.unlink(missing_ok=True)
@@ -106,9 +106,9 @@ def _file_name(step: int | str, rank: int) -> str:
     return f"step-{step:0>10}{f'{RANK_SUFFIX}{rank}' if rank else ''}.pt"
 
 
-def find_shared_directory(ranks: ProcessGroupInfo, folder: Path | None) -> Path | None:
-    """``folder`` of rank 0, if it is the same directory on every rank (a shared file system); else None."""
-    token = b"" if folder is None else json.dumps([str(folder), os.stat(folder).st_mtime_ns]).encode()
+def find_shared_directory(ranks: ProcessGroupInfo, directory: Path | None) -> Path | None:
+    """``directory`` of rank 0, if it is the same directory on every rank (a shared file system); else None."""
+    token = b"" if directory is None else json.dumps([str(directory), os.stat(directory).st_mtime_ns]).encode()
     path, modified = json.loads(ranks.broadcast(token) or b'["", 0]')
     unseen = not path or not os.path.exists(path) or os.stat(path).st_mtime_ns != modified
     return None if ranks.any(unseen) else Path(path)

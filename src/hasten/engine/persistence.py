@@ -51,20 +51,20 @@ class RunRecord:
 class Persistence:
     """Saves and resumes one run. All ranks call every method; only rank 0 has the run directory.
 
-    ``folder`` is None if nothing is written, and on all ranks but rank 0; ``out`` is its path, on all ranks. The run
+    ``directory`` is None if nothing is written, and on all ranks but rank 0; ``out`` is its path, on all ranks. The run
     must train with ``program``: it has the batches of a resumed run, and an optimizer step that waits for checkpoints.
     """
 
-    def __init__(self, program: Program, recipe: Recipe, folder: RunDirectory | None, record: RunRecord) -> None:
+    def __init__(self, program: Program, recipe: Recipe, directory: RunDirectory | None, record: RunRecord) -> None:
         self.run, self.ranks, self.recipe = program.run, program.run.ranks, recipe
-        self.folder, self.record = folder, record
-        self.out = self.ranks.broadcast(b"" if folder is None else str(folder.path).encode()).decode()
+        self.directory, self.record = directory, record
+        self.out = self.ranks.broadcast(b"" if directory is None else str(directory.path).encode()).decode()
         self.saves_checkpoints = bool(self.out)
         self.start_of_epoch: dict[str, Any] | None = None  # random state, for sources that are not seekable
         self.rest_of_interrupted_epoch: Callable[[int, int], Iterator[Batch]] | None = None
         self.train, self.source = program.train, program.source
         self.skipped: list[dict[str, Any]] = []  # the rows that the run directory lists
-        self.saved_recipe = folder.written if folder else recipe
+        self.saved_recipe = directory.written if directory else recipe
         self.writer = AsyncCheckpointer()
         self._choose_checkpoint_writers()
         # several optimizers update inside of the passes
@@ -90,7 +90,7 @@ class Persistence:
         if self.ranks.any(not finite_checks.weights_are_finite(self.run.model)):
             return 0.0  # the next loss will report it; the newest good checkpoint stays
         state = checkpoint.get_state(self.program, self.sharded)
-        if self.folder:
+        if self.directory:
             state |= self._main_process_state()
         if self.checkpoints:
             write = partial(self.checkpoints.save, rank=self.ranks.rank)
@@ -107,14 +107,14 @@ class Persistence:
         """Waits for the last checkpoint, then writes the exported model to model.safetensors."""
         weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
         self.writer.finish()
-        if self.folder:
-            path = self.folder.path / "model.safetensors"
+        if self.directory:
+            path = self.directory.path / "model.safetensors"
             atomic_write(path, lambda file: file.write(checkpoint.to_safetensors(weights)))
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Writes result.json, which marks the run as finished."""
-        if self.folder:
-            self.folder.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+        if self.directory:
+            self.directory.write("result.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
             self.save_tuned_recipe()
 
     def close(self) -> None:
@@ -125,14 +125,14 @@ class Persistence:
 
     def note_time(self, event: str) -> None:
         """Appends ``event``, the current step and the seconds of the run so far to times.jsonl."""
-        if self.folder:
-            self.folder.note_time(event, self.run.progress.step, self.record.seconds())
+        if self.directory:
+            self.directory.note_time(event, self.run.progress.step, self.record.seconds())
 
     def list_skipped(self) -> int:
         """Writes the skipped rows to skipped.jsonl, if there are new ones; returns the number of all of them."""
         rows = bad_rows.skipped_rows(self.program.task)
-        if self.folder and rows != self.skipped:
-            self.folder.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in rows))
+        if self.directory and rows != self.skipped:
+            self.directory.write(bad_rows.FILE, "".join(f"{json.dumps(row)}\n" for row in rows))
             self.skipped = rows
         return len(rows)
 
@@ -140,8 +140,8 @@ class Persistence:
         """Writes the options that methods found while they ran to recipe.toml, for the next run."""
         tuned = self.run.tuned_settings
         recipe = Recipe({name: options | tuned.get(name, {}) for name, options in self.recipe.methods.items()})
-        if self.folder and recipe != self.saved_recipe:
-            self.folder.write("recipe.toml", recipe.to_toml())
+        if self.directory and recipe != self.saved_recipe:
+            self.directory.write("recipe.toml", recipe.to_toml())
             self.saved_recipe = recipe
 
     def read_again(self, epoch: int, batch: int) -> Iterator[Batch]:
@@ -150,12 +150,12 @@ class Persistence:
 
     def _choose_checkpoint_writers(self) -> None:
         """Selects rank 0, or every rank for its shard if weights are sharded and all ranks see the run directory."""
-        folder = self.folder and self.folder.path / "checkpoints"
+        directory = self.directory and self.directory.path / "checkpoints"
         self.sharded = False
         if self.saves_checkpoints and self.ranks.any(checkpoint.is_sharded(self.run)):
-            shared = checkpoint.find_shared_directory(self.ranks, folder)
-            folder, self.sharded = shared or folder, shared is not None
-        self.checkpoints = checkpoint.Checkpoints(folder) if folder else None
+            shared = checkpoint.find_shared_directory(self.ranks, directory)
+            directory, self.sharded = shared or directory, shared is not None
+        self.checkpoints = checkpoint.Checkpoints(directory) if directory else None
 
     def _after_copy(self, update: Callable[..., Any]) -> Callable[..., Any]:
         """``update``, preceded by waiting until the checkpoint thread has copied the weights."""
@@ -181,14 +181,14 @@ class Persistence:
 
     def _main_process_state(self) -> dict[str, Any]:
         """The entries of a checkpoint that only rank 0 knows: evaluations, times, log length, skipped rows, ..."""
-        assert self.folder is not None
+        assert self.directory is not None
         return self.record.state_dict() | {
-            "identity": self.folder.identity,
+            "identity": self.directory.identity,
             "start_of_epoch": self.start_of_epoch,
             "samples_per_epoch": self.run.plan.samples,
             "skipped_rows": self.skipped,
             "tuned_settings": self.run.tuned_settings,
-            "log": self.folder.logged(),
+            "log": self.directory.logged(),
         }
 
     def _resume(self) -> None:
@@ -211,14 +211,14 @@ class Persistence:
         if self.ranks.is_single_process:
             return state
         save = self.ranks.broadcast(state["save"].encode() if state else b"").decode()
-        folder = checkpoint.find_shared_directory(self.ranks, self.folder and self.folder.path / "checkpoints")
-        if folder is None or not save:
+        directory = checkpoint.find_shared_directory(self.ranks, self.directory and self.directory.path / "checkpoints")
+        if directory is None or not save:
             return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
         found = state
         if found is None:
             with suppress(RunError):
-                found = checkpoint.Checkpoints(folder).newest(lambda other: other["save"] == save)
-        if self.ranks.any(found is None):  # a shared file system may show the folder before its files
+                found = checkpoint.Checkpoints(directory).newest(lambda other: other["save"] == save)
+        if self.ranks.any(found is None):  # a shared file system may show the directory before its files
             return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
         return found
 
@@ -226,12 +226,12 @@ class Persistence:
         """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank
         0.
         """
-        assert self.folder is not None and self.checkpoints is not None
-        length, identity = self.folder.logged(), self.folder.identity
+        assert self.directory is not None and self.checkpoints is not None
+        length, identity = self.directory.logged(), self.directory.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
-        self.folder.cut_log(state["log"] if state else 0)
-        self.folder.remove(bad_rows.FILE)  # the checkpoint holds the rows skipped before it
-        if not state and self.folder.begun:
+        self.directory.cut_log(state["log"] if state else 0)
+        self.directory.remove(bad_rows.FILE)  # the checkpoint holds the rows skipped before it
+        if not state and self.directory.begun:
             warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
         if state:
             self._check_same_data(state["samples_per_epoch"])

@@ -44,18 +44,18 @@ def method_class(name: str) -> type[Method]:
     if name not in _method_files():
         advice = suggest(name, method_names())
         raise ConfigurationError(f"no method is called {name!r}{advice}; `hasten methods` lists all")
-    folders = _method_files()[name].relative_to(_methods_folder()).parent.parts
-    module = importlib.import_module(".".join(("hasten.methods", *folders, name)))
+    directories = _method_files()[name].relative_to(_methods_directory()).parent.parts
+    module = importlib.import_module(".".join(("hasten.methods", *directories, name)))
     return next(cls for cls in _method_classes(module) if cls.__module__ == module.__name__)
 
 
 @cache
 def _method_files() -> dict[str, Path]:
-    """Method name -> its file, for every file in ``hasten/methods`` and its folders."""
-    return {path.stem: path for path in sorted(_methods_folder().rglob("*.py")) if not path.name.startswith("_")}
+    """Method name -> its file, for every file in ``hasten/methods`` and its directories."""
+    return {path.stem: path for path in sorted(_methods_directory().rglob("*.py")) if not path.name.startswith("_")}
 
 
-def _methods_folder() -> Path:
+def _methods_directory() -> Path:
     return Path(hasten.methods.__path__[0])
 
 

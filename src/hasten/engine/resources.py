@@ -92,8 +92,8 @@ def _control_groups(controller: str) -> Iterator[tuple[str, Path]]:
     except OSError:
         return  # not Linux
     for line in lines:
-        _, controllers, folder = line.split(":", 2)
+        _, controllers, directory = line.split(":", 2)
         for name in {controller, ""}.intersection(controllers.split(",")):
             root = GROUPS / name
-            group = root / folder.lstrip("/")
+            group = root / directory.lstrip("/")
             yield from ((name, path) for path in (group, *group.parents) if path.is_relative_to(root))

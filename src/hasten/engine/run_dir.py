@@ -197,8 +197,8 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object], advice: str = 
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name must reach the disk, too
+            os.fsync(directory)  # the new name must reach the disk, too
         finally:
-            os.close(folder)
+            os.close(directory)

@@ -98,7 +98,7 @@ class TaskRef:
             return TaskRef(fields["name"], fields["file"])
         cloudpickle: Any = importlib.import_module("cloudpickle")  # it has no types
 
-        sys.path.extend(folder for folder in fields["path"] if folder not in sys.path)  # to find its modules
+        sys.path.extend(directory for directory in fields["path"] if directory not in sys.path)  # to find its modules
         return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
 
     can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
@@ -121,11 +121,11 @@ class TaskRef:
         """Where the loaders, optimizers and models are that the engine does not build; None for a task."""
         return None
 
-    def write_sites(self, folder: Path) -> None:
+    def write_sites(self, directory: Path) -> None:
         """Writes ``sites`` beside a recipe, if there are any."""
 
     def fingerprint(self) -> str:
-        """A hash of the task's code: its file and the modules imported from the same folder, or the pickled object."""
+        """A hash of the task's code: its file and the modules imported from its directory, or the pickled object."""
         if self.obj is not None:
             sources = [_pickle(self.obj).encode()]
         else:
@@ -185,11 +185,11 @@ def _workload(name: str) -> Callable[[], Task]:
     return getattr(importlib.import_module(f"hasten.workloads.{name}"), name)
 
 
-def _imported_from(folder: Path) -> list[Path]:
-    """Files of the imported modules below a user's folder, except those of a virtual environment in it."""
+def _imported_from(directory: Path) -> list[Path]:
+    """Files of the imported modules below a user's directory, except those of a virtual environment in it."""
     files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     sources = (path for path in files if path.suffix == ".py" and "site-packages" not in path.parts)
-    return sorted(path for path in sources if path.is_relative_to(folder))
+    return sorted(path for path in sources if path.is_relative_to(directory))
 
 
 def _call(function: Callable[[], Any], name: str) -> Task:

@@ -53,7 +53,7 @@ def train(
     device: str | None = None,
     seed: int = 0,
     max_bad_rows: int | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
     checkpoint_seconds: float = 30.0,
     observers: Sequence[Observer] = (),
     timeout: float = DEFAULT_TIMEOUT_S,
@@ -73,7 +73,7 @@ def train(
         seed: Seed of the order of the samples, the weights and all other random numbers.
         max_bad_rows: Skips up to this many unreadable rows of a hasten.data pipeline and lists them in
             ``skipped.jsonl``; None leaves the limit to the pipeline.
-        watch: Called with the progress, at most ten times a second.
+        on_progress: Called with the progress, at most ten times a second.
         checkpoint_seconds: Seconds between two checkpoints; longer if saving would cost more than 1 % of the run. 0:
             every step.
         observers: Functions that receive the records of the log, a list of dicts, a few times a second: losses (step,
@@ -107,12 +107,12 @@ def train(
                 raise ConfigurationError(ONE_PROCESS_ONLY)
             loaded = with_bad_row_limit(loaded, max_bad_rows)
         chosen = None if recipe is None else Recipe.coerce(recipe)
-        folder = _open_run_directory(ranks, loaded, chosen, out, resume, seed, max_bad_rows, code)
-        chosen = folder.recipe if folder else chosen or Recipe()
-        result = folder.finished() if folder else None
+        directory = _open_run_directory(ranks, loaded, chosen, out, resume, seed, max_bad_rows, code)
+        chosen = directory.recipe if directory else chosen or Recipe()
+        result = directory.finished() if directory else None
         if not ranks.is_single_process:
             chosen, result, out = _broadcast_run(ranks, chosen, result, out)
-        for message in _resume_warnings(folder, resume, ref, code, result, out):
+        for message in _resume_warnings(directory, resume, ref, code, result, out):
             _warn(ranks, message)
         if result:
             return result
@@ -122,14 +122,14 @@ def train(
             if program.plan.steps is None:
                 _warn(ranks, NO_LENGTH)
             facts = environment(device) | {"code": code, "processes": ranks.world_size}
-            on_main_process(ranks, lambda: folder and folder.begin(facts))
+            on_main_process(ranks, lambda: directory and directory.begin(facts))
             if begun:
                 begun(None if out is None else str(out))
-            arguments = (program, chosen, folder, observers, watch, checkpoint_seconds, signals, began)
-            return _run(program, folder, partial(Trainer, *arguments))
+            arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
+            return _run(program, directory, partial(Trainer, *arguments))
 
 
-def _run(program: Program, folder: RunDirectory | None, make_trainer: Callable[[], Trainer]) -> dict[str, Any]:
+def _run(program: Program, directory: RunDirectory | None, make_trainer: Callable[[], Trainer]) -> dict[str, Any]:
     """Trains with the trainer that ``make_trainer`` builds; then closes it and the run directory."""
     try:
         with program.process_context():
@@ -139,11 +139,11 @@ def _run(program: Program, folder: RunDirectory | None, make_trainer: Callable[[
             finally:
                 trainer.close()
     except KeyboardInterrupt:
-        advice = "; resume from the newest checkpoint with --resume" if folder else ""
+        advice = "; resume from the newest checkpoint with --resume" if directory else ""
         raise RunInterrupted(f"stopped at once{advice}") from None
     finally:
-        if folder:
-            folder.close()
+        if directory:
+            directory.close()
 
 
 def _open_run_directory(
@@ -183,7 +183,7 @@ def _broadcast_run(
 
 
 def _resume_warnings(
-    folder: RunDirectory | None,
+    directory: RunDirectory | None,
     resume: bool,
     ref: TaskRef,
     code: str | None,
@@ -193,9 +193,9 @@ def _resume_warnings(
     """Warnings on resuming: the run had finished, its task was edited since, or ``out`` holds no run."""
     if result:
         return [f"the run in {out} had finished, with {result['recipe']}: this is its result, and nothing was trained"]
-    if folder and folder.environment.get("code", code) != code:
+    if directory and directory.environment.get("code", code) != code:
         return [f"{ref} has been edited since the run in {out} began; from here on the edited code is trained"]
-    if folder and resume and not folder.begun:
+    if directory and resume and not directory.begun:
         return [f"there is no run in {out} to resume; it starts anew"]
     return []
 

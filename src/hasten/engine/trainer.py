@@ -36,22 +36,22 @@ class Trainer:
         self,
         program: Program,
         recipe: Recipe,
-        folder: RunDirectory | None,
+        directory: RunDirectory | None,
         observers: Sequence[Observer],
-        watch: ProgressCallback,
+        on_progress: ProgressCallback,
         checkpoint_seconds: float,
         stop_signals: list[int],
         began: float,
     ) -> None:
         self.context, self.ranks, self.recipe = program.run, program.run.ranks, recipe
-        self.observers = [*([folder.log] if folder else []), *observers]
+        self.observers = [*([directory.log] if directory else []), *observers]
         self.record = RunRecord(began)
-        self.persistence = Persistence(program, recipe, folder, self.record)
+        self.persistence = Persistence(program, recipe, directory, self.record)
         self.program = self.persistence.program
         # (loss on the device, epoch, batch, weight) not yet logged
         self.pending: list[tuple[Any, int, int, float]] = []
         self.stopped = False
-        self.report_progress = progress_reporter(watch, self._fraction_done)
+        self.report_progress = progress_reporter(on_progress, self._fraction_done)
         self.pauses = PauseSchedule(self.context, stop_signals, checkpoint_seconds, self.persistence.saves_checkpoints)
         self.next_evaluation = self._next_evaluation()
         self.record.split["start"] += perf_counter() - began
@@ -184,7 +184,7 @@ class Trainer:
             "tuned_settings": self.context.tuned_settings,
             "effects": self.program.effects.evidence,
             "peak_memory_bytes": memory_peaks(self.ranks, self.context.device),
-            "out": str(self.persistence.folder.path) if self.persistence.folder else None,
+            "out": str(self.persistence.directory.path) if self.persistence.directory else None,
         }
         self.persistence.write_result(result)
         return result

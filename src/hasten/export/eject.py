@@ -134,12 +134,12 @@ def _metrics_entry(metric: Any) -> str:
 
 def _join(script: InlinedScript, title: str, function: Callable[[], Task]) -> str:
     """Joins the parts into one file: the training first, then the source that it uses."""
-    folder = Path(sys.modules[function.__module__].__file__ or "").parent
+    directory = Path(sys.modules[function.__module__].__file__ or "").parent
     packages = sorted({line.split()[1].partition(".")[0] for line in script.imports})
-    in_folder = [f"{name}.py" for name in packages if (folder / f"{name}.py").exists()]
+    in_directory = [f"{name}.py" for name in packages if (directory / f"{name}.py").exists()]
     keep = ""
-    if in_folder and function.__module__.startswith(tasks.FILE_MODULE_PREFIX):
-        keep = f"\nIt imports {' and '.join(in_folder)}: keep it beside this file."
+    if in_directory and function.__module__.startswith(tasks.FILE_MODULE_PREFIX):
+        keep = f"\nIt imports {' and '.join(in_directory)}: keep it beside this file."
     needs = "PyTorch is needed, hasten is not"
     if any(IMPORTS_DATA.search(text) for text in (*script.imports, script.main, *(text for _, text in script.modules))):
         needs = f"besides PyTorch it needs {DATA}, which reads its data, and nothing else of hasten"

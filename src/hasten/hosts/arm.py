@@ -73,7 +73,7 @@ class ScriptArm:
         *,
         timeout: float | None = None,
         deadline: float | None = None,
-        watch: ProgressCallback = no_progress,
+        on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
         """Calls a method, as ``Worker.call`` does. The script is killed if it fails or is silent for too long."""

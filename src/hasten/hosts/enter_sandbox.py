@@ -27,14 +27,14 @@ NO_SANDBOX, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # as `docker run` and `en
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(isolation: str, folder: str, cwd: str, *arguments: str) -> None:
+def main(isolation: str, directory: str, cwd: str, *arguments: str) -> None:
     """Makes the layer and becomes the command; returns never."""
     first = arguments.index("--")
     second = arguments.index("--", first + 1)
     directories, shared, command = arguments[:first], arguments[first + 1 : second], list(arguments[second + 1 :])
     try:
-        _hold_lock(folder)
-        layer = os.path.join(folder, f"layer-{os.getpid()}-{time.monotonic_ns()}")
+        _hold_lock(directory)
+        layer = os.path.join(directory, f"layer-{os.getpid()}-{time.monotonic_ns()}")
         os.mkdir(layer)
         if isolation == "copy":
             command = _enter_copy(cwd, layer, command)
@@ -52,9 +52,9 @@ def main(isolation: str, folder: str, cwd: str, *arguments: str) -> None:
         _exit(code, f"cannot run {command[0]}: {error.strerror}")
 
 
-def _hold_lock(folder: str) -> None:
-    """A shared lock that the command inherits: while it runs, no other sandbox removes the folder as stale."""
-    descriptor = os.open(os.path.join(folder, "lock"), os.O_RDWR)
+def _hold_lock(directory: str) -> None:
+    """A shared lock that the command inherits: while it runs, no other sandbox removes the directory as stale."""
+    descriptor = os.open(os.path.join(directory, "lock"), os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.set_inheritable(descriptor, True)
 
@@ -100,10 +100,10 @@ def _enter_namespace() -> bool:
 
 
 class _Layers:
-    """Makes the upper layers, on the file system of the temporary folder or, where an overlay refuses it, in memory."""
+    """Makes the upper layers, on the file system for temporary files or, where an overlay refuses it, in memory."""
 
-    def __init__(self, folder: str, userxattr: bool) -> None:
-        self.folder, self.count, self.in_memory = folder, 0, False
+    def __init__(self, directory: str, userxattr: bool) -> None:
+        self.directory, self.count, self.in_memory = directory, 0, False
         self.options = ",userxattr" if userxattr else ""
 
     def overlay(self, lower: str, target: str) -> None:
@@ -113,8 +113,8 @@ class _Layers:
         except OSError:
             if self.in_memory:
                 raise
-            # The temporary folder is itself on an overlay (containers) or inside of the directory.
-            _mount("tmpfs", self.folder, kind="tmpfs")
+            # The temporary directory is itself on an overlay (containers) or inside of the directory.
+            _mount("tmpfs", self.directory, kind="tmpfs")
             self.in_memory = True
             self._overlay(lower, target)
 
@@ -122,7 +122,7 @@ class _Layers:
         self.count += 1
         paths = [lower]
         for part in ("upper", "work"):
-            paths.append(os.path.join(self.folder, f"{part}-{self.count}"))
+            paths.append(os.path.join(self.directory, f"{part}-{self.count}"))
             os.mkdir(paths[-1])
         status = os.stat(lower)
         os.chmod(paths[1], stat.S_IMODE(status.st_mode))  # the mode of the directory itself is that of the upper layer
@@ -162,15 +162,15 @@ def _enter_copy(cwd: str, layer: str, command: list[str]) -> list[str]:
 
     copy = os.path.join(layer, os.path.basename(cwd))
 
-    def skip_special_files(folder: str, names: list[str]) -> list[str]:
-        modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    def skip_special_files(directory: str, names: list[str]) -> list[str]:
+        modes = {name: os.lstat(os.path.join(directory, name)).st_mode for name in names}
         return [
             name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
         ]
 
     shutil.copytree(cwd, copy, symlinks=True, ignore=skip_special_files)
-    for folder, folders, files in os.walk(copy):
-        for link in filter(os.path.islink, (os.path.join(folder, name) for name in folders + files)):
+    for directory, directories, files in os.walk(copy):
+        for link in filter(os.path.islink, (os.path.join(directory, name) for name in directories + files)):
             original = os.path.join(cwd, os.path.relpath(link, copy))
             target = os.path.normpath(os.path.join(os.path.dirname(original), os.readlink(original)))
             if not target.startswith(cwd + "/"):  # a relative link out of the directory would miss its target

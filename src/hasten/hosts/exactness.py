@@ -157,13 +157,13 @@ class _Runs:
             nothing = described["no_effect"] if CONDITIONS not in methods else []
             if nothing:
                 raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
-            folder = process.folder  # which both processes see
-            process.ask("save", *limits, path=f"{folder}/gradients", gradients=True)
+            directory = process.directory  # which both processes see
+            process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
             if answer["steps"] < steps and not answer.get("ended"):
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
-            process.ask("save", *limits, path=f"{folder}/weights")
-            weights, gradients = (torch.load(folder / name, weights_only=True) for name in ("weights", "gradients"))
+            process.ask("save", *limits, path=f"{directory}/weights")
+            weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:

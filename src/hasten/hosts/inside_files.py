@@ -1,6 +1,6 @@
 """Names of the files and the variable by which a session and its parent find each other; imports nothing."""
 
-SESSION = "HASTEN_HOST"  # environment variable: the folder of the session; also in inject/sitecustomize.py
+SESSION = "HASTEN_HOST"  # environment variable: the directory of the session; also in inject/sitecustomize.py
 SPEC = "spec.json"  # what the session shall do
 STARTED = "started"  # exists once a Python process has imported the injected file; also in inject/sitecustomize.py
 SOCKET = "socket"  # of the parent

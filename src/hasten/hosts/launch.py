@@ -34,9 +34,9 @@ def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, proc
 
 def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: dict[str, Any] | None) -> int:
     """Runs the command with the recipe, with this process's input and output. Returns its exit code."""
-    with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
-        write_spec(Path(folder), script, recipe.methods, pick_device(device), None, sites, mode="train")
-        environment = injected(script.environment, Path(folder)) if recipe else dict(script.environment)
+    with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
+        write_spec(Path(directory), script, recipe.methods, pick_device(device), None, sites, mode="train")
+        environment = injected(script.environment, Path(directory)) if recipe else dict(script.environment)
         with subprocess.Popen(script.argv, cwd=script.directory, env=environment) as process:
             previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             for number in previous:  # the terminal sends Ctrl-C to both: the script decides, and its code counts
@@ -46,6 +46,6 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
             finally:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
-        if recipe and not Path(folder, STARTED).exists():
+        if recipe and not Path(directory, STARTED).exists():
             warnings.warn(f"the recipe had no effect: the command {NOT_LOADED}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code

@@ -27,10 +27,10 @@ def watch_tensorboard(module: Any, report: Report) -> None:
     _call_before(module.FileWriter, "add_summary", read)
 
 
-def _tag(folder: str, tag: str) -> str:
-    """The name of a scalar; ``add_scalars("L", {"val": 1})`` writes the tag L to a folder ``L_val`` or ``L/val``."""
+def _tag(directory: str, tag: str) -> str:
+    """The name of a scalar; ``add_scalars("L", {"val": 1})`` writes the tag L to a directory ``L_val`` or ``L/val``."""
     for prefix in (tag.replace("/", "_") + "_", tag + "/"):
-        _, found, part = str(folder).rpartition("/" + prefix)
+        _, found, part = str(directory).rpartition("/" + prefix)
         if found and "/" not in part:
             return f"{tag}/{part}"
     return tag

@@ -70,17 +70,17 @@ class ScriptProcess:
         self.groups = set[int]()  # process groups of the command, and of its process that trains
         with ExitStack() as stack:
             box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
-            self.folder = Path(tempfile.mkdtemp(prefix="session-", dir=box.folder))
+            self.directory = Path(tempfile.mkdtemp(prefix="session-", dir=box.directory))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            self.listener.bind(str(self.folder / SOCKET))
+            self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
-            write_spec(self.folder, script, methods, device, seed, sites, mode="trial")
-            argv, environment = list(script.argv), injected(script.environment, self.folder)
+            write_spec(self.directory, script, methods, device, seed, sites, mode="trial")
+            argv, environment = list(script.argv), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
             command = {"argv": box.wrap(argv), "environment": box.environment(environment)}
             self.server = clean_server()
-            output = str(self.folder / "output")
+            output = str(self.directory / "output")
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
             self.groups.add(self.pid)
             stack.callback(self._end)
@@ -169,16 +169,16 @@ class ScriptProcess:
 
     def rivals(self) -> int:
         """The number of processes of the script that train, too."""
-        return len(list(self.folder.glob(f"{RIVAL}-*")))
+        return len(list(self.directory.glob(f"{RIVAL}-*")))
 
     def whole_output(self) -> str:
         """All that the script has printed, on both streams."""
-        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+        return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
 
     def output(self) -> str:
         """The end of what the script has printed, on both streams."""
         try:
-            with open(self.folder / "output", "rb") as file:
+            with open(self.directory / "output", "rb") as file:
                 file.seek(max(0, os.path.getsize(file.name) - OUTPUT_BYTES))
                 return file.read().decode(errors="replace")
         except OSError:
@@ -189,17 +189,17 @@ class ScriptProcess:
         ended = wait([self.exit], END_S)
         self.kill()
         code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
-        if (self.folder / FAILURE).exists():
-            failure = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
+        if (self.directory / FAILURE).exists():
+            failure = json.loads((self.directory / FAILURE).read_text(encoding="utf-8"))
             raise (ConfigurationError if failure["refused"] else RunError)(failure["text"])
-        if code == 0 and (self.folder / ERROR).exists():
-            why = (self.folder / ERROR).read_text(encoding="utf-8", errors="replace")
+        if code == 0 and (self.directory / ERROR).exists():
+            why = (self.directory / ERROR).read_text(encoding="utf-8", errors="replace")
             raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
-        if code == 0 and not (self.folder / STARTED).exists():
+        if code == 0 and not (self.directory / STARTED).exists():
             raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
-        if code == 0 and _processes_with(f"{SESSION}={self.folder}"):
+        if code == 0 and _processes_with(f"{SESSION}={self.directory}"):
             raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
-        if code == 0 and not (self.folder / CLAIM).exists():
+        if code == 0 and not (self.directory / CLAIM).exists():
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
         if not ended:  # the signal was sent here
             text = f"{name} failed: {_reason(output)}"
@@ -230,7 +230,7 @@ class ScriptProcess:
     def _end(self) -> None:
         self.kill()
         until = time.monotonic() + END_S
-        while (left := _processes_with(f"{SESSION}={self.folder}")) and time.monotonic() < until:
+        while (left := _processes_with(f"{SESSION}={self.directory}")) and time.monotonic() < until:
             for pid in left:  # in groups of their own: ranks of torchrun, daemons
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -240,7 +240,7 @@ class ScriptProcess:
         self.server.wait_for_group(self.pid)
 
     def close(self) -> None:
-        """Ends the process and removes its folder."""
+        """Ends the process and removes its directory."""
         self.stack.close()
 
     def __enter__(self) -> ScriptProcess:
@@ -251,7 +251,7 @@ class ScriptProcess:
 
 
 def write_spec(
-    folder: Path,
+    directory: Path,
     script: ScriptRef,
     methods: dict[str, Any],
     device: str,
@@ -262,7 +262,7 @@ def write_spec(
     """Writes what ``hosts.inside.session`` reads.
 
     Args:
-        folder: The folder of the session, where the file is written.
+        directory: The directory of the session, where the file is written.
         script: The script.
         methods: Methods of the recipe: options by name of the method.
         device: Name of the device, such as "cpu" or "cuda".
@@ -280,13 +280,13 @@ def write_spec(
         "mode": mode,
         "vary": script.vary,
     }
-    (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
+    (directory / SPEC).write_text(json.dumps(spec), encoding="utf-8")
 
 
-def injected(environment: Any, folder: Path) -> dict[str, str]:
+def injected(environment: Any, directory: Path) -> dict[str, str]:
     """The environment of a command whose Python processes import hasten's ``sitecustomize`` at their start."""
     path = os.pathsep.join(filter(None, [INJECTED, environment.get("PYTHONPATH")]))
-    return {**environment, "PYTHONPATH": path, SESSION: str(folder)}
+    return {**environment, "PYTHONPATH": path, SESSION: str(directory)}
 
 
 def _processes_with(variable: str) -> list[int]:

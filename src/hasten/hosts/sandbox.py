@@ -18,7 +18,7 @@ nor absolute paths into the directory that the program has from elsewhere (a con
 installation), and relative paths that leave the directory miss their targets.
 
 The directories that an overlay covers are not those that other processes see: the command must exchange files and
-sockets with its parent in ``Sandbox.folder``. A file of the user that is opened for writing is copied to the layer
+sockets with its parent in ``Sandbox.directory``. A file of the user that is opened for writing is copied to the layer
 whole, which takes time and disk space for a large one.
 """
 
@@ -71,7 +71,7 @@ class Sandbox:
     Attributes:
         cwd: Working directory of the command.
         directories: Directories whose content the command cannot change; none of them contains another.
-        folder: Temporary folder of this sandbox, outside of ``directories`` and removed at the end.
+        directory: Temporary directory of this sandbox, outside of ``directories`` and removed at the end.
         shared: Directories below these that are no part of them: caches of compiled code, which all trials share.
         isolation: "overlay", or "copy" with the limits that the module's docstring states.
         obstacle: Why an overlay is not possible; empty if it is.
@@ -79,7 +79,7 @@ class Sandbox:
 
     cwd: str
     directories: tuple[str, ...]
-    folder: Path
+    directory: Path
     shared: tuple[str, ...] = ()
     isolation: str = "overlay"
     obstacle: str = ""
@@ -103,19 +103,19 @@ class Sandbox:
             raise ConfigurationError("cannot isolate a trial in /; start the command in the directory of the script")
         base = _base_outside(_outermost([cwd, *places]))
         _remove_stale(base)
-        with _locked_folder(base) as folder:
-            yield _isolate(cwd, folder, places)
+        with _locked_directory(base) as directory:
+            yield _isolate(cwd, directory, places)
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         """The command that runs ``argv`` in this sandbox. It becomes ``argv`` (exec): process id, process group,
         signals and exit code are those of ``argv``; exit code 125 means that the sandbox could not be made.
         """
-        enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.folder), self.cwd]
+        enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.directory), self.cwd]
         return [*enter, *self.directories, "--", *self.shared, "--", *argv]
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """A copy of ``variables`` in which trackers are offline and write to a fresh folder in the sandbox."""
-        trackers = tempfile.mkdtemp(prefix="trackers-", dir=self.folder)
+        """A copy of ``variables`` in which trackers are offline and write to a fresh directory in the sandbox."""
+        trackers = tempfile.mkdtemp(prefix="trackers-", dir=self.directory)
         offline = {name: value.format(trackers) for name, value in OFFLINE.items()}
         for value in offline.values():
             if value.startswith(trackers):
@@ -136,13 +136,13 @@ def writable_places() -> list[str]:
     return sorted(path for path in found if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and path != "/")
 
 
-def _isolate(cwd: str, folder: Path, places: Sequence[str]) -> Sandbox:
+def _isolate(cwd: str, directory: Path, places: Sequence[str]) -> Sandbox:
     """The sandbox over the directory and as many of the places as possible; see ``Sandbox.for_directory``."""
 
     def over(covered: Sequence[str]) -> Sandbox:
         directories = _outermost([cwd, *covered])
         shared = [path for path in _caches() if _covers(directories, path)] if covered else []
-        return Sandbox(cwd, directories, folder, tuple(shared))
+        return Sandbox(cwd, directories, directory, tuple(shared))
 
     box = over(places)
     if not (obstacle := _overlay_obstacle(box)):
@@ -168,7 +168,7 @@ def _warn_once(text: str) -> None:
 
 
 def _inductor_cache() -> str:
-    """The folder in which torch.compile keeps what it has compiled; made if there is none, as torch does."""
+    """The directory in which torch.compile keeps what it has compiled; made if there is none, as torch does."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # an id without a name, as in containers
@@ -177,7 +177,7 @@ def _inductor_cache() -> str:
 
 
 def _caches() -> list[str]:
-    """Folders that the trials share with each other and with the user: what is in them changes only their speed."""
+    """Directories that the trials share with each other and with the user: what is in them changes only their speed."""
     with suppress(OSError):
         os.makedirs(_inductor_cache(), exist_ok=True)
     return [path for path in (_inductor_cache(), MPS_PIPES) if os.path.isdir(path)]
@@ -201,7 +201,7 @@ def _contains(parent: str, path: str) -> bool:
 
 
 def _base_outside(directories: tuple[str, ...]) -> str:
-    """A directory for temporary folders that lies in none of the directories; raises ConfigurationError."""
+    """A directory for temporary directories that lies in none of the directories; raises ConfigurationError."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         base = os.path.realpath(base)
         if not _covers(directories, base) and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):
@@ -211,25 +211,25 @@ def _base_outside(directories: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _locked_folder(base: str) -> Iterator[Path]:
-    """A temporary folder that is locked while this process lives, so that no other one removes it as stale."""
+def _locked_directory(base: str) -> Iterator[Path]:
+    """A temporary directory that is locked while this process lives, so that no other one removes it as stale."""
     while True:
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
-        with suppress(FileNotFoundError):  # a process that looked for stale folders was faster
-            descriptor = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        directory = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        with suppress(FileNotFoundError):  # a process that looked for stale directories was faster
+            descriptor = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if os.path.exists(os.path.join(folder, "lock")):
+            if os.path.exists(os.path.join(directory, "lock")):
                 break
             os.close(descriptor)
     try:
-        yield Path(folder)
+        yield Path(directory)
     finally:
-        _remove(folder)
+        _remove(directory)
         os.close(descriptor)
 
 
 def _remove_stale(base: str) -> None:
-    """Removes the folders of this user's sandboxes that no process holds any more."""
+    """Removes the directories of this user's sandboxes that no process holds any more."""
     for entry in os.scandir(base):
         if not entry.name.startswith(PREFIX) or entry.is_symlink() or entry.stat().st_uid != os.geteuid():
             continue
@@ -246,14 +246,14 @@ def _remove_stale(base: str) -> None:
             os.close(descriptor)
 
 
-def _remove(folder: str) -> None:
-    """Removes a folder and all in it, also directories of mode 000, which overlays leave in their work directories."""
-    for parent, names, _ in os.walk(folder):
+def _remove(directory: str) -> None:
+    """Removes a directory tree, also directories of mode 000, which overlays leave in their work directories."""
+    for parent, names, _ in os.walk(directory):
         for path in (os.path.join(parent, name) for name in names):
             if not os.path.islink(path):  # chmod follows links, out of the sandbox
                 with suppress(OSError):
                     os.chmod(path, stat.S_IRWXU)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _overlay_obstacle(box: Sandbox) -> str:
@@ -282,10 +282,10 @@ def _check_copy_is_possible(cwd: str, obstacle: str) -> None:
 def _size_above(directory: str, limit: int) -> int:
     """Bytes of the files in a directory, counted until they exceed the limit."""
     total = 0
-    for folder, _, names in os.walk(directory):
+    for parent, _, names in os.walk(directory):
         for name in names:
             with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+                total += os.lstat(os.path.join(parent, name)).st_size
         if total > limit:
             break
     return total

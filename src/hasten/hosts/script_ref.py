@@ -105,7 +105,7 @@ class ScriptRef(TaskRef):
         return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
 
     def fingerprint(self) -> str:
-        """A hash of the command and of the script's code: its file and the Python files below its folder."""
+        """A hash of the command and of the script's code: its file and the Python files below its directory."""
         digest = hashlib.sha256(json.dumps([self.argv, self.directory]).encode())
         for path in _python_files(Path(self.file).parent if self.file else Path(self.directory)):
             digest.update(path.read_bytes())
@@ -138,9 +138,9 @@ class ScriptRef(TaskRef):
         known = site_map.known_sites(self)
         return None if known is None else {kind: known[kind] for kind in site_map.KINDS}
 
-    def write_sites(self, folder: Path) -> None:
+    def write_sites(self, directory: Path) -> None:
         """Writes the site map beside a recipe."""
-        site_map.write(folder, self)
+        site_map.write(directory, self)
 
     def __str__(self) -> str:
         return self.name
@@ -178,13 +178,13 @@ def _script_among(arguments: Sequence[str], directory: str) -> str | None:
     return next(existing, next(iter(scripts), None))
 
 
-def _python_files(folder: Path) -> list[Path]:
-    """The Python files below a folder, without hidden folders, runs and virtual environments; at most MAX_FILES."""
+def _python_files(directory: Path) -> list[Path]:
+    """Python files below a directory, without hidden directories, runs and virtual environments; at most MAX_FILES."""
     found: list[Path] = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(
+    for root, directories, names in os.walk(directory):
+        directories[:] = sorted(
             name
-            for name in folders
+            for name in directories
             if not name.startswith(".")
             and name not in ("runs", "node_modules", "__pycache__")
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))

@@ -38,7 +38,7 @@ class InProcessWorker:
         *,
         timeout: float | None = None,
         deadline: float | None = None,
-        watch: ProgressCallback = no_progress,
+        on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
         """Calls a method, as ``Worker.call`` does; only the deadline limits it, since a script is silent for long."""

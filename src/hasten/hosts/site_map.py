@@ -58,13 +58,13 @@ def known_sites(script: ScriptRef) -> dict[str, Any] | None:
     return _known.get(script.fingerprint())
 
 
-def write(folder: Path, script: ScriptRef) -> None:
+def write(directory: Path, script: ScriptRef) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
     if site_map is not None:
         sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
         text = json.dumps({"fingerprint": script.fingerprint(), **sites}, indent=1)
-        (folder / FILE).write_text(text, encoding="utf-8")
+        (directory / FILE).write_text(text, encoding="utf-8")
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ reduce_scatter_single: Callable[..., object] = getattr(dist, "reduce_scatter_sin
 def bench_comm(
     device: str | None = None,
     sizes: tuple[int, ...] = SIZES,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Measures the collectives among the ranks of the job that this process belongs to. All ranks must call it.
@@ -48,7 +48,7 @@ def bench_comm(
     Args:
         device: "cpu" or "cuda"; by default a GPU if there is one.
         sizes: bytes that each rank contributes.
-        watch: receives the progress.
+        on_progress: receives the progress.
         timeout: seconds to wait for a silent rank.
 
     Returns:
@@ -64,7 +64,7 @@ def bench_comm(
         if ranks.is_single_process:
             raise ConfigurationError("bench-comm needs 2 processes or more; pass --processes N with N >= 2")
         device_of(ranks, device)  # refuses a rank without a GPU of its own
-        return _measure(ranks, communication_device(ranks), sizes, watch)
+        return _measure(ranks, communication_device(ranks), sizes, on_progress)
 
 
 def communication_device(ranks: ProcessGroupInfo) -> torch.device:
@@ -73,7 +73,7 @@ def communication_device(ranks: ProcessGroupInfo) -> torch.device:
 
 
 def _measure(
-    ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], watch: ProgressCallback
+    ranks: ProcessGroupInfo, device: torch.device, sizes: tuple[int, ...], on_progress: ProgressCallback
 ) -> dict[str, Any]:
     calls: dict[tuple[str, int], tuple[Call, int]] = {}  # (collective, size) -> (call, repeats)
     slow: set[str] = set()
@@ -87,7 +87,7 @@ def _measure(
             slow |= {name} if seconds > MAX_CALL_S else set()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for index in range(ROUNDS):
-        watch("communicating", index / ROUNDS, None)
+        on_progress("communicating", index / ROUNDS, None)
         for key, (call, repeats) in calls.items():
             times[key].append(seconds_per_call(call, repeats, ranks, device))
     return {

@@ -25,7 +25,10 @@ from hasten.core.errors import format_error
 from hasten.utils.blocks import repeated_blocks
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
-COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")  # torch sets its cache folders in the environment while compiling
+COMPILER_VARIABLES = (
+    "TORCHINDUCTOR_",
+    "TRITON_",
+)  # torch sets its cache directories in the environment while compiling
 MOST_BREAKS = 3  # graph breaks that the evidence lists
 SCRIPT_EDIT = """\
 torch.compiler.config.wrap_top_frame = True  # else Module.compile skips nn.Sequential (before PyTorch 2.15)

@@ -40,7 +40,7 @@ def measure_ceilings(
     step: float,
     extra: float,
     budget: float,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> Ceilings:
     """Measures the ceilings of phases that can be switched off in a running ``Probe``, within ``budget`` seconds.
 
@@ -52,13 +52,13 @@ def measure_ceilings(
         step: Seconds of a step.
         extra: Seconds of evaluation for each training sample, which are not switched off.
         budget: Seconds for all ceilings together.
-        watch: Receives the progress.
+        on_progress: Receives the progress.
     """
     began, names = time.monotonic(), [name for name, share in shares.items() if share >= MIN_SHARE]
     found = Ceilings(not_measured={n: f"it takes {shares[n]:.1%} of the time" for n in shares if n not in names})
     for index, name in enumerate(names):
         left = began + budget - time.monotonic()
-        watch(f"the ceiling of {name}", index / len(names), left)
+        on_progress(f"the ceiling of {name}", index / len(names), left)
         least = _least_seconds(name, count, step)
         if max(left, CHEAP_S) < least:
             what = f"{BATCH_FACTOR} times the batch" if name == LARGER_BATCH else "it"

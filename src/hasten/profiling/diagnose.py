@@ -22,7 +22,7 @@ from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
-from hasten.reporting.result_schema import DiagnoseResult, DriftRow, Interval, NotAdvised, SeenMetric
+from hasten.reporting.result_schema import DetectedMetric, DiagnoseResult, DriftRow, Interval, NotAdvised
 from hasten.utils.durations import parse_budget
 
 PROFILE_SHARE, INPUT_SHARE, DRIFT_SHARE = 0.6, 0.1, 0.2  # of the budget; the rest is for building the run
@@ -41,7 +41,7 @@ def diagnose(
     device: str | None = None,
     seed: int = 0,
     ops: bool = False,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> DiagnoseResult:
     """Measures where a task's time goes and what could be gained.
 
@@ -56,7 +56,7 @@ def diagnose(
         seed: seed of the run that is measured.
         ops: also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
             a few steps beyond the budget.
-        watch: called with the progress.
+        on_progress: called with the progress.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
@@ -78,7 +78,7 @@ def diagnose(
         if processes > 1:
             raise ConfigurationError(ONE_PROCESS)
     where: dict[str, Any] = {"device": device, "seed": seed, "deadline": deadline}
-    operations = measure_operations(task, recipe, **where, watch=watch) if ops else None
+    operations = measure_operations(task, recipe, **where, on_progress=on_progress) if ops else None
     cards = {name: method_class(name).card for name in method_names() if name not in recipe.methods}
     began, before_drift = time.monotonic(), PROFILE_SHARE + INPUT_SHARE
     profile = profile_steps(
@@ -90,11 +90,14 @@ def diagnose(
         budget=budget * PROFILE_SHARE,
         input_budget=budget * INPUT_SHARE,
         ceilings=processes == 1,
-        watch=_part(watch, 0.0, before_drift),
+        on_progress=_part(on_progress, 0.0, before_drift),
     )
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
-        where |= {"seconds": budget * DRIFT_SHARE, "watch": _part(watch, before_drift, before_drift + DRIFT_SHARE)}
+        where |= {
+            "seconds": budget * DRIFT_SHARE,
+            "on_progress": _part(on_progress, before_drift, before_drift + DRIFT_SHARE),
+        }
         drift, no_drift = _measure_drift(task, recipe, profile.plan, **where)
     peaks, ceilings = profile.plan["peak_memory"], _ceilings(profile)
     measured = {*profile.ceilings.ratios, "evaluation"}
@@ -139,7 +142,7 @@ def diagnose(
         "evaluation_seconds": profile.evaluation,
         "system_noise": profile.system_noise,
         "sites": task.sites() or {},
-        "metric": SeenMetric(
+        "metric": DetectedMetric(
             **{"name": "", "direction": "", "values": [], "candidates": [], "why": ""} | profile.metric
         ),
         "synchronizations": profile.code["synchronizations"],
@@ -195,6 +198,6 @@ def _ceilings(profile: StepProfile) -> dict[str, Interval]:
     return {name: Interval(median=bound, low=None, high=None) for name, bound in bounds.items()} | ceilings
 
 
-def _part(watch: ProgressCallback, low: float, high: float) -> ProgressCallback:
-    """A progress callback whose 0 to 1 is reported to ``watch`` as ``low`` to ``high``."""
-    return lambda what, done, left=None: watch(what, low + (high - low) * done, left)
+def _part(on_progress: ProgressCallback, low: float, high: float) -> ProgressCallback:
+    """A progress callback whose 0 to 1 is reported to ``on_progress`` as ``low`` to ``high``."""
+    return lambda what, done, left=None: on_progress(what, low + (high - low) * done, left)

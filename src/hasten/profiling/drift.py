@@ -78,7 +78,7 @@ def measure_drift(
     seed: int,
     seconds: float,
     deadline: float | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> Drift:
     """Runs a training on for about ``seconds`` or to its end, and returns what changes.
 
@@ -89,14 +89,14 @@ def measure_drift(
         seed: Seed of all random numbers.
         seconds: Time to spend, the comparison with a fresh run included.
         deadline: Time of ``time.monotonic``; None: no limit.
-        watch: Receives the progress.
+        on_progress: Receives the progress.
 
     Raises:
         RunError: The run could not be built or trained.
         DeadlineError: It was not over at ``deadline``, a time of ``time.monotonic``.
     """
     arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
-    watch("running the training on", 0.0, seconds)
+    on_progress("running the training on", 0.0, seconds)
     with start_workers(1, "hasten.profiling.drift:DriftProbe", None, deadline, **arguments) as probe:
         plan = probe.call("build")
         count = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
@@ -107,7 +107,7 @@ def measure_drift(
         sixth = max(1, len(times) // 6)
         if len(times) < 6 or median(times[-sixth:]) < MIN_RATIO * median(times[:sixth]):
             return Drift(rows)
-        watch("comparing the training with its start", RUN_SHARE, (1 - RUN_SHARE) * seconds)
+        on_progress("comparing the training with its start", RUN_SHARE, (1 - RUN_SHARE) * seconds)
         ratio = _compare_with_start(probe, arguments, count, (1 - RUN_SHARE) * seconds)
     if ratio.median < MIN_RATIO or (ratio.low or 0.0) <= 1.0:
         return Drift(rows)

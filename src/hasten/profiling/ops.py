@@ -54,7 +54,7 @@ def measure_operations(
     device: str,
     seed: int,
     deadline: float | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> Operations:
     """Trains a few steps, after a warm-up, in a worker process that records their operations.
 
@@ -64,7 +64,7 @@ def measure_operations(
         RunError: the run could not be built or trained.
         DeadlineError: it was not over at the deadline.
     """
-    watch("the operations of a step", 0.0, None)
+    on_progress("the operations of a step", 0.0, None)
     if replaying := _invalidating(recipe, "python_between_kernels"):
         return {"steps": 0, "rows": [], "loss_scale": [], "note": REPLAYED.format(method=replaying[0])}
     arguments = {"task": task, "methods": recipe.methods, "device": device, "seed": seed}
@@ -84,8 +84,8 @@ class ScalesLoss(Protocol):
 class RecordedArm(Arm):
     """An arm, in a worker process, that records the operations of its steps. It has no evaluations."""
 
-    def program_of(self, task: Task) -> Program:
-        program, self.loss_scale = super().program_of(task), list[LossScaleStep]()
+    def build_program(self, task: Task) -> Program:
+        program, self.loss_scale = super().build_program(task), list[LossScaleStep]()
         scales = [state for state in program.run.checkpoint_state.values() if isinstance(state, ScalesLoss)]
 
         def zero_grad() -> None:  # the last function of a step

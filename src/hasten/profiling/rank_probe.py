@@ -46,12 +46,12 @@ class RankProbe(Arm):
         timed_ranks = dataclasses.replace(ranks, all_reduce_max=self._add_wait(ranks.all_reduce_max))
         super().__init__(task, methods, device, seed, timed_ranks)
 
-    def program_of(self, task: Task) -> Program:
+    def build_program(self, task: Task) -> Program:
         """The program with switchable exchange and input.
 
         The input is wrapped outermost, so that the communication of the ranks about their batches is disabled with it.
         """
-        program = super().program_of(task)
+        program = super().build_program(task)
         model = program.run.model
         self.ddp_model = model if isinstance(model, DistributedDataParallel) else None
         train = ReplayedBatch().data(program.train, program.run)
@@ -117,7 +117,7 @@ class RankProbe(Arm):
 
         return call
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         pass  # the waits between ranks are what is measured
 
     def _switchable(self, program: Program) -> Callable[[Batch], Any]:

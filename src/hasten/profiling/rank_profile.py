@@ -64,7 +64,7 @@ def diagnose_ranks(
     budget: float | str = 60.0,
     device: str | None = None,
     seed: int = 0,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> dict:
     """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
@@ -75,7 +75,7 @@ def diagnose_ranks(
         budget: Seconds, or a duration such as "2m".
         device: Name of the device; None: an NVIDIA GPU if there is one, else the CPU.
         seed: Seed of all random numbers.
-        watch: Receives the progress; called on rank 0.
+        on_progress: Receives the progress; called on rank 0.
         timeout: Seconds to wait for another rank in a collective.
 
     Returns:
@@ -99,7 +99,7 @@ def diagnose_ranks(
         without_metric = TaskRef.of(dataclasses.replace(loaded, validation_data=None))
         probe = RankProbe(without_metric, recipe, device_of(ranks, device), seed, ranks)
         try:
-            result = _profile(probe, ranks, budget, watch if ranks.is_main_process else no_progress)
+            result = _profile(probe, ranks, budget, on_progress if ranks.is_main_process else no_progress)
         except Exception as error:
             raise explain_error(error, "the training", loaded.batch_size or 0) from error
         finally:
@@ -107,15 +107,15 @@ def diagnose_ranks(
     return {"kind": "diagnose_ranks", "task": str(task), "recipe": str(recipe), "device": device, **result}
 
 
-def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: ProgressCallback) -> dict:
+def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, on_progress: ProgressCallback) -> dict:
     began, noise = time.monotonic(), SystemNoise()
-    watch("building the run", 0.0, None)
+    on_progress("building the run", 0.0, None)
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}
     count = block_steps(plan)
     check_blocks_are_fair(probe.plain_recipe, plan, count, SYNC_PERIOD_BUDGETS * budget, MIN_ROUNDS * len(probe.kinds))
     single, no_speedup = _build_single_process(probe, ranks)
-    blocks, exchanges = _run_rounds(probe, single, count, ranks, began + budget, watch)
+    blocks, exchanges = _run_rounds(probe, single, count, ranks, began + budget, on_progress)
     rank_blocks = [json.loads(content) for content in ranks.all_gather(json.dumps(blocks).encode())]
     links = neighbor_latency(LINK_BYTES, ranks, communication_device(ranks))
 
@@ -164,7 +164,12 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, watch: Pr
 
 
 def _run_rounds(
-    probe: RankProbe, single: Arm | None, count: int, ranks: ProcessGroupInfo, until: float, watch: ProgressCallback
+    probe: RankProbe,
+    single: Arm | None,
+    count: int,
+    ranks: ProcessGroupInfo,
+    until: float,
+    on_progress: ProgressCallback,
 ) -> tuple[dict[str, list[dict]], list[float]]:
     """Runs blocks of all kinds in turns: ({kind: blocks}, seconds of each gradient exchange alone)."""
     blocks: dict[str, list[dict]] = {kind: [] for kind in (*probe.kinds, "single_process")}
@@ -180,7 +185,7 @@ def _run_rounds(
             blocks["single_process"].append({"seconds_per_sample": block["seconds"] / block["samples"]})
         now = time.monotonic()
         left = min(until - now, (now - began) / index * (MAX_ROUNDS - index))
-        watch("timing the ranks", min(1.0, (now - began) / max(1e-9, now - began + left)), max(0.0, left))
+        on_progress("timing the ranks", min(1.0, (now - began) / max(1e-9, now - began + left)), max(0.0, left))
         if ranks.any(index >= MIN_ROUNDS and now > until):
             break
     return blocks, exchanges

@@ -84,7 +84,7 @@ def profile_steps(
     processes: int = 1,
     timeout: float | None = None,
     deadline: float | None = None,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> StepProfile:
     """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
@@ -99,7 +99,7 @@ def profile_steps(
         processes: Number of ranks; with several the phases are those of rank 0.
         timeout: Seconds without progress after which several ranks count as hanging; None: the default.
         deadline: Time of ``time.monotonic``; what is not measured by then is missing. None: no limit.
-        watch: Receives the progress.
+        on_progress: Receives the progress.
 
     Raises:
         DeadlineError: the phases were not measured at the deadline.
@@ -107,13 +107,13 @@ def profile_steps(
     """
     observers = (TimePhases, ReplayedBatch, NoUpdate, *((ResidentBatch,) if device != "cpu" else ()))
     methods = {**recipe.methods, **{import_path(method): {} for method in observers}}
-    watch("building the run", 0.0, None)
+    on_progress("building the run", 0.0, None)
     arguments = {"task": task, "methods": methods, "device": device, "seed": seed}
     with start_workers(processes, "hasten.profiling.probe:Probe", timeout, deadline, **arguments) as probe:
         plan = probe.call("build")
         noise, count = SystemNoise(), block_steps(plan)
         check_blocks_are_fair(recipe, plan, count, max(FAIR_SECONDS, SYNC_PERIOD_BUDGETS * budget), 2 * MIN_PAIRS)
-        watch("timing the phases of the step", 0.1, budget)
+        on_progress("timing the phases of the step", 0.1, budget)
         is_long = 2 * MIN_PAIRS * count * plan["step"] > budget
         timed, plain = _run_blocks(
             probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS
@@ -131,11 +131,11 @@ def profile_steps(
             shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
-            measured = measure_ceilings(probe, shares, **times, budget=left, watch=watch)
+            measured = measure_ceilings(probe, shares, **times, budget=left, on_progress=on_progress)
         metric = (_call_if_possible(probe, "metric", seconds=input_budget) if input_budget else None) or {}
         operations = _call_if_possible(probe, "operations", count=1 if is_long else COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
-        watch("the stages of the input pipeline", 1.0, input_budget)
+        on_progress("the stages of the input pipeline", 1.0, input_budget)
         input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
     both = timed + plain
     samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")

@@ -28,11 +28,11 @@ _SOFTWARE = ("hasten", "python", "torch", "numpy", "cuda")
 _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", "w": "W", "c": "°C"}
 
 
-def report(folder: str | Path) -> Path:
+def report(run_dir: str | Path) -> Path:
     """Write ``report.html`` into the run directory of tune or train.
 
     Args:
-        folder: the run directory; it contains ``result.json``.
+        run_dir: the run directory; it contains ``result.json``.
 
     Returns:
         The path of the report: one file that loads nothing from the network.
@@ -40,7 +40,7 @@ def report(folder: str | Path) -> Path:
     Raises:
         ConfigurationError: there is no result of tune or train, it is incomplete, or the report cannot be written.
     """
-    directory = Path(folder)
+    directory = Path(run_dir)
     result = read_result(directory)
     if result["kind"] not in _CONTEXTS:
         advice = "reports are about the run directory of `hasten tune` or `hasten train`"

@@ -11,7 +11,7 @@ from typing import Annotated, TypedDict
 Number = Annotated[float | None, "a number"]
 Amount = Annotated[float | None, "a number from 0 up"]
 Text = Annotated[str, "a text"]
-YesNo = Annotated[bool | None, "true or false"]
+Boolean = Annotated[bool | None, "true or false"]
 Option = Annotated[float | bool | str | None, "a number or a text"]
 Fact = Annotated[float | bool | str | None, "a fact"]  # lists and objects are dropped
 Recipe = Mapping[str, Mapping[str, Option]]  # options by method
@@ -29,7 +29,7 @@ class Metric(TypedDict, total=False):
     """The metric of the task; ``target`` is the value that counts as trained."""
 
     name: Text
-    higher_is_better: YesNo
+    higher_is_better: Boolean
     target: Number
     unit: Text
 
@@ -50,7 +50,7 @@ class Quality(TypedDict, total=False):
     margin: Amount
     difference: Difference | None
     seeds: Sequence[Number]
-    passed: YesNo
+    passed: Boolean
 
 
 class SamplesCompared(TypedDict, total=False):
@@ -58,7 +58,7 @@ class SamplesCompared(TypedDict, total=False):
 
     baseline: Sequence[Sequence[Amount]]
     tuned: Sequence[Sequence[Amount]]
-    paired: YesNo
+    paired: Boolean
 
 
 class Point(TypedDict, total=False):
@@ -132,18 +132,18 @@ class TrainingSeconds(TypedDict, total=False):
     high: Amount
 
 
-class Money(TypedDict, total=False):
+class TrainingPrice(TypedDict, total=False):
     """The price of one whole training, in the currency of ``price_per_hour``."""
 
     baseline: Amount
     tuned: Amount
 
 
-class Offered(TypedDict, total=False):
+class OfferedMethod(TypedDict, total=False):
     """Outcome of a method that the user added with ``--with``."""
 
     method: Text
-    accepted: YesNo
+    accepted: Boolean
     why: Text
 
 
@@ -207,7 +207,7 @@ class LossScaleStep(TypedDict):
     """The loss scale after a step, and whether the gradients of the step overflowed."""
 
     value: Amount
-    overflow: YesNo
+    overflow: Boolean
 
 
 class Operations(TypedDict):
@@ -234,7 +234,7 @@ class InputThroughput(TypedDict, total=False):
     step_throughput: Amount  # what the training step consumes when the next batch is always ready
     end_to_end: Amount  # the whole input pipeline, workers included
     first_batch_seconds: Amount
-    prefetched: YesNo  # whether batches are computed while the step runs
+    prefetched: Boolean  # whether batches are computed while the step runs
     data_wait_fraction: Amount  # of the time, 0 to 1, that the step waits for data
     bottleneck: Text  # the slowest stage, "input" if the stages are not known, or "step"
     skipped_rows: Sequence[SkippedRow]  # those that could not be read
@@ -281,10 +281,10 @@ class TuneResult(Result, total=False):
     evidence: Text
     frontier: Sequence[FrontierRecipe]
     training_seconds: TrainingSeconds | None
-    training_measured: YesNo
+    training_measured: Boolean
     price_per_hour: Amount
-    money: Money | None
-    is_partial: YesNo
+    money: TrainingPrice | None
+    is_partial: Boolean
     margin_why: Text
     metric: Metric
     recipe: Recipe
@@ -307,7 +307,7 @@ class TuneResult(Result, total=False):
     operations: Operations | None
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
-    offered: Sequence[Offered]
+    offered: Sequence[OfferedMethod]
     trials: Sequence[TrialRecord]
     remembered_trials: Amount
     ceilings: Mapping[str, Interval]
@@ -336,7 +336,7 @@ class CompareResult(Result, total=False):
     a: Text
     b: Text
     device: Text
-    interleaved: YesNo
+    interleaved: Boolean
     peak_memory_bytes: Mapping[str, Sequence[MemoryPeak]]
     ratio: Interval
     by_position: Sequence[PositionRatio]
@@ -359,7 +359,7 @@ class MetricCandidate(TypedDict, total=False):
     values: Sequence[Number]
 
 
-class SeenMetric(MetricCandidate, total=False):
+class DetectedMetric(MetricCandidate, total=False):
     """The metric of a run. Where it is not clear, ``name`` is "", ``candidates`` could be it, and ``why`` says more."""
 
     candidates: Sequence[MetricCandidate]
@@ -417,7 +417,7 @@ class DiagnoseResult(Result, total=False):
     operations: Operations | None
     drift: DriftResult
     sites: Mapping[str, Sequence[Mapping[str, Fact]]]
-    metric: SeenMetric
+    metric: DetectedMetric
     synchronizations: Sequence[Synchronization]
     functions: Sequence[HotFunction]
 
@@ -428,9 +428,9 @@ class TrainResult(Result, total=False):
     metric: Number
     best_metric: Number
     metric_name: Text
-    higher_is_better: YesNo
+    higher_is_better: Boolean
     target: Number
-    reached: YesNo
+    reached: Boolean
     steps: Amount
     samples: Amount
     seconds: Amount

@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from hasten.core.errors import ConfigurationError
-from hasten.reporting.result_schema import SCHEMAS, Amount, Fact, Interval, Number, Option, Text, YesNo
+from hasten.reporting.result_schema import SCHEMAS, Amount, Boolean, Fact, Interval, Number, Option, Text
 
 MAX_FILE_BYTES = 32 << 20
 MAX_NUMBER = 1e18  # measured values are smaller than this and larger than its inverse
@@ -97,7 +97,7 @@ def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | 
         return "" if schema == Text else None
     if isinstance(value, str) and schema in (Text, Option, Fact):
         return _clean(value)
-    if isinstance(value, bool) and schema in (YesNo, Option, Fact):
+    if isinstance(value, bool) and schema in (Boolean, Option, Fact):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and schema in (Number, Amount, Option, Fact):
         if schema == Amount and value < 0:

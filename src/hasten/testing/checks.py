@@ -216,7 +216,7 @@ class InterruptedRunError(Exception):
 
 def resumes_bit_identically(subject: Subject) -> None:
     """An interrupted and resumed run ends with the same weights as an uninterrupted one."""
-    with restored(), TemporaryDirectory() as folder:
+    with restored(), TemporaryDirectory() as directory:
         half = trained(subject.task, subject.recipe).run.progress.step // 2
         if not half:
             raise SkipTest("a run of one step cannot be interrupted and resumed")
@@ -227,7 +227,7 @@ def resumes_bit_identically(subject: Subject) -> None:
 
         # with a checkpoint after every step
         run = partial(train, subject.task, subject.recipe, device="cpu", checkpoint_seconds=0)
-        complete, resumed = Path(folder, "complete"), Path(folder, "resumed")
+        complete, resumed = Path(directory, "complete"), Path(directory, "resumed")
         run(out=complete)
         with suppress(InterruptedRunError):
             run(out=resumed, observers=[interrupt])

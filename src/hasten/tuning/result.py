@@ -15,7 +15,7 @@ from hasten.engine.environment import environment
 from hasten.engine.memory import MemoryPeak
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
-from hasten.reporting.result_schema import Curve, Offered, Point, TuneResult
+from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
@@ -214,12 +214,12 @@ def _interval(ratio: Ratio | None) -> Any:
     return ratio and ratio.to_json()
 
 
-def write(folder: Path, result: Any) -> None:
+def write(directory: Path, result: Any) -> None:
     """Writes recipe.toml and result.json, and sets ``recipe_file`` in the result; RunError if it cannot write."""
-    result["recipe_file"] = str(folder / "recipe.toml")
+    result["recipe_file"] = str(directory / "recipe.toml")
     toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
-    atomic_write(folder / "recipe.toml", lambda file: file.write(toml.encode()), FREE_THE_DISK)
-    atomic_write(folder / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
+    atomic_write(directory / "recipe.toml", lambda file: file.write(toml.encode()), FREE_THE_DISK)
+    atomic_write(directory / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
 
 
 def machine_and_versions(device: str) -> dict:
@@ -285,7 +285,7 @@ def _curves(runs: dict[int, dict]) -> list[Curve]:
     return curves
 
 
-def _offered(name: str, trials: list[dict], recipe: Recipe) -> Offered:
+def _offered(name: str, trials: list[dict], recipe: Recipe) -> OfferedMethod:
     """The outcome of the method ``name``, which the user offered, from its trials and the winning recipe."""
     reasons = [trial["why"] for trial in trials if is_in(name, trial["what"])]
     why = reasons[-1] if reasons else "the budget ended before it was tried"

@@ -43,7 +43,7 @@ class Study:
     device: str
     store: TrialStore
     budget: Budget
-    watch: ProgressCallback
+    on_progress: ProgressCallback
     seed: int = 0
     processes: int = 1  # number of ranks that train together
     timeout: float = TIMEOUT_S  # seconds without progress after which a job counts as hanging
@@ -74,7 +74,7 @@ class Study:
                 "run",
                 what,
                 f"training {recipe}, seed {seed}",
-                lambda watch: self._in_worker(recipe, seed, "run", watch, **limits),
+                lambda on_progress: self._in_worker(recipe, seed, "run", on_progress, **limits),
                 failure_lasts=bool(recipe),
                 expected=self._expected_seconds(recipe),
             )
@@ -117,7 +117,7 @@ class Study:
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
 
-        def measure(watch: ProgressCallback) -> Any:
+        def measure(on_progress: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
             limits = {
                 "budget": seconds,
@@ -126,7 +126,7 @@ class Study:
                 "longest": longest,
                 "deadline": self.budget.deadline(),
             }
-            return run_interleaved(self.task, a, b, watch=watch, **limits, **where).to_json()
+            return run_interleaved(self.task, a, b, on_progress=on_progress, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
@@ -145,18 +145,18 @@ class Study:
         seconds = max(CHECK_SECONDS, CHECK_STEPS * self.step_seconds)
         arguments = {"base": base.methods, "exactness": exactness.name, "seconds": seconds}
 
-        def measure(watch: ProgressCallback) -> dict:
-            return self._in_worker(candidate, self.seed, "check_exactness", watch, **arguments)
+        def measure(on_progress: ProgressCallback) -> dict:
+            return self._in_worker(candidate, self.seed, "check_exactness", on_progress, **arguments)
 
         return self._charge("exactness", what, f"checking the exactness of {candidate}", measure)
 
     def step_profile(self, recipe: Recipe) -> dict[str, float]:
         """Seconds of each phase per 1000 training samples; empty if they cannot be measured."""
 
-        def measure(watch: ProgressCallback) -> dict:
+        def measure(on_progress: ProgressCallback) -> dict:
             where = {"device": self.device, "processes": self.processes, "timeout": self.timeout, "seed": self.seed}
             limits = {"budget": PROFILE_SECONDS, "deadline": self.budget.deadline()}
-            profile = profile_steps(self.task, recipe, watch=watch, **limits, **where)
+            profile = profile_steps(self.task, recipe, on_progress=on_progress, **limits, **where)
             seconds = 1000 * (profile.sample + evaluation_seconds_per_sample(profile.plan, profile.evaluation))
             return {"phases": {phase: share * seconds for phase, share in profile.phases.items()}}
 
@@ -179,9 +179,9 @@ class Study:
         if self.processes > 1 or not lowers_precision(recipe):
             return None
 
-        def measure(watch: ProgressCallback) -> Any:
+        def measure(on_progress: ProgressCallback) -> Any:
             where = {"device": self.device, "seed": self.seed, "deadline": self.budget.deadline()}
-            return measure_operations(self.task, recipe, watch=watch, **where)
+            return measure_operations(self.task, recipe, on_progress=on_progress, **where)
 
         outcome = self._charge("operations", {"recipe": recipe.methods}, f"the operations of {recipe}", measure)
         return None if "failed" in outcome else outcome
@@ -203,12 +203,14 @@ class Study:
             "first_samples": next(reached, None),
         }
 
-    def _in_worker(self, recipe: Recipe, seed: int, method: str, watch: ProgressCallback, **arguments: Any) -> dict:
+    def _in_worker(
+        self, recipe: Recipe, seed: int, method: str, on_progress: ProgressCallback, **arguments: Any
+    ) -> dict:
         trial = {"task": self.task, "methods": recipe.methods, "device": self.device, "seed": seed}
         timeout = self.timeout if self.processes > 1 else max(TIMEOUT_S, self.budget.total)  # one process cannot hang
         deadline = self.budget.deadline()
         with start_workers(self.processes, "hasten.tuning.trial:Trial", None, deadline, **trial) as worker:
-            return worker.call(method, watch=watch, timeout=timeout, **arguments)
+            return worker.call(method, on_progress=on_progress, timeout=timeout, **arguments)
 
     def _charge(
         self,
@@ -231,7 +233,7 @@ class Study:
 
         def show_progress(_: str, done: float, left: float | None = None) -> None:
             spent, total = self.budget.spent, self.budget.total  # infinite until the first steps are timed
-            self.watch(title, min(1.0, spent / total), None if math.isinf(total) else max(0.0, total - spent))
+            self.on_progress(title, min(1.0, spent / total), None if math.isinf(total) else max(0.0, total - spent))
 
         def timed() -> dict:
             show_progress("", 0.0)

@@ -30,7 +30,7 @@ class Trial:
 
     def __init__(self, task: str, methods: dict, device: str, seed: int):
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
-        self.watch = no_progress
+        self.on_progress = no_progress
 
     def run(
         self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
@@ -51,7 +51,7 @@ class Trial:
         if horizon < 1:
             recipe = recipe.with_method(f"{Horizon.__module__}:{Horizon.__name__}", fraction=float(horizon))
         where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S, "require_effect": True}
-        result = train(self.task.load(), recipe, watch=self.watch, **where)
+        result = train(self.task.load(), recipe, on_progress=self.on_progress, **where)
         if result["metric"] is None:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
@@ -94,7 +94,7 @@ class Description:
     """Loads a task, which may take long, in a process that can be ended."""
 
     def __init__(self, task: str):
-        self.task, self.watch = TaskRef.from_json(task), no_progress
+        self.task, self.on_progress = TaskRef.from_json(task), no_progress
 
     def facts(self, processes: int) -> dict:
         """``fingerprint``, ``has_validation``, ``higher_is_better``, ``metric`` (its name) and ``target`` of the task.

@@ -33,34 +33,34 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
 
 
 class TrialStore:
-    """The trials of one search, which has its folder for itself from here on.
+    """The trials of one search, which has its directory for itself from here on.
 
     Args:
-        folder: Where the file of the trials lies; created if missing.
+        directory: Where the file of the trials lies; created if missing.
         settings: Part of every key: what all trials share (task, device, versions, machine). They can be set later.
 
     Raises:
-        ConfigurationError: Another search is running there, or the folder cannot be used.
+        ConfigurationError: Another search is running there, or the directory cannot be used.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]):
-        self.path, self.settings = folder / FILE, dict(settings)
+    def __init__(self, directory: Path, settings: Mapping[str, Any]):
+        self.path, self.settings = directory / FILE, dict(settings)
         self.outcomes: dict[str, dict] = {}  # by key
         self.reused = 0  # number of trials that were answered from the file of an earlier search
-        self._made = [path for path in (folder / LOCK, folder, *folder.parents) if not path.exists()]
+        self._made = [path for path in (directory / LOCK, directory, *directory.parents) if not path.exists()]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / LOCK).open("a")
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = (directory / LOCK).open("a")
             self._unlock = weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
             raise ConfigurationError(
-                f"another search is running in {folder}; wait for it or choose another --out"
+                f"another search is running in {directory}; wait for it or choose another --out"
             ) from None
         except OSError as error:
             self._remove_made()
-            raise ConfigurationError(f"cannot use {folder}: {error.strerror}; choose another --out") from None
+            raise ConfigurationError(f"cannot use {directory}: {error.strerror}; choose another --out") from None
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -70,7 +70,7 @@ class TrialStore:
         self._from_file = set(self.outcomes)
 
     def leave(self) -> None:
-        """Gives up a search that was refused: removes the folders that were made for it, and releases the lock."""
+        """Gives up a search that was refused: removes the directories that were made for it, and releases the lock."""
         self._remove_made()
         self._unlock()
 

@@ -75,7 +75,7 @@ def tune(
     seed: int = 0,
     price_per_hour: float | None = None,
     spent: float = 0.0,
-    watch: ProgressCallback = no_progress,
+    on_progress: ProgressCallback = no_progress,
 ) -> TuneResult:
     """Finds a faster recipe for a task, with evidence, or returns "no improvement".
 
@@ -89,7 +89,7 @@ def tune(
             "estimated". The first two need no validation data, and no method that changes the training is tried.
         methods: the only methods to try, as ``--with`` text; None: all.
         extra: methods to try besides, as ``./file.py:Class[:key=value]``.
-        out: folder of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
+        out: directory of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
         runs: trainings that the user expects to do with the result; decides whether the report says that the search
             pays.
         processes: number of ranks that train together. The baseline is then the task's own data-parallel training;
@@ -100,7 +100,7 @@ def tune(
         seed: seed of the search.
         price_per_hour: price of an hour of this machine; the result then states the price of a training.
         spent: seconds of the budget that have passed already, such as the start of the program.
-        watch: called with the progress.
+        on_progress: called with the progress.
 
     Returns:
         The content of ``result.json``: verdict, recipe, evidence, speedup, quality, frontier, trials, and their cost.
@@ -118,8 +118,8 @@ def tune(
     seconds = None if budget is None else parse_budget(budget[1:] if isinstance(budget, str) and continues else budget)
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, device = TaskRef.of(task), pick_device(device)
-    folder = search_folder(task, out)
-    store = TrialStore(folder, {})  # locks the folder before the task is loaded
+    directory = search_directory(task, out)
+    store = TrialStore(directory, {})  # locks the directory before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
     try:
@@ -135,7 +135,7 @@ def tune(
             "code": source_hash(),
             **machine_and_versions(device),
         }
-        earlier = _earlier_result(folder, settings) if continues else {}
+        earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:
         store.leave()
         raise
@@ -146,7 +146,7 @@ def tune(
         device,
         store,
         clock,
-        watch,
+        on_progress,
         seed=seed,
         processes=processes,
         higher_is_better=facts["higher_is_better"],
@@ -154,17 +154,17 @@ def tune(
         source_hashes=selection.source_hashes(),
     )
     text = json.dumps(settings, indent=1, default=str)
-    atomic_write(folder / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
+    atomic_write(directory / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
     state = SearchState(level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
         result: Any = result_of(study, state, is_partial=is_partial, **about)
-        result |= {"expected_runs": runs, "out": str(folder)}
+        result |= {"expected_runs": runs, "out": str(directory)}
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
-        write(folder, result)
-        task.write_sites(folder)
+        write(directory, result)
+        task.write_sites(directory)
         return result
 
     varied = facts.get("varied", {})
@@ -198,8 +198,8 @@ def tune(
     return save(is_partial=False)
 
 
-def search_folder(task: Any, out: str | Path | None = None) -> Path:
-    """The folder of a search: ``out``, or ``runs/tune-TASK``."""
+def search_directory(task: Any, out: str | Path | None = None) -> Path:
+    """The directory of a search: ``out``, or ``runs/tune-TASK``."""
     return Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task))))
 
 
@@ -219,22 +219,22 @@ def _too_small(budget: Budget, what: str) -> RunError:
     return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {enough}")
 
 
-def _earlier_result(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The result of the search in ``folder`` that is continued; ConfigurationError if it was another one."""
+def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result of the search in ``directory`` that is continued; ConfigurationError if it was another one."""
     try:
-        before = json.loads((folder / "search.json").read_text(encoding="utf-8"))
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        before = json.loads((directory / "search.json").read_text(encoding="utf-8"))
+        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         result["budget_seconds"] = float(result["budget_seconds"])
     except FileNotFoundError:
-        raise ConfigurationError(f"there is no search in {folder} to continue; give --budget without +") from None
+        raise ConfigurationError(f"there is no search in {directory} to continue; give --budget without +") from None
     except (OSError, ValueError, KeyError, TypeError):
         remedy = "give --budget without +, which uses the trials that are stored there again"
-        raise ConfigurationError(f"the result of the search in {folder} cannot be read; {remedy}") from None
+        raise ConfigurationError(f"the result of the search in {directory} cannot be read; {remedy}") from None
     now = json.loads(json.dumps(settings, default=str))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
         names = ", ".join(f"{name} ({before.get(name)} before, {now[name]} now)" for name in changed)
-        raise ConfigurationError(f"the search in {folder} cannot be continued, since these changed: {names}")
+        raise ConfigurationError(f"the search in {directory} cannot be continued, since these changed: {names}")
     return result
 
 
@@ -287,9 +287,9 @@ def _diagnose(
     with budget.reserve(budget.left()):  # keeps half of it
         deadline = budget.deadline()
 
-    def measure(watch: ProgressCallback) -> Any:
+    def measure(on_progress: ProgressCallback) -> Any:
         where = {"device": study.device, "processes": study.processes, "timeout": study.timeout, "seed": study.seed}
-        return diagnose(study.task, budget=seconds, deadline=deadline, watch=watch, **where)
+        return diagnose(study.task, budget=seconds, deadline=deadline, on_progress=on_progress, **where)
 
     why = ""
     if DIAGNOSIS_STEPS * plan["step"] > max(seconds, MIN_DIAGNOSIS_S):

@@ -1,7 +1,7 @@
 """Finds the data of the workloads, or downloads them once and checks their SHA-256.
 
-The search order is ``$HASTEN_DATA``, ``~/.cache/hasten`` (where downloads go) and the ``data`` folder of the installed
-package.
+The search order is ``$HASTEN_DATA``, ``~/.cache/hasten`` (where downloads go) and the ``data`` directory of the
+installed package.
 """
 
 import gzip
@@ -27,7 +27,7 @@ TAR_BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set: its path in the data folder, its official address, and the SHA-256 of its content."""
+    """A file of a data set: its path in the data directory, its official address, and the SHA-256 of its content."""
 
     path: str
     address: str
@@ -35,7 +35,7 @@ class File:
 
 
 def download(file: File) -> Path:
-    """Returns the path of the file, with a verified checksum; downloads it if it is in no data folder.
+    """Returns the path of the file, with a verified checksum; downloads it if it is in no data directory.
 
     ConfigurationError if the file exists and has another checksum. RunError if the download failed; the message names
     the address, and the path to put the file at by hand.
@@ -50,15 +50,15 @@ def download(file: File) -> Path:
 
 
 def find_file(path: str) -> Path | None:
-    """The file with this relative path in the first data folder that has it; None if none has."""
-    return next((folder / path for folder in _folders() if (folder / path).is_file()), None)
+    """The file with this relative path in the first data directory that has it; None if none has."""
+    return next((directory / path for directory in _directories() if (directory / path).is_file()), None)
 
 
 def create_file(path: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file in the download folder; RunError if it cannot. ``write`` gets a temporary path, renamed at the
+    """Creates a file in the download directory; RunError if it cannot. ``write`` gets a temporary path, renamed at the
     end.
     """
-    target = _download_folder() / path
+    target = _download_directory() / path
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def create_file(path: str, write: Callable[[Path], None]) -> Path:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        advice = f"set HASTEN_DATA to a folder that has {path}"
+        advice = f"set HASTEN_DATA to a directory that has {path}"
         raise RunError(f"cannot write {target}: {error.strerror or error}; {advice}") from None
     return target
 
@@ -103,18 +103,18 @@ def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-def _folders() -> list[Path]:
-    """The folders that may hold data, in search order; ConfigurationError if HASTEN_DATA is not a folder."""
+def _directories() -> list[Path]:
+    """The directories that may hold data, in search order; ConfigurationError if HASTEN_DATA is not a directory."""
     configured = os.environ.get("HASTEN_DATA")
     if configured and not Path(configured).expanduser().is_dir():
-        raise ConfigurationError(f"HASTEN_DATA={configured} is not a folder")
-    folders = [Path(configured).expanduser()] if configured else []
+        raise ConfigurationError(f"HASTEN_DATA={configured} is not a directory")
+    directories = [Path(configured).expanduser()] if configured else []
     package = importlib.util.find_spec("hasten")  # None for an exported script on a machine without hasten
     locations = (package and package.submodule_search_locations) or []
-    return [*folders, _download_folder(), *(Path(path) / "workloads" / "data" for path in locations)]
+    return [*directories, _download_directory(), *(Path(path) / "workloads" / "data" for path in locations)]
 
 
-def _download_folder() -> Path:
+def _download_directory() -> Path:
     return Path.home() / ".cache" / "hasten"
 
 
@@ -126,7 +126,7 @@ def _download(file: File, path: Path) -> None:
             digest.update(chunk)
     if digest.hexdigest() != file.sha256:
         problem = f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…)"
-        raise RunError(f"{problem}; put the right one at {_download_folder() / file.path}")
+        raise RunError(f"{problem}; put the right one at {_download_directory() / file.path}")
 
 
 def _chunks(file: File) -> Iterator[bytes]:
@@ -144,7 +144,7 @@ def _chunks(file: File) -> Iterator[bytes]:
                     yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        advice = f"put the file at {_download_folder() / file.path} by hand"
+        advice = f"put the file at {_download_directory() / file.path} by hand"
         raise RunError(f"cannot download {file.address}: {reason}; {advice}") from None
 
 

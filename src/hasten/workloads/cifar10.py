@@ -102,8 +102,8 @@ def _jpeg_files(split: str) -> tuple[list[bytes], list[int]]:
     path = find_file(name) or create_file(name, lambda partial: pack(_to_jpeg(split), partial))
     files, labels = [], []
     for member, content in members(path):
-        folder, _, rest = member.partition("/")
-        if folder == split and rest.endswith(".jpg") and (label := rest.partition("/")[0]) in CLASSES:
+        directory, _, rest = member.partition("/")
+        if directory == split and rest.endswith(".jpg") and (label := rest.partition("/")[0]) in CLASSES:
             files.append(content)
             labels.append(CLASSES.index(label))
     if len(files) != IMAGES[split]:

@@ -1,8 +1,8 @@
 """Film reviews (Large Movie Review Dataset, Maas et al. 2011): is a review positive?
 
-A fixed subset of the official archive: reviews with a number below 5000 in the two training folders and below 2500 in
-the two test folders; 10,000 for training, 5,000 for validation. If ``imdb-subset/aclImdb-subset.tar.gz`` is missing,
-the official archive is downloaded and the subset is written once.
+A fixed subset of the official archive: reviews with a number below 5000 in the two training directories and below 2500
+in the two test directories; 10,000 for training, 5,000 for validation. If ``imdb-subset/aclImdb-subset.tar.gz`` is
+missing, the official archive is downloaded and the subset is written once.
 """
 
 import re
@@ -23,7 +23,7 @@ OFFICIAL = File(
     "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
 )
 SUBSET = "imdb-subset/aclImdb-subset.tar.gz"
-LIMITS = {"train": 5000, "test": 2500}  # reviews of a folder with a lower number belong to the subset
+LIMITS = {"train": 5000, "test": 2500}  # reviews of a directory with a lower number belong to the subset
 REVIEW = re.compile(r"aclImdb/(train|test)/(?:neg|pos)/(\d+)_\d+\.txt")
 LENGTH = 128  # words of a review that the model reads
 WORDS = 10_000  # size of the vocabulary
@@ -105,8 +105,8 @@ def _reviews() -> dict[str, list[tuple[str, int]]]:
     path = find_file(SUBSET) or create_file(SUBSET, lambda partial: pack(_subset(download(OFFICIAL)), partial))
     reviews = {split: [] for split in LIMITS}
     for name, content in _subset(path):
-        _, split, folder, _ = name.split("/")
-        reviews[split].append((content.decode(), int(folder == "pos")))
+        _, split, directory, _ = name.split("/")
+        reviews[split].append((content.decode(), int(directory == "pos")))
     if any(len(reviews[split]) != 2 * LIMITS[split] for split in LIMITS):
         problem = f"{path} holds {len(reviews['train'])} and {len(reviews['test'])} reviews, expected 10000 and 5000"
         raise ConfigurationError(f"{problem}; remove it to create it again")

@@ -44,12 +44,12 @@ class Forecast(L.LightningModule):
 
 
 L.seed_everything(11)
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     trainer = L.Trainer(
         max_epochs=int(sys.argv[1]) if len(sys.argv) > 1 else 4,
         accumulate_grad_batches=2,
         accelerator="cpu",
-        callbacks=[ModelCheckpoint(folder, monitor="val/rmse", mode="min")],
+        callbacks=[ModelCheckpoint(directory, monitor="val/rmse", mode="min")],
         logger=False,
         enable_progress_bar=False,
     )

@@ -39,9 +39,9 @@ def compute_metrics(prediction):
 
 
 set_seed(9)
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     arguments = TrainingArguments(
-        folder,
+        directory,
         num_train_epochs=float(sys.argv[1]) if len(sys.argv) > 1 else 3,
         per_device_train_batch_size=16,
         gradient_accumulation_steps=4,

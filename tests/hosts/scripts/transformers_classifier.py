@@ -32,9 +32,9 @@ set_seed(5)
 config = BertConfig(
     vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, num_labels=2
 )
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     arguments = TrainingArguments(
-        folder,
+        directory,
         num_train_epochs=float(sys.argv[1]) if len(sys.argv) > 1 else 2,
         per_device_train_batch_size=16,
         per_device_eval_batch_size=64,

@@ -29,9 +29,9 @@ set_seed(5)
 model = GPT2LMHeadModel(
     GPT2Config(vocab_size=64, n_positions=48, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
 )
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     arguments = TrainingArguments(
-        folder,
+        directory,
         max_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 120,
         per_device_train_batch_size=8,
         learning_rate=1e-3,

@@ -26,7 +26,7 @@ from hasten.data.batch_builder import CollateError, Map, collate_nested, is_buil
 from hasten.data.cache.cache_disk import CacheDirectory
 from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
-from hasten.data.io.metadata_cache import default_folder
+from hasten.data.io.metadata_cache import default_directory
 from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, Source, WrappedSource, column_leaves, map_columns, refuse_bad, unbatch
 from hasten.data.validation import check_positive
@@ -41,23 +41,25 @@ def cached(
     maps: tuple[Map, ...],
     where: str,
     gigabytes: float | None,
-    folder: str | Path | None,
-    watch: ProgressCallback | None,
+    directory: str | Path | None,
+    on_progress: ProgressCallback | None,
 ) -> Cache:
     """Returns a cache of the source after its sample maps; arguments and errors are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
         raise ConfigurationError(f"cache(where=) is 'memory' or 'disk', not {where!r}")
     check_positive("cache(gigabytes=)", gigabytes)
-    if folder is not None and where == "memory":
-        raise ConfigurationError("cache(folder=) is for a cache on disk; use .cache('disk', folder=...)")
-    if folder is not None and not (isinstance(folder, (str, Path)) and str(folder)):
-        raise ConfigurationError(f"cache(folder=) is the path of a folder, not {folder!r:.80}")
-    if watch is not None and not callable(watch):
-        raise ConfigurationError(f"cache(watch=) is a function (what, done, seconds left), not {watch!r:.80}")
+    if directory is not None and where == "memory":
+        raise ConfigurationError("cache(directory=) is for a cache on disk; use .cache('disk', directory=...)")
+    if directory is not None and not (isinstance(directory, (str, Path)) and str(directory)):
+        raise ConfigurationError(f"cache(directory=) is the path of a directory, not {directory!r:.80}")
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigurationError(
+            f"cache(on_progress=) is a function (what, done, seconds left), not {on_progress!r:.80}"
+        )
     mapped_source = Mapped(source, maps) if maps else source
     if where == "memory":
-        return MemoryCache(mapped_source, gigabytes, watch)
-    return DiskCache(mapped_source, gigabytes, watch, Path(folder) if folder else default_folder())
+        return MemoryCache(mapped_source, gigabytes, on_progress)
+    return DiskCache(mapped_source, gigabytes, on_progress, Path(directory) if directory else default_directory())
 
 
 class Mapped(WrappedSource):
@@ -104,12 +106,12 @@ class Cache(WrappedSource):
     changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
 
     ``gigabytes``: limit of the size; a larger cache is an error. None: half of the free memory or disk space.
-    ``watch``: progress callback while the cache is filled.
+    ``on_progress``: progress callback while the cache is filled.
     """
 
-    def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None):
+    def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None):
         super().__init__(source)
-        self.gigabytes, self.watch = gigabytes, watch
+        self.gigabytes, self.on_progress = gigabytes, on_progress
         self.identity: dict | None = None  # identity of the source that the cache was filled from
         self.columns: Any = None  # the columns of all rows; None until the cache is filled
         self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
@@ -157,7 +159,7 @@ class Cache(WrappedSource):
         dtype of a row differs from the first rows.
         """
         size, rows = max(1, CHUNK // max(1, bytes_of(like, 1))), len(self)
-        report = rate_reporter(what, rows, watch=self.watch)
+        report = rate_reporter(what, rows, on_progress=self.on_progress)
 
         def make(index: int) -> tuple[Any, list[BadRow]]:
             chunk = numpy.arange(index * size, min((index + 1) * size, rows))
@@ -204,19 +206,19 @@ class MemoryCache(Cache):
 class DiskCache(Cache):
     """A cache on disk: one memory-mapped, row-major file per column, whose pages all processes share."""
 
-    def __init__(self, source: Source, gigabytes: float | None, watch: ProgressCallback | None, folder: Path):
-        super().__init__(source, gigabytes, watch)
-        self.folder = folder
+    def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None, directory: Path):
+        super().__init__(source, gigabytes, on_progress)
+        self.directory = directory
 
     def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         def write_all(write: Callable) -> tuple[list[int], dict]:
-            bad, what = {}, f"in {self.folder}"
-            first, lists = self.read_first_within(psutil.disk_usage(str(self.folder)).free, what, faults)
+            bad, what = {}, f"in {self.directory}"
+            first, lists = self.read_first_within(psutil.disk_usage(str(self.directory)).free, what, faults)
             for _, columns in self.chunks(first, identity, runner, faults, bad, f"filling the cache {what}"):
                 write(columns)
             return lists, bad
 
-        return CacheDirectory(self.folder, identity).open(write_all)
+        return CacheDirectory(self.directory, identity).open(write_all)
 
 
 def source_identity(source: Source) -> dict:

@@ -40,22 +40,22 @@ DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)  #
 LOCK_POLL_INTERVAL_S = 0.1
 
 
-def free_disk(folder: Path) -> int:
-    """Returns the free bytes on the disk of a folder, which need not exist yet; RunError if the system does not report
-    them.
+def free_disk(directory: Path) -> int:
+    """Returns the free bytes on the disk of a directory, which need not exist yet; RunError if the system does not
+    report them.
     """
-    with _disk_errors(folder):
-        return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)), "/")).free
+    with _disk_errors(directory):
+        return shutil.disk_usage(next(filter(os.path.exists, (directory, *directory.parents)), "/")).free
 
 
 class CacheDirectory:
-    """The cache in ``folder`` of the source with this identity; once complete, it is in the directory ``path``."""
+    """The cache in ``directory`` of the source with this identity; once complete, it is in the directory ``path``."""
 
-    def __init__(self, folder: Path, identity: dict):
+    def __init__(self, directory: Path, identity: dict):
         key_content = json.dumps([identity, FORMAT, __version__, sys.byteorder], sort_keys=True)
         key = hashlib.blake2b(key_content.encode(), digest_size=16).hexdigest()
-        self.folder, self.identity, self.path = folder, json.loads(key_content)[0], folder / key
-        self._partial, self._lock = folder / f"{key}.making", folder / f"{key}.lock"
+        self.directory, self.identity, self.path = directory, json.loads(key_content)[0], directory / key
+        self._partial, self._lock = directory / f"{key}.making", directory / f"{key}.lock"
 
     def open(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
         """Returns (memory-mapped columns, indices of the columns that are lists of rows, bad rows).
@@ -65,28 +65,28 @@ class CacheDirectory:
         """
         with suppress(*DAMAGE_ERRORS):
             return self._map()
-        with _disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(self._lock, f"another process is filling the cache in {self.folder}; waiting for it"):
+        with _disk_errors(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+        with file_lock(self._lock, f"another process is filling the cache in {self.directory}; waiting for it"):
             with suppress(*DAMAGE_ERRORS):
                 return self._map()  # written by the process that held the lock before
             self._create(fill)
             return self._map()
 
     def _create(self, fill: Callable) -> None:
-        remove_partial(self.folder)
+        remove_partial(self.directory)
         for stale in (self._partial, self.path):  # of a killed process, or damaged
             shutil.rmtree(stale, ignore_errors=True)
-        with _disk_errors(self.folder):
+        with _disk_errors(self.directory):
             self._partial.mkdir()
         writer = _ColumnWriter(self._partial)
         try:
             lists, bad = fill(writer.write)
             bad_rows = [[row, *reason] for row, reason in bad.items()]
             writer.finish({"format": FORMAT, "identity": self.identity, "lists": lists, "bad": bad_rows})
-            with _disk_errors(self.folder):
+            with _disk_errors(self.directory):
                 self._partial.rename(self.path)
-                _fsync_folder(self.folder)
+                _fsync_directory(self.directory)
         except BaseException:
             writer.abandon()
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -109,8 +109,8 @@ class CacheDirectory:
 class _ColumnWriter:
     """Appends rows to the files of a disk cache, one file per column."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, directory: Path):
+        self.directory = directory
         self.exit_stack = ExitStack()
         self.files: list[BinaryIO] = []
         self.first: Any = None  # the first columns, for nesting, shapes and dtypes
@@ -118,7 +118,7 @@ class _ColumnWriter:
 
     def write(self, columns: Any) -> None:
         leaves: list[Any] = column_leaves(columns)  # tensors
-        with _disk_errors(self.folder.parent):
+        with _disk_errors(self.directory.parent):
             if self.first is None:
                 self.first = columns
                 self.files = [self._new(f"{index}.rows") for index in range(len(leaves))]
@@ -131,7 +131,7 @@ class _ColumnWriter:
         leaves: list[Any] = column_leaves(self.first)
         shapes = [[str(leaf.dtype).removeprefix("torch."), [self.rows, *leaf.shape[1:]]] for leaf in leaves]
         info |= {"columns": shapes, "nesting": map_columns(lambda column: next(indices), self.first)}
-        with _disk_errors(self.folder.parent):
+        with _disk_errors(self.directory.parent):
             description = self._new("cache.json")
             description.write(json.dumps(info).encode())  # tuples become JSON arrays
             for file in (*self.files, description):
@@ -144,12 +144,14 @@ class _ColumnWriter:
             self.exit_stack.close()
 
     def _new(self, name: str) -> BinaryIO:
-        return self.exit_stack.enter_context(open(self.folder / name, "wb"))
+        return self.exit_stack.enter_context(open(self.directory / name, "wb"))
 
 
-def _disk_errors(folder: Path) -> AbstractContextManager[None]:
-    advice = "the incomplete cache was removed; free some space, or choose another folder: .cache('disk', folder=...)"
-    return translate_disk_errors(folder, advice)
+def _disk_errors(directory: Path) -> AbstractContextManager[None]:
+    advice = (
+        "the incomplete cache was removed; free some space, or choose another directory: .cache('disk', directory=...)"
+    )
+    return translate_disk_errors(directory, advice)
 
 
 @contextmanager
@@ -170,9 +172,9 @@ def file_lock(lock: Path, waiting_message: str) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def remove_partial(folder: Path) -> None:
+def remove_partial(directory: Path) -> None:
     """Removes what killed processes left: partial caches and lock files."""
-    for path in {path.with_suffix("") for suffix in ("making", "lock") for path in folder.glob(f"*.{suffix}")}:
+    for path in {path.with_suffix("") for suffix in ("making", "lock") for path in directory.glob(f"*.{suffix}")}:
         lock = path.with_suffix(".lock")
         with suppress(RunError):  # the file may belong to another user
             if file := _try_lock(lock):
@@ -183,7 +185,7 @@ def remove_partial(folder: Path) -> None:
 
 def _try_lock(lock: Path) -> BinaryIO | None:
     """Returns the locked file, or None while another process holds it."""
-    advice = "files there must be lockable; choose another folder: .cache('disk', folder=...), or HASTEN_CACHE"
+    advice = "files there must be lockable; choose another directory: .cache('disk', directory=...), or HASTEN_CACHE"
     with translate_disk_errors(lock, advice):
         file = open(lock, "ab")  # noqa: SIM115 (the caller closes it)
         with suppress(BlockingIOError, FileNotFoundError):
@@ -194,9 +196,9 @@ def _try_lock(lock: Path) -> BinaryIO | None:
         return None
 
 
-def _fsync_folder(folder: Path) -> None:
-    """Flushes a folder to the disk, so that a rename in it survives a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+def _fsync_directory(directory: Path) -> None:
+    """Flushes a directory to the disk, so that a rename in it survives a power failure."""
+    handle = os.open(directory, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 

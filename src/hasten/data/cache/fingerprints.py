@@ -186,7 +186,7 @@ def _is_installed(module: str | None) -> bool:
         file = getattr(sys.modules[package], "__file__", None)
     else:
         file = getattr(find_spec(package), "origin", None)
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in INSTALLED)
+    return file is not None and any(Path(file).is_relative_to(directory) for directory in INSTALLED)
 
 
 @functools.cache

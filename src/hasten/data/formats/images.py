@@ -1,4 +1,4 @@
-"""Images: folders and lists of JPEG and PNG files, with a class for each folder."""
+"""Images: directories and lists of JPEG and PNG files, with a class for each directory."""
 
 import hashlib
 import mmap
@@ -14,7 +14,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
-from hasten.data.io.file_list import FileList, file_list_of, list_folder
+from hasten.data.io.file_list import FileList, file_list_of, list_directory
 from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, resolve_paths
 from hasten.data.io.remote import fetch_ranges
 from hasten.data.pipeline import Pipeline
@@ -23,14 +23,14 @@ from hasten.data.source import Source
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-class NoClassFolderError(ConfigurationError):
-    """An image is in no folder that could be its class."""
+class NoClassDirectoryError(ConfigurationError):
+    """An image is in no directory that could be its class."""
 
 
 def images(
     paths: str | Path | Iterable[str | Path],
     resize: int | tuple[int, int] | None = None,
-    labels: str | Mapping[str, float] | None = "folder",
+    labels: str | Mapping[str, float] | None = "directory",
     pixels: int = PIXELS,
 ) -> Pipeline:
     """Images from JPEG and PNG files: uint8, RGB, shape (3, height, width).
@@ -38,13 +38,13 @@ def images(
     With labels a batch is the tuple (images, labels).
 
     Args:
-        paths: A folder, whose list of files is cached, or files and patterns, local or remote.
+        paths: A directory, whose list of files is cached, or files and patterns, local or remote.
         resize: Side of a square, or (height, width), in pixels: the shorter side is scaled to fit and the center
             cropped. A batch of images is then one tensor (rows, 3, height, width). Without it a batch is a list of
             tensors, even if all images have one size, because that is known only after reading them.
-        labels: "folder": the index (int64) of the file's class among the sorted class names. The class is the folder
-            directly under ``paths``, or the parent folder of a file from a pattern. A dict maps file names, or paths
-            relative to the folder, to numbers. None: no labels.
+        labels: "directory": the index (int64) of the file's class among the sorted class names. The class is the
+            directory directly under ``paths``, or the parent directory of a file from a pattern. A dict maps file
+            names, or paths relative to the directory, to numbers. None: no labels.
         pixels: An image with more pixels, also during resizing, is a bad row, because a small file can decode to
             more than the memory.
 
@@ -55,15 +55,15 @@ def images(
 
 
 class Images(Source):
-    """Image files; ``classes`` are the class names in the order of their indices, empty without folders as labels."""
+    """Image files; ``classes`` are the class names in the order of their indices, empty without labels."""
 
-    def __init__(self, paths: Any, resize: Any = None, labels: Any = "folder", pixels: int = PIXELS) -> None:
+    def __init__(self, paths: Any, resize: Any = None, labels: Any = "directory", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
         self.files = _list_files(paths)
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
-        if labels == "folder":
-            self.classes, self.labels = _label_by_folder(self.files)
+        if labels == "directory":
+            self.classes, self.labels = _label_by_directory(self.files)
         elif labels is not None:
             self.labels = _label_by_name(self.files, labels)
         # version of each local file when it was first read, 0 before; worker processes share this memory
@@ -115,9 +115,9 @@ def content_of(path: str) -> bytes:
 
 
 def _list_files(paths: Any) -> FileList:
-    folder = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
-    if os.path.isdir(folder):
-        return list_folder(folder, SUFFIXES)
+    directory = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+    if os.path.isdir(directory):
+        return list_directory(directory, SUFFIXES)
     return file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
 
 
@@ -146,14 +146,14 @@ def _blame_file(path: str) -> Iterator[None]:
         raise
 
 
-def _label_by_folder(files: FileList) -> tuple[list[str], torch.Tensor]:
-    """(class names, sorted; class of each file): folders below the root, or of the files; else ConfigurationError."""
+def _label_by_directory(files: FileList) -> tuple[list[str], torch.Tensor]:
+    """Class names, sorted, and the class of each file, from directories below the root or of the files; else raises."""
     part = 0 if files.root else -1
-    names = [folder.split("/")[part] for folder in files.folders]
+    names = [directory.split("/")[part] for directory in files.directories]
     if "" in names:
         example = files.relative_path(int((files.parents == names.index("")).argmax()))
         advice = "pass labels=None, or labels={file name: number}"
-        raise NoClassFolderError(f"{example} is in no folder that could be its class; {advice}")
+        raise NoClassDirectoryError(f"{example} is in no directory that could be its class; {advice}")
     classes = sorted(set(names))
     index_of = {name: index for index, name in enumerate(classes)}
     indices = numpy.array([index_of[name] for name in names])
@@ -162,7 +162,9 @@ def _label_by_folder(files: FileList) -> tuple[list[str], torch.Tensor]:
 
 def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
-        raise ConfigurationError(f'labels= must be "folder", a dict from file name to number, or None, not {labels!r}')
+        raise ConfigurationError(
+            f'labels= must be "directory", a dict from file name to number, or None, not {labels!r}'
+        )
     values = []
     for row in range(len(files)):
         label = labels.get(files.relative_path(row), labels.get(files.name(row)))

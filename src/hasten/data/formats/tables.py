@@ -37,7 +37,7 @@ def parquet(
     time; fully shuffled, nearly every row of a batch would decode a row group, unless ``.cache("disk")`` precedes it.
 
     Args:
-        paths: Files, folders or patterns, local or remote (``s3://...``). All files must have the same columns.
+        paths: Files, directories or patterns, local or remote (``s3://...``). All files must have the same columns.
         columns: Columns to read besides the target; None: all.
         target: The column to predict.
         fill: Replacement of missing numbers, or {column: value}, also for text, times and the target, which a single

@@ -53,8 +53,8 @@ def tfrecord(
     Messages: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/example.proto
 
     Args:
-        paths: Files, folders or patterns, local or remote. A remote file is read once to find its records; the index is
-            kept.
+        paths: Files, directories or patterns, local or remote. A remote file is read once to find its records; the
+            index is kept.
         features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
             None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that
             holds little-endian numbers. Default: all features, in the shapes found in a sample of the records.

@@ -47,7 +47,7 @@ def tokens(
     """Samples (input, target) of ``length`` tokens each, int64; the target is the input shifted by one token.
 
     Args:
-        paths: ``.bin`` or ``.npy`` files, folders of them or patterns. No window spans two files.
+        paths: ``.bin`` or ``.npy`` files, directories of them or patterns. No window spans two files.
         length: Tokens per sample.
         dtype: NumPy dtype of files of bare integers; None: uint16, for files named ``.bin``. It must agree with files
             that contain their dtype.

@@ -50,7 +50,7 @@ def webdataset(
     has both. A shard that is damaged, truncated or unreadable counts as one bad row after its complete samples.
 
     Args:
-        paths: Files, folders or patterns, local or remote; not compressed. A remote file is read once to find its
+        paths: Files, directories or patterns, local or remote; not compressed. A remote file is read once to find its
             samples; the index is cached.
         columns: Extensions to read; None: all of the first sample.
         target: The extension to predict; a batch is then the tuple (other columns in order, target).
@@ -217,11 +217,11 @@ def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str
             if index % MEMBERS_PER_REPORT == 0:
                 tell(begin)
             _check_inside(path, name)
-            folder, slash, file = name.removeprefix("./").rpartition("/")
+            directory, slash, file = name.removeprefix("./").rpartition("/")
             stem, dot, extension = file.partition(".")
             if not dot or not stem or not extension or stem.startswith("__"):
                 continue  # metadata of the shard, or a hidden file
-            key, extension = f"{folder}{slash}{stem}", extension.lower()
+            key, extension = f"{directory}{slash}{stem}", extension.lower()
             if current is not None and key != current and parts:
                 yield current, parts
                 parts = {}

@@ -1,8 +1,8 @@
-"""Cached lists of the files in a folder: opening a million images takes an instant the second time.
+"""Cached lists of the files in a directory: opening a million images takes an instant the second time.
 
-A cached list is valid while the modification time of every folder in it is the same. Adding, removing or renaming a
-file changes the time of its folder; overwriting a file changes neither that time nor the list. Remote folders have no
-such times and are listed every time.
+A cached list is valid while the modification time of every directory in it is the same. Adding, removing or renaming a
+file changes the time of its directory; overwriting a file changes neither that time nor the list. Remote directories
+have no such times and are listed every time.
 """
 
 import os
@@ -18,7 +18,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.io.dir_walk import walk
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, load, store
 
-MIN_FILES = 1000  # the list of a smaller folder is not cached
+MIN_FILES = 1000  # the list of a smaller directory is not cached
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class FileList:
     """Files by index, in arrays: forked processes share arrays, but copy the pages of a million ``str`` they read."""
 
     root: str  # the common beginning of all paths; may be empty
-    folders: list[str]  # relative to the root, sorted
-    parents: numpy.ndarray  # index of each file's folder, int32, shape (files,)
+    directories: list[str]  # relative to the root, sorted
+    parents: numpy.ndarray  # index of each file's directory, int32, shape (files,)
     letters: numpy.ndarray  # all file names, one after the other, UTF-8, uint8
     ends: numpy.ndarray  # the end of each name in ``letters``, int64, shape (files,)
 
@@ -40,19 +40,19 @@ class FileList:
 
     def relative_path(self, index: int) -> str:
         """The path of a file, relative to the root."""
-        folder = self.folders[self.parents[index]]
-        return f"{folder}/{self.name(index)}" if folder else self.name(index)
+        directory = self.directories[self.parents[index]]
+        return f"{directory}/{self.name(index)}" if directory else self.name(index)
 
     def path(self, index: int) -> str:
         return f"{self.root}/{self.relative_path(index)}" if self.root else self.relative_path(index)
 
 
-def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> FileList:
-    """Returns the files below a folder whose names end in one of the suffixes, sorted by folder and name.
-    ConfigurationError if there is none, or a folder cannot be read.
+def list_directory(directory: str | Path, suffixes: tuple[str, ...]) -> FileList:
+    """Returns the files below a directory whose names end in one of the suffixes, sorted by directory and name.
+    ConfigurationError if there is none, or a directory cannot be read.
     """
-    root = os.path.abspath(folder)
-    key = ["files in a folder", root, suffixes]
+    root = os.path.abspath(directory)
+    key = ["files in a directory", root, suffixes]
     listed = _load(key, root)
     if listed is None:
         start_ns, files, times = time.time_ns(), {}, {}
@@ -61,41 +61,41 @@ def list_folder(folder: str | Path, suffixes: tuple[str, ...]) -> FileList:
         listed = _build(root, files)
         if len(listed) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
             arrays = [listed.parents, listed.letters, listed.ends]
-            store(key, {"folders": listed.folders, "times": times}, arrays)
+            store(key, {"directories": listed.directories, "times": times}, arrays)
     if not len(listed):
-        raise ConfigurationError(f"the folder {folder} holds no file that ends in {' or '.join(suffixes)}")
+        raise ConfigurationError(f"the directory {directory} holds no file that ends in {' or '.join(suffixes)}")
     return listed
 
 
 def file_list_of(paths: Iterable[str]) -> FileList:
-    """Returns the given paths, sorted by folder, then by name."""
+    """Returns the given paths, sorted by directory, then by name."""
     files: dict[str, list[str]] = {}
     for path in paths:
-        folder, name = path.rsplit("/", 1) if "/" in path else ("", path)
-        files.setdefault(folder, []).append(name)
+        directory, name = path.rsplit("/", 1) if "/" in path else ("", path)
+        files.setdefault(directory, []).append(name)
     return _build("", files)
 
 
 def _build(root: str, files: dict[str, list[str]]) -> FileList:
-    folders = sorted(folder for folder, names in files.items() if names)
-    names = [os.fsencode(name) for folder in folders for name in sorted(files[folder])]
-    counts = [len(files[folder]) for folder in folders]
+    directories = sorted(directory for directory, names in files.items() if names)
+    names = [os.fsencode(name) for directory in directories for name in sorted(files[directory])]
+    counts = [len(files[directory]) for directory in directories]
     return FileList(
         root=root,
-        folders=folders,
-        parents=numpy.repeat(numpy.arange(len(folders), dtype=numpy.int32), counts),
+        directories=directories,
+        parents=numpy.repeat(numpy.arange(len(directories), dtype=numpy.int32), counts),
         letters=numpy.frombuffer(b"".join(names), numpy.uint8),
         ends=numpy.cumsum(numpy.fromiter(map(len, names), numpy.int64, len(names))),
     )
 
 
 def _load(key: list, root: str) -> FileList | None:
-    """Returns the cached list of a folder; None if there is none, or a folder in it has changed since."""
+    """Returns the cached list of a directory; None if there is none, or a directory in it has changed since."""
     entry = load(key)
     if entry is None:
         return None
     info, arrays = entry
     with suppress(OSError):
         if all(os.stat(os.path.join(root, path)).st_mtime_ns == ns for path, ns in info["times"].items()):
-            return FileList(root, info["folders"], *arrays)
+            return FileList(root, info["directories"], *arrays)
     return None

@@ -21,9 +21,9 @@ TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may 
 CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
 
 
-def default_folder() -> Path:
-    """Returns the environment variable HASTEN_CACHE, or hasten's folder in the user's cache directory. RuntimeError if
-    the user has no home directory.
+def default_directory() -> Path:
+    """Returns the environment variable HASTEN_CACHE, or hasten's directory in the user's cache directory. RuntimeError
+    if the user has no home directory.
     """
     if os.environ.get("HASTEN_CACHE"):
         return Path(os.environ["HASTEN_CACHE"])
@@ -56,4 +56,4 @@ def store(key: list, data: Any, arrays: list[numpy.ndarray]) -> None:
 
 def _path(key: list) -> Path:
     name = hashlib.blake2b(json.dumps([FORMAT, *key]).encode(), digest_size=16).hexdigest()
-    return default_folder() / "manifests" / f"{name}.manifest"
+    return default_directory() / "manifests" / f"{name}.manifest"

@@ -1,4 +1,4 @@
-"""Resolves paths, folders and patterns to files, opens files, and detects changed files.
+"""Resolves paths, directories and patterns to files, opens files, and detects changed files.
 
 A path that contains ``://`` is remote (``remote.py``); everything else is local and uses the standard library only.
 """
@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
-from hasten.data.io.dir_walk import entries, is_folder, matcher, walk
+from hasten.data.io.dir_walk import entries, is_directory, matcher, walk
 
 NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 # Errors of one file, as opposed to errors of the machine or the disk.
@@ -32,9 +32,9 @@ def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[s
     """Returns all files that some paths or patterns select, sorted, each once.
 
     Patterns contain ``*``, ``?``, ``[...]``, ``**`` for any depth, ``{000..099}`` for a range of numbers; local or
-    remote. A folder, also one that a pattern matches, selects all files below it that end in one of ``suffixes``
+    remote. A directory, also one that a pattern matches, selects all files below it that end in one of ``suffixes``
     (empty: all), except hidden ones; one that is also reachable through links is read once. ConfigurationError if a
-    pattern matches nothing, or a file or folder cannot be read; RunError if a server did not answer.
+    pattern matches nothing, or a file or directory cannot be read; RunError if a server did not answer.
     """
     patterns = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
     if not patterns:
@@ -138,56 +138,56 @@ def _expand_numbers(pattern: str) -> Iterator[str]:
 
 
 def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files that a local path, folder or pattern selects, each once.
+    """Yields the files that a local path, directory or pattern selects, each once.
 
-    A file that is found through several paths to its folder has the path without links, if there is one.
+    A file that is found through several paths to its directory has the path without links, if there is one.
     """
     if os.path.isfile(pattern):
         yield pattern
         return
-    found: dict[str, dict[str, set[str]]] = {}  # real path of a folder -> each path to it -> names of files
-    for folder, names in _find(pattern, suffixes):
-        paths = found.setdefault(os.path.realpath(folder), {})
-        paths.setdefault(folder, set()).update(names)
+    found: dict[str, dict[str, set[str]]] = {}  # real path of a directory -> each path to it -> names of files
+    for directory, names in _find(pattern, suffixes):
+        paths = found.setdefault(os.path.realpath(directory), {})
+        paths.setdefault(directory, set()).update(names)
     for real, paths in found.items():
         seen: set[str] = set()
-        for folder in sorted(paths, key=lambda path: (os.path.abspath(path) != real, path)):
-            prefix = os.path.join(folder, "")
-            yield from (prefix + name for name in paths[folder] - seen)
-            seen |= paths[folder]
+        for directory in sorted(paths, key=lambda path: (os.path.abspath(path) != real, path)):
+            prefix = os.path.join(directory, "")
+            yield from (prefix + name for name in paths[directory] - seen)
+            seen |= paths[directory]
 
 
 def _find(pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (folder, names of files) of all files that a local folder or pattern selects, some of them repeatedly."""
-    folder, parts = pattern, list[str]()
-    while has_magic(folder) and not os.path.isdir(folder):
-        folder, part = os.path.split(folder)
+    """Yields (directory, names of files) of all files that a local directory or pattern selects, some repeatedly."""
+    directory, parts = pattern, list[str]()
+    while has_magic(directory) and not os.path.isdir(directory):
+        directory, part = os.path.split(directory)
         parts.insert(0, part)
-    return _glob(folder, parts, suffixes) if os.path.isdir(folder or ".") else iter(())
+    return _glob(directory, parts, suffixes) if os.path.isdir(directory or ".") else iter(())
 
 
-def _glob(folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (folder, names of files) below ``folder`` that match ``pattern``, which is split at its slashes; of a
-    folder that matches, all below it that end in one of ``suffixes``.
+def _glob(directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (directory, names of files) below ``directory`` that match ``pattern``, which is split at its slashes; of
+    a directory that matches, all below it that end in one of ``suffixes``.
 
     The types of entries come with the listing, without a ``stat`` for each file: a million files take a second.
     """
     if not pattern:
-        for path, _, names in walk(folder):
-            yield os.path.join(folder, path), [name for name in names if name.lower().endswith(suffixes or "")]
+        for path, _, names in walk(directory):
+            yield os.path.join(directory, path), [name for name in names if name.lower().endswith(suffixes or "")]
     elif pattern[0] == "**" and len(pattern) > 1:
-        for path, _, _ in walk(folder):
-            yield from _glob(os.path.join(folder, path) if path else folder, pattern[1:], suffixes)
+        for path, _, _ in walk(directory):
+            yield from _glob(os.path.join(directory, path) if path else directory, pattern[1:], suffixes)
     else:
         is_match, names = matcher("*" if pattern[0] == "**" else pattern[0]), []
-        for entry in entries(folder):
+        for entry in entries(directory):
             if not is_match(entry.name):
                 continue
-            if is_folder(entry):
-                yield from _glob(os.path.join(folder, entry.name), pattern[1:], suffixes)
+            if is_directory(entry):
+                yield from _glob(os.path.join(directory, entry.name), pattern[1:], suffixes)
             elif len(pattern) == 1:
                 names.append(entry.name)
-        yield folder, names
+        yield directory, names
 
 
 def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
@@ -196,21 +196,21 @@ def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
         return f"no file matches {pattern}"
     if os.path.isdir(pattern):
         if suffixes:
-            return f"the folder {pattern} holds no file that ends in {' or '.join(suffixes)}"
-        return f"the folder {pattern} is empty"
+            return f"the directory {pattern} holds no file that ends in {' or '.join(suffixes)}"
+        return f"the directory {pattern} is empty"
     if os.path.exists(pattern):
         return f"{pattern} is not a regular file"
     if os.path.islink(pattern):
         return f"{pattern} is a link to a missing file"
-    folder, name = os.path.split(pattern)
+    directory, name = os.path.split(pattern)
     message = f"no file matches {pattern}" if has_magic(pattern) else f"there is no file {pattern}"
-    if has_magic(folder):
+    if has_magic(directory):
         return message
-    if not os.path.isdir(folder or "."):
-        return f"{message}: there is no folder {folder}"
-    names = [entry.name for entry in entries(folder)]
+    if not os.path.isdir(directory or "."):
+        return f"{message}: there is no directory {directory}"
+    names = [entry.name for entry in entries(directory)]
     if not names:
-        return f"{message}: the folder is empty"
+        return f"{message}: the directory is empty"
     return message + suggest(name, sorted(names)[:20] if has_magic(name) else names)
 
 

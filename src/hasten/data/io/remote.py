@@ -1,8 +1,8 @@
 """Remote files through fsspec (s3, gs, http, hf, ...; https://filesystem-spec.readthedocs.io), with retries.
 
 Own code where fsspec does not suffice: fsspec retries nothing over HTTP, its HTTP ``find`` and ``glob`` treat a page
-that does not answer as an empty folder, and its ``glob`` selects hidden files and does not descend into folders that
-match, as local patterns do.
+that does not answer as an empty directory, and its ``glob`` selects hidden files and does not descend into directories
+that match, as local patterns do.
 """
 
 import io
@@ -38,12 +38,12 @@ _supports_ranges: dict[tuple[str, str], bool] = {}  # {(scheme, server): whether
 
 
 class NotFoundError(ConfigurationError):
-    """A remote file or folder does not exist, according to its server."""
+    """A remote file or directory does not exist, according to its server."""
 
 
 def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Returns the files that a remote path, folder or pattern selects; none if it does not exist. ConfigurationError if
-    the pattern is no valid address or the server refuses the request, RunError if it does not answer.
+    """Returns the files that a remote path, directory or pattern selects; none if it does not exist. ConfigurationError
+    if the pattern is no valid address or the server refuses the request, RunError if it does not answer.
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
@@ -53,8 +53,8 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     def expand() -> list[str]:
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
             begin = name.rfind("/", 0, magic.start()) + 1
-            folder = name[:begin] if is_web else name[:begin].rstrip("/")
-            return [*_glob(ls, find, folder, name[begin:].split("/"), suffixes)]
+            directory = name[:begin] if is_web else name[:begin].rstrip("/")
+            return [*_glob(ls, find, directory, name[begin:].split("/"), suffixes)]
         if _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
             return [*_glob(ls, find, name, [], suffixes)]
         if is_web:
@@ -195,20 +195,20 @@ def _is_web(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files in ``folder`` that match ``pattern`` (split at its slashes), as for local patterns.
+def _glob(ls: Callable, find: Callable, directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files in ``directory`` that match ``pattern`` (split at its slashes), as for local patterns.
 
-    Folders are listed level by level, so that no folder that the pattern excludes is requested; from ``**`` on, and in
-    a folder that matches, all are.
+    Directories are listed level by level, so that no directory that the pattern excludes is requested; from ``**`` on,
+    and in a directory that matches, all are.
     """
     if not pattern or pattern[0] == "**":
-        files = ((path, path.removeprefix(folder).lstrip("/").split("/")) for path in find(folder))
+        files = ((path, path.removeprefix(directory).lstrip("/").split("/")) for path in find(directory))
         yield from (path for path, parts in files if _matches(parts, pattern, suffixes))
         return
     is_match = matcher(pattern[0])
-    for entry in ls(folder):
+    for entry in ls(directory):
         path = entry["name"].rstrip("/")
-        if path == folder.rstrip("/") or not is_match(path.rpartition("/")[2]):
+        if path == directory.rstrip("/") or not is_match(path.rpartition("/")[2]):
             continue
         if entry["type"] == "directory":
             yield from _glob(ls, find, path, pattern[1:], suffixes)
@@ -217,7 +217,7 @@ def _glob(ls: Callable, find: Callable, folder: str, pattern: list[str], suffixe
 
 
 def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a pattern selects a file: itself, or by a folder above it if its name ends in one of ``suffixes``."""
+    """Whether a pattern selects a file: itself, or by a directory above it if its name ends in one of ``suffixes``."""
     if not pattern:
         is_hidden = any(part.startswith(".") for part in parts)
         return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
@@ -230,19 +230,19 @@ def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) ->
 
 
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether an HTTP address is a folder (a page of links); False, without a request, if it ends in a suffix."""
+    """Whether an HTTP address is a directory (a page of links); False, without a request, if it ends in a suffix."""
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
     return not has_suffix and bool(_links(system, name))
 
 
-def _find_links(system: Any, folder: str) -> Iterator[str]:
+def _find_links(system: Any, directory: str) -> Iterator[str]:
     """Yields the files that an HTTP page of links, and the pages below it, link to."""
-    for entry in _links(system, folder):
+    for entry in _links(system, directory):
         path = entry["name"].rstrip("/")
         if entry["type"] != "directory":
             yield path
-        elif path != folder.rstrip("/"):
+        elif path != directory.rstrip("/"):
             yield from _find_links(system, path)
 
 

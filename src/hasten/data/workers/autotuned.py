@@ -17,7 +17,7 @@ from hasten.data.batch_builder import Map
 from hasten.data.cache.cache import Cache, DiskCache, cached
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk
 from hasten.data.cache.populate import bytes_of, read_first
-from hasten.data.io.metadata_cache import default_folder
+from hasten.data.io.metadata_cache import default_directory
 from hasten.data.rng import isolated_rng
 from hasten.data.source import BadRow, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
@@ -27,7 +27,7 @@ from hasten.utils.tree import bitwise_equal
 
 PROBED_ROWS = 32  # read twice to find whether samples are deterministic
 ASSUMED_EPOCHS = 5  # that remain, if the training loop does not give a number
-MAX_DISK_FRACTION = 0.25  # of the free space in the cache folder, for a cache that the user has not requested
+MAX_DISK_FRACTION = 0.25  # of the free space in the cache directory, for a cache that the user has not requested
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,9 @@ class AutotunedRunner:
         """Returns the limit of the cache; None, the default, on a disk that the user or an earlier run chose."""
         if where == "memory":
             return self.autotuner.memory_budget() / 1e9
-        return max(1, MAX_DISK_FRACTION * free_disk(default_folder())) / 1e9 if self.autotuner.cache is None else None
+        return (
+            max(1, MAX_DISK_FRACTION * free_disk(default_directory())) / 1e9 if self.autotuner.cache is None else None
+        )
 
 
 def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
@@ -164,7 +166,10 @@ def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
 def _warn_about_disk(cache: Cache) -> None:
     """Warns where a disk cache that the autotuner created lies, and how large it is; nothing deletes it."""
     if isinstance(cache, DiskCache) and cache.identity is not None:
-        size, folder = bytes_of(cache.columns, len(cache)) / 1e9, CacheDirectory(cache.folder, cache.identity).path
+        size, directory = (
+            bytes_of(cache.columns, len(cache)) / 1e9,
+            CacheDirectory(cache.directory, cache.identity).path,
+        )
         reason = "the samples do not fit into the memory budget"
-        message = f"{reason}; trying a cache on disk: {size:.3g} GB in {folder}, which stay until you delete them"
+        message = f"{reason}; trying a cache on disk: {size:.3g} GB in {directory}, which stay until you delete them"
         warnings.warn(message, HastenWarning, stacklevel=2)

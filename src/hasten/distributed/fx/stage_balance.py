@@ -41,10 +41,10 @@ def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunCo
         costs = measure()
         ends = balance_stages(costs)
         bounds = pairwise([0, *ends])
-        of_stages = [sum(stage_costs[first:end]) for stage_costs, (first, end) in zip(costs, bounds, strict=True)]
-        message = json.dumps([ends, of_stages]).encode()
-    ends, of_stages = json.loads(run.ranks.broadcast(message))
-    return ends, of_stages
+        stage_totals = [sum(stage_costs[first:end]) for stage_costs, (first, end) in zip(costs, bounds, strict=True)]
+        message = json.dumps([ends, stage_totals]).encode()
+    ends, stage_totals = json.loads(run.ranks.broadcast(message))
+    return ends, stage_totals
 
 
 def balance_stages(costs: list[list[float]]) -> list[int]:
@@ -75,7 +75,7 @@ def profile_segments(
     value, costs = single_tensor_input(args, kwargs), []
     for segment in segments:
         module, times = extract_stage(model, graph, [segment]), []
-        home = next(module.parameters()).device
+        original_device = next(module.parameters()).device
         module.to(device)
         output = value
         with eval_mode(module):
@@ -88,7 +88,7 @@ def profile_segments(
                     torch.cuda.synchronize(output.device)
                 times.append(perf_counter() - start)
         module.zero_grad()
-        module.to(home)
+        module.to(original_device)
         value = output.detach()
         costs.append(min(times))
     return costs

@@ -1,4 +1,5 @@
-"""Imported by Python at its start where hasten put this folder into PYTHONPATH; prepares a training script for hasten.
+"""Imported by Python at its start where hasten put this directory into PYTHONPATH; prepares a training script for
+hasten.
 
 It imports the standard library only, never raises, and does nothing until torch is imported. Then
 ``hasten.hosts.inside.session`` takes over, before the script has seen torch. The user's own ``sitecustomize`` still
@@ -9,12 +10,12 @@ import os
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SESSION = "HASTEN_HOST"  # environment variable: the folder of the session, which hasten made
+SESSION = "HASTEN_HOST"  # environment variable: the directory of the session, which hasten made
 
 
 def run_users_sitecustomize():
-    """Imports the sitecustomize that this file hides, if there is one, and takes this folder out of the search path."""
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != FOLDER]
+    """Imports the sitecustomize that this file hides, if any, and takes this directory out of the search path."""
+    sys.path[:] = [directory for directory in sys.path if os.path.abspath(directory or ".") != FOLDER]
     ours = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
@@ -61,8 +62,8 @@ class TorchLoader:
 
 
 def start_session():
-    """Hands over to hasten. What goes wrong there is written to the folder of the session and changes nothing here."""
-    folder = os.environ[SESSION]
+    """Hands over to hasten. What goes wrong there is written to the session directory and changes nothing here."""
+    directory = os.environ[SESSION]
     try:
         try:
             import hasten  # noqa: F401
@@ -70,10 +71,10 @@ def start_session():
             sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
         from hasten.hosts.inside import session
 
-        session.start(folder)
+        session.start(directory)
     except Exception as error:
         try:
-            with open(os.path.join(folder, "error"), "w") as file:
+            with open(os.path.join(directory, "error"), "w") as file:
                 file.write(f"{type(error).__name__}: {error}")
         except OSError:
             pass

@@ -42,17 +42,17 @@ current: Session | None = None  # of this process; ``hasten.attach`` looks for i
 ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
 
 
-def start(folder: str) -> None:
-    """Begins a session as ``spec.json`` in ``folder`` describes it; see ``write_spec`` in ``hosts/process.py``."""
+def start(directory: str) -> None:
+    """Begins a session as ``spec.json`` in ``directory`` describes it; see ``write_spec`` in ``hosts/process.py``."""
     global current
-    current = Session(Path(folder), json.loads(Path(folder, SPEC).read_text(encoding="utf-8")))
+    current = Session(Path(directory), json.loads(Path(directory, SPEC).read_text(encoding="utf-8")))
 
 
 class Session:
     """One session. ``spec`` holds what the parent wants: see ``write_spec`` in ``hosts/process.py``."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any]):
-        self.folder, self.spec = folder, spec
+    def __init__(self, directory: Path, spec: dict[str, Any]):
+        self.directory, self.spec = directory, spec
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
@@ -137,7 +137,7 @@ class Session:
         if self.spec["mode"] == "train":
             print(f"hasten: {text}", file=sys.stderr)
         else:
-            (self.folder / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
+            (self.directory / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
         os._exit(2)
 
     def _note_arguments(self, parsed: Any) -> None:
@@ -184,10 +184,10 @@ class Session:
         if self.spec["mode"] == "train":
             return
         try:
-            os.close(os.open(self.folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            self.connection = Client(str(self.folder / SOCKET), family="AF_UNIX")
+            os.close(os.open(self.directory / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            self.connection = Client(str(self.directory / SOCKET), family="AF_UNIX")
         except OSError:
-            (self.folder / f"{RIVAL}-{os.getpid()}").touch()
+            (self.directory / f"{RIVAL}-{os.getpid()}").touch()
             self.steps.active = False
             self.models.stop_searching()
 

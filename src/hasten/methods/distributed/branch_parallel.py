@@ -84,7 +84,7 @@ class BranchParallel(Method):
     assignment: str = ""  # the rank of each branch, such as 0-1-1-0; by default the measured times are balanced
 
     def setup(self, run: RunContext) -> None:
-        assign_mesh_dim(self, run, "shards")
+        assign_mesh_dim(self, run, "tp")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         assert run.parallel is not None
@@ -298,7 +298,7 @@ def _exchange_outputs(
     Shapes and dtypes of the outputs are exchanged once for each kind of input.
     """
     assert run.parallel is not None
-    group, position = get_device_mesh(run)["shards"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
+    group, position = get_device_mesh(run)["tp"].get_group(), run.ranks.rank % run.parallel.model_parallel_size
     ranks, counts = assignment[block], [len(outputs_of(branch)) for branch in block.branches]
     sources = [rank for rank, count in zip(ranks, counts, strict=True) for _ in range(count)]
     local = [branch if rank == position else None for rank, branch in zip(ranks, branches, strict=True)]

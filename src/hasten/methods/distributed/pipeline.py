@@ -93,8 +93,8 @@ class PipelineParallel(Method):
 
     def setup(self, run: RunContext) -> None:
         assert run.parallel is not None
-        assign_mesh_dim(self, run, "stages")
-        if "shards" not in run.parallel.mesh_dim_owner:
+        assign_mesh_dim(self, run, "pp")
+        if "tp" not in run.parallel.mesh_dim_owner:
             run.parallel.init_device = "meta" if self.balance == "memory" else "cpu"
         elif self.balance == "memory":
             problem = "cannot be combined with tensor_parallel, which needs the full model"
@@ -120,14 +120,14 @@ class PipelineParallel(Method):
         run.tuned_settings[self.name] = {"split_sizes": "-".join(str(end - first) for first, end in bounds)}
         stages = [extract_stage(model, graph, segments[first:end]) for first, end in bounds]
         check_no_shared_weights(model, stages)
-        mesh = get_device_mesh(run)["stages"]
+        mesh = get_device_mesh(run)["pp"]
         position = mesh.get_local_rank()
         if run.ranks.is_main_process:
             _report(stages, loads)
         local = dict[int, nn.Module]((i, stage) for i, stage in enumerate(stages) if i % parallel.pp_size == position)
         local_tensors = materialize_local_stages(model, [*local.values()], stages, keeps_unused=position == 0, run=run)
         if self.balance == "memory":
-            collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["copies"].get_group())
+            collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["dp"].get_group())
         run.observe_effect(self, partial(observe_collectives, "send", "recv_"))
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
         return PipelinedModel(
@@ -189,7 +189,7 @@ class PipelineParallel(Method):
 class PipelinedModel(nn.Module):
     """A model of which this rank holds some stages, given as index -> module.
 
-    The forward of ``module``, the full model, is replaced by that of the pipeline. ``mesh`` is the "stages" dimension
+    The forward of ``module``, the full model, is replaced by that of the pipeline. ``mesh`` is the "pp" dimension
     of the device mesh, ``schedule`` names torch's schedule class; ``pads``: short microbatches may be padded.
     """
 

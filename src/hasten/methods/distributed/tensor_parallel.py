@@ -95,7 +95,7 @@ class TensorParallel(Method):
     degree: int = option(0, at_least=0)  # ranks that layers are sharded over; 0: all, or as many as a pipeline leaves
 
     def setup(self, run: RunContext) -> None:
-        assign_mesh_dim(self, run, "shards")
+        assign_mesh_dim(self, run, "tp")
 
     def parallelize(self, model: nn.Module, run: RunContext) -> nn.Module:
         parallel = run.parallel
@@ -103,7 +103,7 @@ class TensorParallel(Method):
         if parallel.model_parallel_size < run.ranks.world_size and parallel.pp_size == 1:  # else pipeline warns
             warn_local_batch_norm(model)
         broadcast_module(model)
-        mesh = get_device_mesh(run)["shards"]
+        mesh = get_device_mesh(run)["tp"]
         candidates, rejected = find_blocks(model, parallel.tp_size)
         blocks, more = verify_partition(model, candidates, [PartitionPlan(partial(_shard, mesh=mesh))], self.name, run)
         rejected += more
@@ -121,7 +121,7 @@ class TensorParallel(Method):
 
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_for_dtensors(model: nn.Module) -> Any:
-            with _replicated_as_dtensors(model, get_device_mesh(run)["shards"]):
+            with _replicated_as_dtensors(model, get_device_mesh(run)["tp"]):
                 return make(model)
 
         return make_for_dtensors

@@ -201,7 +201,7 @@ def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
     world, device_type = run.ranks.world_size, run.device.type
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,))
-    return init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=("copies", "shards"))
+    return init_device_mesh(device_type, (world // shard_size, shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
