@@ -46,6 +46,26 @@ def search_budget(text: str) -> float | str:
     return duration(text)
 
 
+def fraction(text: str) -> float:
+    """Parse a number from 0 up to, but not including, 1."""
+    with suppress(ValueError):
+        if 0.0 <= (value := float(text)) < 1.0:
+            return value
+    raise ArgumentTypeError(f"must be a fraction from 0 up to 1, such as 0.01, not {text!r:.40}")
+
+
+def add_trained_model_options(parser: ArgumentParser, out: str) -> None:
+    """Add the run directory, the task that it was trained on, and ``--out``, whose help is ``out``."""
+    parser.add_argument("run_dir", type=directory, metavar="RUN", help="run directory of `hasten train` (--out)")
+    parser.add_argument(
+        "--task",
+        dest="trained_task",
+        metavar="TASK",
+        help="the task that was trained, as path/to/file.py:function; a workload needs none",
+    )
+    parser.add_argument("--out", metavar="DIR", help=out)
+
+
 def evidence_level(text: str) -> str:
     """Check that ``text`` is one of EVIDENCE; returns it."""
     if text not in EVIDENCE:

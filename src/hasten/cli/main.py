@@ -19,7 +19,21 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hasten import __version__
-from hasten.cli import argument_types, bench_comm, compare, data, diagnose, eject, launch, methods, report, train, tune
+from hasten.cli import (
+    argument_types,
+    bench_comm,
+    compare,
+    data,
+    diagnose,
+    eject,
+    export,
+    launch,
+    methods,
+    quantize,
+    report,
+    train,
+    tune,
+)
 from hasten.cli.output import CommandResult, show, stdout_reserved_for_answer, strict_json
 from hasten.cli.progress import print_stderr, progress_display, redirect_to_devnull
 from hasten.core.errors import (
@@ -51,6 +65,8 @@ COMMANDS = {
     "tune": tune,
     "report": report,
     "eject": eject,
+    "export": export,
+    "quantize": quantize,
     "data": data,
     "launch": launch,
     "bench-comm": bench_comm,

@@ -31,7 +31,8 @@ class NamedMetric:
     finish: Callable[[float], float] = float  # mean -> metric
 
 
-def _logits(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """The scores in a model's output: itself, or its ``logits``; ConfigurationError for a dict without any."""
     if not isinstance(output, dict):
         return getattr(output, "logits", output)
     entries = cast(dict[str, Any], output)
@@ -51,7 +52,7 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
-    scores = _logits(output)
+    scores = logits_of(output)
     if scores.ndim == target.ndim or scores.shape[-1] == 1:  # binary: one score per sample, compared with 0
         return ((_reshape_like(scores, target) > 0) == (target > 0.5)).double().mean()
     classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # dimension 1 as in torch, or the last
@@ -59,11 +60,11 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
 
 
 def _squared_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
-    return (_reshape_like(_logits(output).float(), target) - target).square().mean()
+    return (_reshape_like(logits_of(output).float(), target) - target).square().mean()
 
 
 def _absolute_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
-    return (_reshape_like(_logits(output).float(), target) - target).abs().mean()
+    return (_reshape_like(logits_of(output).float(), target) - target).abs().mean()
 
 
 def _loss(output: Any, target: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ class MetricAccumulator:
         self.samples += samples
         self.loss += loss.detach().double() * samples
         if self.named is None:
-            self.torchmetric.to(cast(torch.Tensor, target).device).update(_logits(output), target)
+            self.torchmetric.to(cast(torch.Tensor, target).device).update(logits_of(output), target)
         else:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 

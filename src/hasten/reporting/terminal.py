@@ -260,9 +260,10 @@ def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
     no_effect = [trial for trial in rejected if trial["verdict"] == "no effect"]
     reasons = [f"{trial['what']}: " * trial["why"].startswith("it ") + trial["why"] for trial in no_effect]
     table = grid("tried without success", "", ">", "")
-    for trial in shown:
+    names = [formatting.shorten(trial["what"], 28) for trial in shown]
+    for trial, name in zip(shown, names, strict=True):
         ratio, why = formatting.ratio(trial["ratio"]["median"]), Text(trial["why"], DIM)
-        table.add_row(formatting.shorten(trial["what"], 28), trial["verdict"], ratio, why)
+        table.add_row(name if names.count(name) == 1 else trial["what"], trial["verdict"], ratio, why)
     parts = [indented(table)] if shown else []
     parts += [indented(Text(f"not measured: {why}", DIM)) for why in dict.fromkeys(reasons)]
     more = len(rejected) - len(shown) - len(no_effect)

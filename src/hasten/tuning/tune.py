@@ -11,7 +11,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +126,7 @@ def tune(
         facts = _describe(task, processes, clock)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
-        settings = store.settings = {
-            "task": facts["fingerprint"],
-            "target": facts["target"],
-            "device": device,
-            "seed": seed,
-            "processes": processes,
-            "code": source_hash(),
-            **machine_and_versions(device),
-        }
+        settings = store.settings = _settings(facts, device, seed, processes)
         earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:
         store.leave()
@@ -167,27 +159,15 @@ def tune(
         task.write_sites(directory)
         return result
 
-    varied = facts.get("varied", {})
     if facts.get("metric_why"):
         study.note("--metric", "metric", "not used", facts["metric_why"])
     plan = _estimate(study, state, seconds, timeout)
-    has_training_stage = facts["has_validation"] and state.level not in (EXACT, PRECISION)
     state.findings += earlier_findings(earlier)
     try:
         save()
-        _diagnose(study, state, selection, plan, varied)
+        _diagnose(study, state, selection, plan, facts.get("varied", {}))
         _correct_estimate(study, state, seconds, timeout)
-        if continues:
-            finish_earlier(study, state, plan, margin, earlier, has_training_stage)
-            save()
-        proof = state.confirmation
-        find_systems(study, state, plan, has_training_stage, save)
-        if has_training_stage:
-            find_training(study, state, plan, margin)
-        state.keep_faster(proof)
-        if state.chosen:
-            with clock.part(1.0):
-                state.operations = study.operations(state.chosen.recipe)
+        _run_stages(study, state, plan, margin, earlier, facts["has_validation"], save)
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
     except KeyboardInterrupt:
@@ -196,6 +176,43 @@ def tune(
         save()
         raise
     return save(is_partial=False)
+
+
+def _settings(facts: dict[str, Any], device: str, seed: int, processes: int) -> dict[str, Any]:
+    """What must be equal for stored trials to count and for a search to be continued."""
+    return {
+        "task": facts["fingerprint"],
+        "target": facts["target"],
+        "device": device,
+        "seed": seed,
+        "processes": processes,
+        "code": source_hash(),
+        **machine_and_versions(device),
+    }
+
+
+def _run_stages(
+    study: Study,
+    state: SearchState,
+    plan: dict[str, Any],
+    margin: float | None,
+    earlier: dict[str, Any],
+    has_validation: bool,
+    save: Callable[[], TuneResult],
+) -> None:
+    """Tries methods stage by stage, after what an ``earlier`` search left unproven; OutOfBudgetError at any point."""
+    has_training_stage = has_validation and state.level not in (EXACT, PRECISION)
+    if earlier:
+        finish_earlier(study, state, plan, margin, earlier, has_training_stage)
+        save()
+    proof = state.confirmation
+    find_systems(study, state, plan, has_training_stage, save)
+    if has_training_stage:
+        find_training(study, state, plan, margin)
+    state.keep_faster(proof)
+    if state.chosen:
+        with study.budget.part(1.0):
+            state.operations = study.operations(state.chosen.recipe)
 
 
 def search_directory(task: Any, out: str | Path | None = None) -> Path:

@@ -1,0 +1,224 @@
+"""The ways to quantize an ONNX model that are tried, and how ONNX Runtime carries each of them out.
+
+==========  ====================================================================================================
+dynamic     int8 weights; activations are quantized while the model runs, by the range of each tensor
+static      int8 weights and activations, by ranges from calibration batches (QuantizeLinear, DequantizeLinear)
+weights     int8 weights that are converted to float when the model is loaded: smaller, not faster
+==========  ====================================================================================================
+
+The scale is that of a whole tensor or of each output channel. On x86 processors without VNNI the product of a uint8 and
+an int8 vector saturates at 16 bits; weights then have 7 bits (ONNX Runtime's ``reduce_range``).
+"""
+
+import contextlib
+import io
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from hasten.core.errors import RunError
+from hasten.deploy.onnx_model import require
+
+QUANTIZED_OPS = ("Conv", "Gemm", "MatMul")
+Arrays = dict[str, numpy.ndarray]  # input name -> values of a batch
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to quantize a model.
+
+    Attributes:
+        kind: "dynamic", "static" or "weights".
+        per_channel: Whether each output channel of a weight has a scale of its own.
+        calibration: "minmax", "entropy" or "percentile": how a range follows from the calibration batches.
+        in_float: Names of the nodes that are not quantized.
+    """
+
+    kind: str
+    per_channel: bool
+    calibration: str = ""
+    in_float: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name in results, such as ``static per channel, percentile``."""
+        scale = "per channel" if self.per_channel else "per tensor"
+        ranges = f", {self.calibration}" if self.calibration else ""
+        layers = f", {len(self.in_float)} layers in float" if self.in_float else ""
+        return f"{self.kind} {scale}{ranges}{layers}"
+
+    def keeping(self, nodes: Sequence[str]) -> "Candidate":
+        """The candidate that also leaves ``nodes`` in float."""
+        return replace(self, in_float=(*self.in_float, *nodes))
+
+
+CANDIDATES = (
+    Candidate("static", True, "minmax"),
+    Candidate("static", True, "percentile"),
+    Candidate("static", True, "entropy"),
+    Candidate("static", False, "minmax"),
+    Candidate("static", False, "percentile"),
+    Candidate("static", False, "entropy"),
+    Candidate("dynamic", True),
+    Candidate("dynamic", False),
+    Candidate("weights", True),
+)
+
+
+def prepare(model: Path, out: Path) -> None:
+    """Writes the model in the form that is quantized: optimized, with inferred shapes."""
+    module = require("onnxruntime.quantization.shape_inference")
+    onnx = require("onnx")
+    with tempfile.TemporaryDirectory() as directory, _quiet():
+        plain = Path(directory, "plain.onnx")
+        proto = onnx.load(model)
+        del proto.graph.value_info[:]  # the exporter's shapes have names that shape inference rejects
+        onnx.save(proto, plain)
+        module.quant_pre_process(str(plain), str(out), skip_symbolic_shape=True)
+    strip(out)
+
+
+def strip(model: Path) -> None:
+    """Removes from a model what the exporter noted for people: lines of source, shapes inside, descriptions."""
+    onnx = require("onnx")
+    proto = onnx.load(model)
+    del proto.graph.value_info[:], proto.metadata_props[:], proto.graph.metadata_props[:], proto.functions[:]
+    proto.doc_string = proto.graph.doc_string = ""
+    for entry in (*proto.graph.node, *proto.graph.initializer, *proto.graph.input, *proto.graph.output):
+        del entry.metadata_props[:]
+        entry.doc_string = ""
+    onnx.save(proto, model)
+
+
+def quantizable_nodes(model: Path) -> list[str]:
+    """Names of the nodes with weights that can be quantized, in the order of the model."""
+    graph = require("onnx").load(model).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    return [node.name for node in graph.node if node.op_type in QUANTIZED_OPS and weights & set(node.input[1:2])]
+
+
+def quantize_model(model: Path, out: Path, candidate: Candidate, batches: Sequence[Arrays]) -> None:
+    """Writes the quantized model.
+
+    Args:
+        model: The model from ``prepare``.
+        out: The file to write.
+        candidate: How to quantize.
+        batches: Calibration batches, for the kind "static".
+
+    Raises:
+        RunError: ONNX Runtime cannot quantize the model in this way; the message has its reason.
+    """
+    if candidate.kind == "weights":
+        return quantize_weights(model, out, candidate.in_float)
+    module = require("onnxruntime.quantization")
+    options: dict[str, Any] = {
+        "per_channel": candidate.per_channel,
+        "reduce_range": not has_vnni(),
+        "weight_type": module.QuantType.QInt8,
+        "op_types_to_quantize": None,
+        "nodes_to_exclude": list(candidate.in_float),
+    }
+    try:
+        with _quiet():
+            if candidate.kind == "dynamic":
+                options["weight_type"] = module.QuantType.QUInt8  # the only type of ConvInteger
+                module.quantize_dynamic(str(model), str(out), **options)
+            else:
+                methods = module.CalibrationMethod
+                ways = {"minmax": methods.MinMax, "entropy": methods.Entropy, "percentile": methods.Percentile}
+                options["calibrate_method"] = ways[candidate.calibration]
+                options["activation_type"] = module.QuantType.QUInt8
+                options["quant_format"] = module.QuantFormat.QDQ
+                reader = _reader(module, batches)
+                module.quantize_static(str(model), str(out), reader, **options)
+    except Exception as error:  # of many classes, for models that it does not know
+        raise RunError(f"ONNX Runtime cannot quantize it so: {type(error).__name__}: {error!s:.150}") from None
+
+
+def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> None:
+    """Writes the model with int8 weights, one scale an output channel, that are converted to float at loading."""
+    onnx = require("onnx")
+    helper, numpy_helper = onnx.helper, onnx.numpy_helper
+    proto = onnx.load(model)
+    graph = proto.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    conversions: dict[str, Any] = {}
+    for node in graph.node:
+        name = node.input[1] if node.op_type in QUANTIZED_OPS else ""
+        if name not in weights or name in conversions or node.name in in_float:
+            continue
+        values = numpy_helper.to_array(weights[name])
+        axis = _channel_axis(node, onnx)
+        others = tuple(dim for dim in range(values.ndim) if dim != axis)
+        scale = numpy.maximum(numpy.abs(values).max(axis=others), numpy.finfo(numpy.float32).tiny) / 127
+        shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
+        integers = numpy.clip(numpy.rint(values / scale.reshape(shape)), -127, 127).astype(numpy.int8)
+        graph.initializer.remove(weights[name])
+        graph.initializer.append(numpy_helper.from_array(integers, f"{name}_int8"))
+        graph.initializer.append(numpy_helper.from_array(scale.astype(numpy.float32), f"{name}_scale"))
+        conversions[name] = helper.make_node(
+            "DequantizeLinear", [f"{name}_int8", f"{name}_scale"], [name], name=f"{name}_to_float", axis=axis
+        )
+    if not conversions:
+        raise RunError("the model has no layer with weights that can be quantized")
+    for node in reversed(conversions.values()):
+        graph.node.insert(0, node)
+    onnx.save(proto, out)
+
+
+def _channel_axis(node: Any, onnx: Any) -> int:
+    """The dimension of a weight that is the output channel."""
+    if node.op_type == "Gemm":
+        transposed = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}.get("transB", 0)
+        return 0 if transposed else 1
+    return 0 if node.op_type == "Conv" else 1
+
+
+def has_vnni() -> bool:
+    """Whether the processor multiplies int8 vectors into 32 bits; True where that cannot be seen."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return "vnni" in text or "flags" not in text  # of ARM processors the features have another name
+
+
+def _reader(module: Any, batches: Sequence[Arrays]) -> Any:
+    class Reader(module.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left: Iterator[Arrays] = iter(batches)
+
+        def get_next(self) -> Arrays | None:
+            return next(self.left, None)
+
+    return Reader()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager: ONNX Runtime prints its progress, logs advice about its own arguments, and writes temporary
+    files into the current directory.
+    """
+    root, level = logging.getLogger(), logging.getLogger().level
+    before = os.getcwd()
+    root.setLevel(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            tempfile.TemporaryDirectory() as directory,
+        ):
+            warnings.simplefilter("ignore")
+            os.chdir(directory)  # calibration leaves augmented_model.onnx there
+            yield
+    finally:
+        os.chdir(before)
+        root.setLevel(level)

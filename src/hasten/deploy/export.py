@@ -1,0 +1,199 @@
+"""``hasten export``: a run as ONNX, checked against the trained model on the validation data."""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.deploy.onnx_model import MODEL, OnnxModel, require
+from hasten.deploy.signature import ImageSpec, MetricSpec, Signature, TensorSpec, write_signature
+from hasten.deploy.trained_model import WEIGHTS, TrainedModel, load_trained_model
+from hasten.engine.error_messages import writable
+from hasten.engine.metrics import name_of
+
+TOLERANCE = 1e-4  # largest difference of an output from the trained model's, as a fraction of its largest output
+BATCH = "batch"  # name of dimension 0
+
+
+def export(run: str | Path, task: Any = None, *, onnx: bool = True, out: str | Path | None = None) -> dict[str, Any]:
+    """Exports the model of a run: weights, signature and, with ``onnx``, a model for ONNX Runtime.
+
+    Args:
+        run: The run directory of ``hasten train``.
+        task: The task that was trained; None for that of the run, if it is a workload.
+        onnx: Whether to write ``model.onnx``, with a batch of any size.
+        out: Directory of the files; the run directory by default.
+
+    Returns:
+        ``out``, ``files`` (name -> bytes), ``difference`` (largest of an output from the trained model's over the
+        validation data, as a fraction of the largest output), ``tolerance``, ``metric`` (name, and the values of the
+        trained and the exported model).
+
+    Raises:
+        ConfigurationError: There is no trained model, or an operation cannot be exported, which the message names.
+        RunError: The exported model computes something else, or the files cannot be written.
+    """
+    trained = load_trained_model(run, task)
+    directory = Path(out) if out is not None else trained.directory
+    with writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if directory.resolve() != trained.directory.resolve():
+            shutil.copyfile(trained.directory / WEIGHTS, directory / WEIGHTS)
+    value = trained.evaluate(lambda inputs: trained.model(*inputs))
+    result: dict[str, Any] = {"out": str(directory), "tolerance": TOLERANCE, "difference": None}
+    metric: dict[str, Any] = {"name": name_of(trained.task), "trained": value, "exported": None}
+    names = [WEIGHTS]
+    if onnx:
+        path = directory / MODEL
+        with writable(directory):
+            export_onnx(trained, path)
+        exported = OnnxModel(path)
+        result["difference"] = _largest_difference(trained, exported)
+        metric["exported"] = trained.evaluate(exported)
+        names.append(MODEL)
+    with writable(directory):
+        write_signature(signature_of(trained, value), directory)
+    files = {name: (directory / name).stat().st_size for name in (*names, "signature.json")}
+    return result | {"metric": metric, "files": files}
+
+
+def export_onnx(trained: TrainedModel, path: Path) -> None:
+    """Writes the trained model as ONNX. Dimensions that differ between batches stay free.
+
+    Raises:
+        ConfigurationError: An operation of the model cannot be exported.
+    """
+    inputs = tuple(trained.inputs_of(next(iter(trained.validation().epoch(0, 0)))))
+    free = [
+        {dim: BATCH if dim == 0 else f"{name}_{dim}" for dim in dims}
+        for name, dims in zip(trained.model.names, trained.varying_dimensions(), strict=True)
+    ]
+    try:
+        write_onnx(trained.model, inputs, trained.model.names, free, path)
+    except Exception as error:  # of many classes, private ones among them
+        raise ConfigurationError(f"{trained.task.name} cannot be exported: {_operation_of(error)}") from None
+
+
+def write_onnx(
+    model: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    names: Sequence[str],
+    free: Sequence[Mapping[int, str]],
+    path: Path,
+) -> None:
+    """Writes a model, whose parameter is ``*inputs``, as ONNX; the exporter's errors are raised as they are.
+
+    Args:
+        model: The model, in evaluation mode.
+        inputs: Example inputs.
+        names: Their names.
+        free: For each input, its free dimensions: index -> name.
+        path: The file.
+    """
+    require("onnxscript")
+    with _quiet():
+        program: Any = torch.onnx.export(
+            model,
+            inputs,
+            dynamo=True,
+            input_names=list(names),
+            output_names=["scores"],
+            dynamic_shapes=(tuple(dict(dims) for dims in free),),  # of the one parameter *inputs
+            verbose=False,
+        )
+    partial = path.with_suffix(".part")
+    program.save(str(partial), external_data=False)
+    os.replace(partial, path)
+
+
+def signature_of(trained: TrainedModel, value: float) -> Signature:
+    """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset."""
+    batch = next(iter(trained.validation().epoch(0, 0)))
+    inputs = trained.inputs_of(batch)
+    with torch.inference_mode():
+        output = trained.model(*inputs)
+    specs = [
+        TensorSpec(name=name, dtype=_dtype(tensor), shape=_shape(name, tensor, dims))
+        for name, tensor, dims in zip(trained.model.names, inputs, trained.varying_dimensions(), strict=True)
+    ]
+    scores = TensorSpec(name="scores", dtype=_dtype(output), shape=_shape("scores", output, {0}))
+    data = trained.task.validation_data
+    classes, image = getattr(data, "classes", None), getattr(data, "image", None)
+    is_direction = trained.higher_is_better
+    return Signature(
+        task=trained.task.name,
+        inputs=tuple(specs),
+        outputs=(scores,),
+        classes=tuple(map(str, classes)) if classes is not None and len(classes) == output.shape[-1] else None,
+        image=ImageSpec(**image) if isinstance(image, dict) and len(specs) == 1 else None,
+        metric=MetricSpec(name=name_of(trained.task), value=value, higher_is_better=is_direction),
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(name: str, tensor: torch.Tensor, varying: set[int]) -> tuple[int | str, ...]:
+    return tuple(
+        BATCH if dim == 0 else f"{name}_{dim}" if dim in varying else size for dim, size in enumerate(tensor.shape)
+    )
+
+
+def _largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
+    """Largest difference of an output, relative to the largest output; RunError if it exceeds the tolerance."""
+    difference = largest = 0.0
+    with torch.inference_mode():
+        for batch in trained.validation().epoch(0, 0):
+            inputs = trained.inputs_of(batch)
+            expected, found = trained.model(*inputs), exported(inputs)
+            if expected.shape != found.shape:
+                shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
+                raise RunError(f"the exported model returns scores of shape {shapes}")
+            difference = max(difference, float((expected - found).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
+    relative = difference / largest if largest else difference
+    if not relative <= TOLERANCE:  # also for NaN
+        raise RunError(f"the exported model differs from the trained one by {relative:.2g}, more than {TOLERANCE:.0e}")
+    return relative
+
+
+def _operation_of(error: BaseException) -> str:
+    """The operation, or else the first line that says why a model cannot be exported."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    text = "\n".join(map(str, chain))
+    if found := re.search(
+        r"(?:aten|torch_library|\w+)[.:]+[\w:.]+(?= is not supported|'? .*no (?:decomposition|ONNX))", text
+    ):
+        return f"there is no ONNX for {found.group()}"
+    if found := re.search(r"No ONNX function found for .*?(aten\S+|\S+)", text):
+        return f"there is no ONNX for {found.group(1).rstrip('.,>)')}"
+    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
+    return f"{type(chain[-1]).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Context manager: the exporter prints, logs and warns about things that its user cannot change."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

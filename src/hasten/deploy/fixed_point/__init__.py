@@ -1,0 +1,1 @@
+"""Models in integer arithmetic for processors without floating-point units: lowering, a NumPy reference, and C99."""

@@ -1,0 +1,93 @@
+"""Writes an integer model as C99: ``model.h`` holds the weights, ``model.c`` the program. No float, no malloc."""
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hasten.deploy.fixed_point.layers import Addition, Convolution, IntegerModel, Linear, Pooling
+
+NUMBERS_PER_LINE = 20
+
+
+def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str, ...] | None = None) -> list[Path]:
+    """Writes ``model.h`` and ``model.c`` into a directory; returns their paths.
+
+    ``model_run(input, output)`` computes the scores, int8. With ``-DMODEL_MAIN`` the file is a program: int8 samples
+    on standard input, int8 scores on standard output.
+    """
+    jinja: Any = importlib.import_module("jinja2")
+    loader = jinja.PackageLoader("hasten.deploy.fixed_point", ".")
+    templates = jinja.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja.StrictUndefined)
+    slots, sizes = _buffers(model)
+    layers = [_describe(model, layer, index, slots) for index, layer in enumerate(model.layers)]
+    context = {
+        "task": task,
+        "classes": classes,
+        "input": model.input,
+        "output": model.output,
+        "layers": layers,
+        "buffers": sizes,
+        "numbers": _numbers,
+        "bytes": sum(sizes) + sum(layer["bytes"] for layer in layers),
+    }
+    paths = []
+    for name in ("model.h", "model.c"):
+        path = directory / name
+        path.write_text(templates.get_template(f"{name}.j2").render(context), encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def _buffers(model: IntegerModel) -> tuple[dict[str, str], list[int]]:
+    """(activation -> C name of its buffer, bytes of the buffers); a buffer is used again after its last reader."""
+    last_use = {model.storage(name): index for index, layer in enumerate(model.layers) for name in layer.inputs}
+    slots, sizes = {model.input.name: "input", model.output.name: "output"}, list[int]()
+    free: list[int] = []
+    taken: dict[str, int] = {}
+    for index, layer in enumerate(model.layers):
+        if layer.output not in slots:
+            size = model.activations[layer.output].size
+            slot = min(free, key=lambda i: abs(sizes[i] - size), default=None)
+            if slot is None:
+                slot = len(sizes)
+                sizes.append(0)
+            else:
+                free.remove(slot)
+            sizes[slot] = max(sizes[slot], size)
+            slots[layer.output], taken[layer.output] = f"buffer_{slot}", slot
+        free += [
+            taken.pop(name)
+            for name in set(map(model.storage, layer.inputs))
+            if last_use[name] == index and name in taken
+        ]
+    return slots, sizes
+
+
+def _describe(model: IntegerModel, layer: Any, index: int, slots: dict[str, str]) -> dict[str, Any]:
+    """What the templates need of a layer."""
+    sources = [model.activations[name] for name in layer.inputs]
+    output = model.activations[layer.output]
+    described = {
+        "index": index,
+        "kind": type(layer).__name__,
+        "layer": layer,
+        "sources": sources,
+        "output": output,
+        "from": [slots[model.storage(name)] for name in layer.inputs],
+        "to": slots[layer.output],
+        "bytes": 0,
+    }
+    if isinstance(layer, (Linear, Convolution)):
+        count = len(layer.requantization.multipliers)
+        described["per_channel"] = int(count > 1)
+        described["bytes"] = layer.weight.size + 4 * layer.bias.size + 5 * count
+    assert isinstance(layer, (Linear, Convolution, Pooling, Addition))
+    return described
+
+
+def _numbers(values: Iterable[int]) -> str:
+    """Numbers of a C initializer, several a line."""
+    texts = [str(int(value)) for value in values]
+    lines = [", ".join(texts[i : i + NUMBERS_PER_LINE]) for i in range(0, len(texts), NUMBERS_PER_LINE)]
+    return ",\n  ".join(lines)

@@ -1,0 +1,318 @@
+"""``hasten quantize``: int8 models as trials, judged by the metric of the task.
+
+    float model -> candidates -> metric gate -> latency in turns -> layers kept in float -> the fastest that passes
+
+The metric is that of the validation data; the ranges of activations come from training data.
+"""
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.progress import ProgressCallback, no_progress
+from hasten.deploy.candidates import CANDIDATES, Arrays, Candidate, prepare, quantizable_nodes, quantize_model
+from hasten.deploy.export import export_onnx, signature_of
+from hasten.deploy.fixed_point.c_writer import write_c
+from hasten.deploy.fixed_point.layers import IntegerModel
+from hasten.deploy.integer_search import INTEGER_CANDIDATES, IntegerCandidate, bytes_of, make_integer_model, predictor
+from hasten.deploy.latency import compare_latency, peak_memory
+from hasten.deploy.onnx_model import MODEL, OnnxModel
+from hasten.deploy.signature import write_signature
+from hasten.deploy.trained_model import TrainedModel, load_trained_model
+from hasten.engine.error_messages import writable
+from hasten.engine.metrics import name_of
+from hasten.utils.durations import parse_budget
+
+CALIBRATION_SAMPLES = 512
+LATENCY_BATCHES = (1, 64)
+LATENCY_SHARE = 0.15  # of the budget, for the final comparison of latencies
+SEARCH_SHARE = 0.6  # of the budget, after which no further layer is tried in float
+SUBSET_BATCHES = 16  # validation batches by which layers are compared
+MAX_IN_FLOAT = 0.5  # fraction of the layers that may stay in float
+THREADS = 1
+RESULT = "quantize.json"
+TARGETS: dict[str, tuple[Candidate | IntegerCandidate, ...]] = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
+
+
+@dataclass
+class Trial:
+    """A quantized model: its candidate, itself, its metric, and what was measured of it."""
+
+    candidate: Candidate | IntegerCandidate
+    model: OnnxModel | IntegerModel
+    value: float
+    loss: float  # of the metric, as a fraction of the float model's
+    bytes: int
+    speedup: dict[int, Ratio] = field(default_factory=dict[int, Ratio])  # by batch size, over the float model
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
+
+    def to_json(self, max_loss: float) -> dict[str, Any]:
+        return {
+            "name": self.candidate.name,
+            "passed": self.loss <= max_loss,
+            "metric": self.value,
+            "loss": self.loss,
+            "bytes": self.bytes,
+            "in_float": list(self.candidate.in_float),
+            "speedup": {str(size): ratio.to_json() for size, ratio in self.speedup.items()},
+            "seconds": {str(size): seconds for size, seconds in self.seconds.items()},
+        }
+
+
+def quantize(
+    run: str | Path,
+    task: Any = None,
+    *,
+    budget: float | str = "10m",
+    target: str = "cpu",
+    max_loss: float = 0.01,
+    out: str | Path | None = None,
+    on_progress: ProgressCallback = no_progress,
+) -> dict[str, Any]:
+    """Finds the fastest int8 model whose metric is at most ``max_loss`` worse than that of the float model.
+
+    Args:
+        run: The run directory of ``hasten train``.
+        task: The task that was trained; None for that of the run, if it is a workload.
+        budget: Seconds, or a text such as "10m". The candidates that are left at its end are not tried.
+        target: "cpu": a model for ONNX Runtime; "dsp": C99 code in integers, ``model.h`` and ``model.c``.
+        max_loss: Largest loss of the metric, as a fraction of the float model's value.
+        out: Directory of the result; ``RUN/int8`` by default.
+        on_progress: Receives the progress.
+
+    Returns:
+        ``verdict`` ("faster", "smaller" or "no improvement"), ``chosen`` (a trial, or None), ``float`` (metric, bytes,
+        seconds by batch size), ``trials``, ``layers`` (node -> loss of the metric that it causes), ``not_tried``,
+        ``peak_memory_bytes``, ``out``.
+
+    Raises:
+        ConfigurationError: A wrong request, or a model that cannot be exported.
+        RunError: No candidate could be made.
+    """
+    if not 0.0 <= max_loss < 1.0:
+        raise ConfigurationError(f"max_loss is a fraction of the metric from 0 up to 1, such as 0.01, not {max_loss}")
+    if target not in TARGETS:
+        raise ConfigurationError(f"target is one of {', '.join(TARGETS)}, not {target!r:.40}")
+    search = _Search(load_trained_model(run, task), parse_budget(budget), target, max_loss, on_progress)
+    directory = Path(out) if out is not None else Path(run, "int8")
+    with writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        search.prepare(Path(temporary))
+        search.try_candidates()
+        if target == "cpu":
+            search.keep_layers_in_float()
+            search.compare()
+        chosen, verdict = search.choose()
+        result = search.result() | {"verdict": verdict, "out": str(directory), "peak_memory_bytes": None}
+        result["chosen"] = chosen.to_json(max_loss) if chosen else None
+        with writable(directory):
+            if chosen:
+                result["peak_memory_bytes"] = search.write(chosen, directory)
+            text = json.dumps(result, indent=1, default=str)
+            (directory / RESULT).write_text(text + "\n", encoding="utf-8")
+    return result
+
+
+class _Search:
+    """The trials of one call of ``quantize``."""
+
+    def __init__(
+        self, trained: TrainedModel, budget: float, target: str, max_loss: float, on_progress: ProgressCallback
+    ):
+        self.trained, self.budget, self.target, self.max_loss = trained, budget, target, max_loss
+        self.on_progress = on_progress
+        self.candidates: tuple[Candidate | IntegerCandidate, ...] = TARGETS[target]
+        self.began = time.monotonic()
+        self.trials: list[Trial] = []
+        self.failed: list[dict[str, str]] = []
+        self.layers: dict[str, float] = {}
+        self.speed_of_torch: dict[int, Ratio] = {}
+        self.float_seconds: dict[int, float] = {}
+
+    def prepare(self, directory: Path) -> None:
+        """Exports the float model and reads the calibration batches."""
+        self.directory = directory
+        self.on_progress("exporting the model", 0.0, self.budget)
+        exported, self.prepared = directory / "float.onnx", directory / "prepared.onnx"
+        export_onnx(self.trained, exported)
+        prepare(exported, self.prepared)
+        self.float_model = OnnxModel(self.prepared, THREADS)
+        self.float_bytes = exported.stat().st_size
+        self.value = self.trained.evaluate(self.float_model)
+        if not math.isfinite(self.value):
+            raise RunError(f"the metric of the float model is {self.value}, so that no loss can be compared with it")
+        self.batches = list(self._calibration())
+        if not self.batches:
+            raise ConfigurationError(f"{self.trained.task.name} has no training data to calibrate with")
+
+    def _calibration(self) -> Iterator[Arrays]:
+        samples = 0
+        for batch in self.trained.training_batches(CALIBRATION_SAMPLES):
+            inputs = self.trained.inputs_of(batch)
+            yield {name: tensor.numpy() for name, tensor in zip(self.float_model.inputs, inputs, strict=True)}
+            samples += len(inputs[0])
+            if samples >= CALIBRATION_SAMPLES:
+                return
+
+    def _left(self, share: float = 1.0) -> float:
+        return share * self.budget - (time.monotonic() - self.began)
+
+    def try_candidates(self) -> None:
+        """Makes and evaluates every candidate for which there is time."""
+        for index, candidate in enumerate(self.candidates):
+            if self._left(1.0 - LATENCY_SHARE) <= 0.0 and self.trials:
+                self._not_tried(candidate, "the budget is spent")
+                continue
+            self.on_progress(candidate.name, index / len(self.candidates), self._left())
+            try:
+                self.trials.append(self._try(candidate))
+            except RunError as error:
+                self._not_tried(candidate, str(error))
+        if not self.trials:
+            raise RunError(f"no candidate could be made; {self.failed[0]['why']}")
+
+    def _not_tried(self, candidate: Candidate | IntegerCandidate, why: str) -> None:
+        self.failed.append({"name": candidate.name, "why": why})
+
+    def _try(self, candidate: Candidate | IntegerCandidate, batches: int | None = None) -> Trial:
+        if isinstance(candidate, IntegerCandidate):
+            model: OnnxModel | IntegerModel = make_integer_model(self.prepared, candidate, self.batches)
+            value, size = self.trained.evaluate(predictor(model), batches), bytes_of(model)
+        else:
+            path = self.directory / f"{len(list(self.directory.iterdir()))}.onnx"
+            quantize_model(self.prepared, path, candidate, self.batches)
+            model = OnnxModel(path, THREADS)
+            value, size = self.trained.evaluate(model, batches), model.bytes
+        return Trial(candidate, model, value, self._loss(value), size)
+
+    def _loss(self, value: float, reference: float | None = None) -> float:
+        """How much worse a value is than the float model's, as a fraction of that; infinite if it is not finite."""
+        reference = self.value if reference is None else reference
+        if not math.isfinite(value):
+            return math.inf
+        worse = reference - value if self.trained.higher_is_better else value - reference
+        return worse / abs(reference) if reference else worse
+
+    def keep_layers_in_float(self) -> None:
+        """If no static candidate passes: finds the layers of the best that hurt, and leaves the worst in float."""
+        tried = [(trial, trial.candidate) for trial in self.trials]
+        static = [(trial, one) for trial, one in tried if isinstance(one, Candidate) and one.kind == "static"]
+        if not static or any(trial.loss <= self.max_loss for trial, _ in static):
+            return
+        best, candidate = min(static, key=lambda pair: pair[0].loss)
+        assert isinstance(best.model, OnnxModel)
+        nodes = quantizable_nodes(self.prepared)
+        reference = self.trained.evaluate(self.float_model, SUBSET_BATCHES)
+        whole = self._loss(self.trained.evaluate(best.model, SUBSET_BATCHES), reference)
+        for index, node in enumerate(nodes):
+            if self._left(SEARCH_SHARE) <= 0.0:
+                return
+            self.on_progress(f"{node} in float", index / len(nodes), self._left())
+            trial = self._try(candidate.keeping([node]), SUBSET_BATCHES)
+            self.layers[node] = whole - self._loss(trial.value, reference)
+        worst = sorted(nodes, key=lambda node: -self.layers[node])
+        for count in range(1, max(1, int(MAX_IN_FLOAT * len(nodes))) + 1):
+            if self._left(1.0 - LATENCY_SHARE) <= 0.0:
+                return
+            self.trials.append(self._try(candidate.keeping(worst[:count])))
+            if self.trials[-1].loss <= self.max_loss:
+                return
+
+    def compare(self) -> None:
+        """Times the candidates that pass, the float model and eager PyTorch in turns, at both batch sizes."""
+        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(THREADS)
+        try:
+            for index, size in enumerate(LATENCY_BATCHES):
+                inputs = self._inputs(size)
+                self.on_progress(f"latency at batch {size}", index / len(LATENCY_BATCHES), self._left())
+                calls: dict[str, Callable[[], object]] = {
+                    str(number): partial(model, inputs)
+                    for number, trial in enumerate(passed)
+                    if isinstance(model := trial.model, OnnxModel)
+                }
+                calls["torch"] = partial(self._call_torch, inputs)
+                seconds = max(1.0, self.budget * LATENCY_SHARE / len(LATENCY_BATCHES))
+                found = compare_latency(partial(self.float_model, inputs), calls, min(seconds, 20.0))
+                self.float_seconds[size] = found[""][1]
+                self.speed_of_torch[size] = found["torch"][0]
+                for number, trial in enumerate(passed):
+                    trial.speedup[size], trial.seconds[size] = found[str(number)]
+        finally:
+            torch.set_num_threads(threads)
+
+    @torch.inference_mode()
+    def _call_torch(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.trained.model(*inputs)
+
+    def _inputs(self, size: int) -> list[torch.Tensor]:
+        """Validation samples, repeated if there are fewer than ``size``."""
+        batch = self.trained.inputs_of(next(iter(self.trained.validation().epoch(0, 0))))
+        return [
+            tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.ndim - 1))[:size].contiguous() for tensor in batch
+        ]
+
+    def choose(self) -> tuple[Trial | None, str]:
+        """The fastest trial that passes, and the verdict about it; else the smallest one."""
+        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
+        faster = [
+            trial for trial in passed if trial.speedup and any(ratio.low > 1.0 for ratio in trial.speedup.values())
+        ]
+        if faster:
+            return max(faster, key=lambda trial: math.prod(r.median for r in trial.speedup.values())), "faster"
+        smaller = [trial for trial in passed if trial.bytes < self.float_bytes]
+        if smaller:
+            return min(smaller, key=lambda trial: (trial.bytes, trial.loss)), "smaller"
+        return None, "no improvement"
+
+    def write(self, chosen: Trial, directory: Path) -> dict[str, int] | None:
+        """Writes the chosen model and its signature. Returns the peak memory of the float and the int8 model at the
+        largest batch, each in a process of its own; None for C code, which says its memory itself.
+        """
+        signature = signature_of(self.trained, chosen.value)
+        write_signature(signature, directory)
+        if isinstance(chosen.model, IntegerModel):
+            write_c(chosen.model, directory, signature.task, signature.classes)
+            return None
+        shutil.copyfile(chosen.model.path, directory / MODEL)
+        inputs = dict(zip(self.float_model.inputs, self._inputs(LATENCY_BATCHES[-1]), strict=True))
+        return {"float": peak_memory(self.prepared, inputs), "int8": peak_memory(chosen.model.path, inputs)}
+
+    def result(self) -> dict[str, Any]:
+        """All but the choice."""
+        return {
+            "kind": "quantize",
+            "target": self.target,
+            "task": self.trained.task.name,
+            "metric": {"name": name_of(self.trained.task), "higher_is_better": self.trained.higher_is_better},
+            "max_loss": self.max_loss,
+            "float": {
+                "metric": self.value,
+                "bytes": self.float_bytes,
+                "seconds": {str(size): seconds for size, seconds in self.float_seconds.items()},
+            },
+            "torch_speedup": {str(size): ratio.to_json() for size, ratio in self.speed_of_torch.items()},
+            "trials": [trial.to_json(self.max_loss) for trial in self.trials],
+            "layers": self.layers,
+            "not_tried": self.failed,
+            "threads": THREADS,
+            "seconds": time.monotonic() - self.began,
+        }
+
+
+def _is_faster(speedups: Sequence[Ratio]) -> bool:
+    """Whether a model is surely faster at one batch size, and surely slower at none."""
+    return any(ratio.low > 1.0 for ratio in speedups) and not any(ratio.high < 1.0 for ratio in speedups)

@@ -1,0 +1,94 @@
+"""The signature of an exported model: what it takes and returns, as JSON beside the model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hasten.core.errors import ConfigurationError
+
+SIGNATURE = "signature.json"
+
+Dtype = Literal["float32", "float64", "int64", "int32", "uint8", "bool"]
+Size = Annotated[int, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TensorSpec(_Strict):
+    """Name, dtype and shape of an input or output; a dimension that varies has a name, such as "batch"."""
+
+    name: str
+    dtype: Dtype
+    shape: Annotated[tuple[Size | str, ...], Field(min_length=1)]
+
+
+class ImageSpec(_Strict):
+    """How an image file becomes an input: resized to (height, width), each pixel ``(value / 255 - mean) / std``.
+
+    The pixels are in the order channel, row, column, in the shape of the input without its batch dimension. ``mean``
+    and ``std`` have one value, or one a channel.
+    """
+
+    height: Annotated[int, Field(gt=0, le=4096)]
+    width: Annotated[int, Field(gt=0, le=4096)]
+    channels: Literal[1, 3]  # grayscale, RGB
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+
+    @model_validator(mode="after")
+    def _one_value_a_channel(self) -> "ImageSpec":
+        if {len(self.mean), len(self.std)} - {1, self.channels}:
+            raise ValueError("mean and std have one value, or one a channel")
+        return self
+
+
+class MetricSpec(_Strict):
+    """The task's metric and its value for this model on the validation data."""
+
+    name: str
+    value: float
+    higher_is_better: bool
+
+
+class Signature(_Strict):
+    """What a deployed model takes and returns.
+
+    Attributes:
+        task: Name of the task that it was trained on.
+        inputs: The inputs in their order; dimension 0 of each is the batch.
+        outputs: The outputs; dimension 0 is the batch.
+        classes: Names of the classes in the order of the scores; None for no classifier, or without names.
+        image: How an image file becomes the only input; None if the input is no image.
+        metric: The quality of the model.
+    """
+
+    format: Literal[1] = 1
+    task: str
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    classes: tuple[str, ...] | None = None
+    image: ImageSpec | None = None
+    metric: MetricSpec | None = None
+
+
+def write_signature(signature: Signature, directory: Path) -> None:
+    """Writes ``signature.json`` into a directory."""
+    (directory / SIGNATURE).write_text(signature.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_signature(directory: Path) -> Signature:
+    """Reads and checks ``signature.json``; ConfigurationError that names the file and the wrong field."""
+    path = directory / SIGNATURE
+    try:
+        return Signature.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigurationError(f"{directory} has no {SIGNATURE}; make it with: hasten export RUN --onnx") from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigurationError(f"{path}: {where}: {first['msg']}; export the model again") from None

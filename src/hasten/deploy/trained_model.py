@@ -1,0 +1,202 @@
+"""The model of a run directory with its task: what is exported, quantized and compared."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model
+from torch import nn
+
+from hasten.core.data import BatchSource
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.task import Task
+from hasten.core.types import Batch
+from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of
+from hasten.engine.plan import Program, build
+from hasten.engine.tasks import TaskRef, workload_names
+from hasten.utils.batch import TARGET_NAMES, batch_size, target_of
+
+WEIGHTS = "model.safetensors"
+SEEN_BATCHES = 32  # whose shapes tell which dimensions vary
+
+Predict = Callable[[list[torch.Tensor]], torch.Tensor]  # input tensors of a batch -> logits
+
+
+class InferenceModel(nn.Module):
+    """A model as it is deployed: input tensors in the order of ``names`` in, logits out.
+
+    Args:
+        model: The trained model.
+        names: Names of the inputs in a batch.
+        by_name: Whether the model takes them by name, as models for dict batches do.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], by_name: bool):
+        super().__init__()
+        self.model, self.names, self.by_name = model, tuple(names), by_name
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.by_name:
+            return logits_of(self.model(**dict(zip(self.names, inputs, strict=True))))
+        return logits_of(self.model(*inputs))
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model, in evaluation mode on the CPU, and the data of its task.
+
+    Attributes:
+        directory: The run directory.
+        task: The task.
+        model: The model that returns logits.
+        program: The task's program without methods, of which the data are used.
+    """
+
+    directory: Path
+    task: Task
+    model: InferenceModel
+    program: Program
+
+    @property
+    def higher_is_better(self) -> bool:
+        """The direction of the task's metric."""
+        return higher_is_better(self.task)
+
+    def validation(self) -> BatchSource:
+        """The validation data; ConfigurationError if the task has none."""
+        if self.program.validation is None:
+            raise ConfigurationError(f"{self.task.name} has no validation data, with which the result would be checked")
+        return self.program.validation
+
+    def training_batches(self, count: int) -> Iterator[Batch]:
+        """The first batches of the training data, in the order of seed 0."""
+        return islice(self.program.source.epoch(0, 0), count)
+
+    def inputs_of(self, batch: Batch) -> list[torch.Tensor]:
+        """The input tensors of a batch, in the order of ``model.names``; RunError if an input is no tensor."""
+        inputs = _named_inputs(batch)
+        values = [inputs[name] for name in self.model.names] if self.model.by_name else list(inputs.values())
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            raise RunError(f"the inputs {', '.join(self.model.names)} are not all tensors, so they cannot be exported")
+        return values
+
+    def evaluate(self, predict: Predict, batches: int | None = None) -> float:
+        """The task's metric of a predictor over the validation data, or over its first ``batches``."""
+        source = islice(self.validation().epoch(0, 0), batches)
+        with torch.inference_mode():
+            if self.task.evaluate is not None:
+                return float(self.task.evaluate(_Predictor(self, predict), source))
+            metric = MetricAccumulator(self.task)
+            for batch in source:
+                output, target = predict(self.inputs_of(batch)), target_of_batch(batch)
+                loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
+                metric.update(output, target, loss, batch_size(batch))
+            return metric.result().metric
+
+    def varying_dimensions(self) -> list[set[int]]:
+        """For each input, its dimensions that differ between batches; 0, the batch, is always among them."""
+        varying: list[set[int]] = []
+        shapes: list[torch.Size] = []
+        for batch in islice(self.validation().epoch(0, 0), SEEN_BATCHES):
+            inputs = self.inputs_of(batch)
+            if not shapes:
+                shapes, varying = [tensor.shape for tensor in inputs], [{0} for _ in inputs]
+            for seen, shape, tensor in zip(varying, shapes, inputs, strict=True):
+                seen |= {i for i, (a, b) in enumerate(zip(shape, tensor.shape, strict=True)) if a != b}
+        return varying
+
+
+class _Predictor(nn.Module):
+    """A predictor in the place of the model, for a task with an evaluation of its own."""
+
+    def __init__(self, trained: TrainedModel, predict: Predict):
+        super().__init__()
+        self.trained, self.predict = trained, predict
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return self.predict([*args, *(kwargs[name] for name in self.trained.model.names if name in kwargs)])
+
+
+def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
+    """Loads the model of a run, on the CPU and in evaluation mode.
+
+    Args:
+        run: The run directory of ``hasten train``, with ``model.safetensors``.
+        task: The task that was trained. None: that of the run, if it is a workload; the code of another file is not
+            executed because a run directory names it.
+
+    Raises:
+        ConfigurationError: there is no trained model, the task is unknown or has no validation data, or the weights
+            are not those of its model.
+        RunError: the batches of the task cannot be divided into inputs and target.
+    """
+    directory = Path(run)
+    weights = directory / WEIGHTS
+    if not weights.is_file():
+        what = f"{directory} has no {WEIGHTS}" if directory.is_dir() else f"there is no run directory {directory}"
+        raise ConfigurationError(f"{what}; train one with: hasten train TASK --out {directory}")
+    loaded = TaskRef.of(task if task is not None else _workload_of(directory)).load()
+    program = build(loaded)
+    module = program.export().eval()
+    _load_weights(module, weights, loaded.name)
+    trained = TrainedModel(directory, loaded, InferenceModel(module, (), False), program)
+    first = next(iter(trained.validation().epoch(0, 0)))
+    inference = InferenceModel(module, *_input_names(module, first, loaded)).eval()
+    return TrainedModel(directory, loaded, inference, program)
+
+
+def target_of_batch(batch: Batch) -> Any:
+    """The target of a batch: its last item, or the field with the name of a target."""
+    return batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
+
+
+def _workload_of(directory: Path) -> str:
+    """The name of the workload that a run trained, as its ``environment.json`` has it."""
+    try:
+        name = json.loads((directory / "environment.json").read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = None
+    if name not in workload_names():
+        raise ConfigurationError(f"the run in {directory} does not name an installed workload; add --task TASK")
+    return str(name)
+
+
+def _load_weights(module: nn.Module, path: Path, task: str) -> None:
+    try:
+        load_model(module, path)
+    except SafetensorError as error:
+        raise ConfigurationError(f"{path} is no complete safetensors file: {error}") from None
+    except RuntimeError as error:  # of load_state_dict
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"{path} does not fit the model of {task}: {reason:.200}") from None
+
+
+def _named_inputs(batch: Batch) -> dict[str, Any]:
+    """Input name -> value. Items of a tuple have the names 0, 1, ..."""
+    if isinstance(batch, (tuple, list)):
+        return {str(index): value for index, value in enumerate(batch[:-1])}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if not isinstance(batch, Mapping):
+        raise RunError(f"cannot tell input from target in a batch of type {type(batch).__name__}")
+    return {name: value for name, value in batch.items() if name not in TARGET_NAMES}
+
+
+def _input_names(module: nn.Module, batch: Batch, task: Task) -> tuple[list[str], bool]:
+    """(names of the inputs, whether the model takes them by name)."""
+    inputs = _named_inputs(batch)
+    if not isinstance(batch, (tuple, list)):
+        return list(inputs), True
+    if task.loss is None and task.step is None:
+        raise RunError(
+            f"the model of {task.name} gets inputs and target in one tuple; only dict batches can be exported"
+        )
+    known = [name for name, parameter in inspect.signature(module.forward).parameters.items()
+             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]  # fmt: skip
+    return [*known[: len(inputs)], *(f"input_{index}" for index in range(len(known), len(inputs)))], False

@@ -1,0 +1,128 @@
+"""Quantization: what loses too much is refused with its loss, and what passes is what was measured."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hasten import ConfigurationError
+from helpers.deployed import depthwise_digits, plant_outliers
+from helpers.process import run_hasten
+
+pytest.importorskip("onnxruntime")
+
+from hasten.benchmarking.ratio import Ratio
+from hasten.deploy import candidates
+from hasten.deploy import quantize as quantize_module
+from hasten.deploy.onnx_model import OnnxModel
+from hasten.deploy.quantize import quantize
+from hasten.deploy.signature import read_signature
+from hasten.deploy.trained_model import load_trained_model
+
+BUDGET_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def outliers(depthwise_run, tmp_path_factory):
+    """The result of quantizing the depthwise network with an outlier channel, and its directory."""
+    run = tmp_path_factory.mktemp("outliers") / "run"
+    shutil.copytree(depthwise_run, run)
+    plant_outliers(run)
+    return quantize(run, depthwise_digits, budget=BUDGET_S), run
+
+
+def test_planted_outliers_are_refused_per_tensor_and_taken_per_channel(outliers):
+    result, _ = outliers
+    trials = {trial["name"]: trial for trial in result["trials"]}
+    assert not trials["static per tensor, minmax"]["passed"] and trials["static per tensor, minmax"]["loss"] > 0.02
+    assert not trials["dynamic per tensor"]["passed"]
+    assert trials["static per channel, minmax"]["passed"] and "per tensor" not in result["chosen"]["name"]
+
+
+def test_chosen_model_has_the_metric_and_size_of_its_trial(outliers):
+    result, run = outliers
+    model = OnnxModel(run / "int8" / "model.onnx")
+    trained = load_trained_model(run, depthwise_digits)
+    assert trained.evaluate(model) == result["chosen"]["metric"] == read_signature(run / "int8").metric.value
+    assert model.bytes == result["chosen"]["bytes"] < 0.5 * result["float"]["bytes"]
+    stored = json.loads((run / "int8" / "quantize.json").read_text())
+    assert stored["chosen"] == result["chosen"] and min(result["peak_memory_bytes"].values()) > 0
+
+
+def test_layer_that_hurts_is_found_and_kept_in_float(outliers, depthwise_run, monkeypatch):
+    per_tensor = [one for one in candidates.CANDIDATES if one.kind == "static" and not one.per_channel]
+    monkeypatch.setitem(quantize_module.TARGETS, "cpu", tuple(per_tensor))
+    _, run = outliers
+    found = quantize(run, depthwise_digits, budget=BUDGET_S, out=run / "mixed")
+    worst = max(found["layers"], key=found["layers"].get)
+    model = load_trained_model(run, depthwise_digits)
+    assert found["chosen"]["in_float"][0] == worst and found["chosen"]["passed"]
+    assert model.evaluate(OnnxModel(run / "mixed" / "model.onnx")) == found["chosen"]["metric"]
+
+
+def test_loss_that_no_candidate_meets_shows_all_and_exits_with_1(outliers, monkeypatch):
+    _, run = outliers
+    monkeypatch.setattr(quantize_module, "TARGETS", {"cpu": candidates.CANDIDATES[3:4], "dsp": ()})
+    monkeypatch.setattr(quantize_module, "SEARCH_SHARE", 0.0)
+    result = quantize(run, depthwise_digits, budget=BUDGET_S, max_loss=0.0, out=run / "none")
+    assert result["verdict"] == "no improvement" and result["chosen"] is None and len(result["trials"]) >= 1
+    assert not (run / "none" / "model.onnx").exists() and (run / "none" / "quantize.json").exists()
+
+
+def test_integer_code_of_a_run_has_the_metric_that_is_stated(depthwise_run, tmp_path):
+    result = quantize(depthwise_run, depthwise_digits, target="dsp", budget=BUDGET_S, out=tmp_path)
+    assert result["verdict"] == "smaller" and result["chosen"]["loss"] <= 0.01
+    assert result["chosen"]["bytes"] < 0.3 * result["float"]["bytes"]
+    assert {"model.h", "model.c", "signature.json", "quantize.json"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_weights_are_within_half_a_step(digits_run, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    quantize_module.export_onnx(load_trained_model(digits_run), tmp_path / "float.onnx")
+    candidates.prepare(tmp_path / "float.onnx", tmp_path / "prepared.onnx")
+    candidates.quantize_weights(tmp_path / "prepared.onnx", tmp_path / "int8.onnx")
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "prepared.onnx").graph.initializer}
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(tmp_path / "int8.onnx").graph.initializer}
+    names = [name for name in before if f"{name}_int8" in after]
+    assert len(names) == 2
+    for name in names:
+        scale = after[f"{name}_scale"][:, None]
+        assert (abs(after[f"{name}_int8"] * scale - before[name]) <= 0.5001 * scale).all()
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"),
+    [
+        ([Ratio(2.0, 1.8, 2.2), Ratio(1.0, 0.9, 1.1)], True),
+        ([Ratio(1.1, 0.9, 1.3), Ratio(1.0, 0.9, 1.1)], False),
+        ([Ratio(2.0, 1.8, 2.2), Ratio(0.8, 0.7, 0.9)], False),
+        ([], False),
+    ],
+)
+def test_faster_is_surely_faster_somewhere_and_slower_nowhere(speedups, expected):
+    assert quantize_module._is_faster(speedups) is expected
+
+
+def test_wrong_requests_are_one_line(digits_run):
+    with pytest.raises(ConfigurationError, match="max_loss is a fraction"):
+        quantize(digits_run, max_loss=2.0)
+    with pytest.raises(ConfigurationError, match="target is one of cpu, dsp, not 'gpu'"):
+        quantize(digits_run, target="gpu")
+
+
+def test_task_without_validation_data_is_refused(digits_run):
+    from helpers.deployed import few_epochs
+
+    with pytest.raises(ConfigurationError, match="has no validation data"):
+        quantize(digits_run, replace(few_epochs(), validation_data=None, metric="loss", target=None))
+
+
+@pytest.mark.slow
+def test_command_quantizes(digits_run, tmp_path):
+    done = run_hasten("quantize", str(digits_run), "--budget", "20s", "--out", ".", cwd=tmp_path)
+    assert done.returncode == 0 and "int8" in done.stdout and "Result: " in done.stdout, done.stderr
+    refused = run_hasten("quantize", str(digits_run), "--target", "gpu", cwd=tmp_path)
+    assert refused.returncode == 2 and "must be cpu or dsp" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert torch.is_tensor(OnnxModel(tmp_path / "model.onnx")([torch.rand(2, 64)]))
