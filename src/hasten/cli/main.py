@@ -31,6 +31,7 @@ from hasten.cli import (
     methods,
     quantize,
     report,
+    serve,
     train,
     tune,
 )
@@ -67,6 +68,7 @@ COMMANDS = {
     "eject": eject,
     "export": export,
     "quantize": quantize,
+    "serve": serve,
     "data": data,
     "launch": launch,
     "bench-comm": bench_comm,

@@ -50,6 +50,9 @@ class Photographs(Dataset):
     "test".
     """
 
+    classes = CLASSES  # this and the next line are what an exported model says of its output and input
+    image = {"height": 32, "width": 32, "channels": 3, "mean": MEAN.flatten().tolist(), "std": STD.flatten().tolist()}
+
     def __init__(self, split: str):
         self.files, self.labels = _jpeg_files(split)
 

@@ -21,6 +21,7 @@ FILES = {
     "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
 }
 MEAN, STD = 0.2860, 0.3530  # of the training pixels, from 0 to 1
+CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
 def fashion_mnist() -> Task:
@@ -41,6 +42,9 @@ def fashion_mnist() -> Task:
 
 class Clothes(Dataset):
     """Sample: (normalized float32 image of shape (1, 28, 28); class, 0 to 9). Split: "train" or "t10k"."""
+
+    classes = CLASSES  # this and the next line are what an exported model says of its output and input
+    image = {"height": 28, "width": 28, "channels": 1, "mean": (MEAN,), "std": (STD,)}
 
     def __init__(self, split: str):
         self.images = _read_idx(f"{split}-images-idx3-ubyte.gz", header=16).reshape(-1, 28, 28)

@@ -1,0 +1,321 @@
+"""The service under load: latency, throughput against other servers, overload, and reloads without a lost request.
+
+All servers serve the same ONNX model in one process on this machine and take turns; the load comes from one process of
+keep-alive connections, each with one request at a time, that share the machine's cores with the server. The peers: a
+plain FastAPI handler that calls the model, as most people write it, and LitServe with batching.
+
+Figures: p99 at 70 % load at most 2x p50; at least LitServe's throughput, and 3x the plain handler's on small inputs; at
+three times the capacity no error but 429 and memory within 5 %; no request lost over 10,000 with reloads; the first
+answer at most 3 s after the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from _common import finish, installed, interval, parser, print_progress, show
+from int8 import trained
+
+from hasten.deploy.export import export
+
+CONNECTIONS = 32
+SECONDS = 4.0
+START_S, GROWTH, TAIL, OVER_PLAIN = 3.0, 0.05, 2.0, 3.0
+
+PLAIN = """
+import sys
+import numpy, onnxruntime, uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+app = FastAPI()
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+name = session.get_inputs()[0].name
+
+class Body(BaseModel):
+    inputs: list[list[float]]
+
+@app.post("/predict")
+def predict(body: Body):
+    scores = session.run(None, {name: numpy.asarray(body.inputs, dtype=numpy.float32)})[0]
+    return {"scores": scores.tolist(), "indices": scores.argmax(1).tolist()}
+
+@app.get("/ready")
+def ready():
+    return {}
+
+uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
+"""
+
+LITSERVE = """
+import sys
+import numpy, onnxruntime, litserve
+
+class Api(litserve.LitAPI):
+    def setup(self, device):
+        self.session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+        self.name = self.session.get_inputs()[0].name
+
+    def decode_request(self, request):
+        return numpy.asarray(request["inputs"][0], dtype=numpy.float32)
+
+    def batch(self, inputs):
+        return numpy.stack(inputs)
+
+    def predict(self, batch):
+        return self.session.run(None, {self.name: batch})[0]
+
+    def unbatch(self, scores):
+        return list(scores)
+
+    def encode_response(self, scores):
+        return {"scores": [scores.tolist()], "indices": [int(scores.argmax())]}
+
+if __name__ == "__main__":
+    api = Api(max_batch_size=64, batch_timeout=0.002)
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1)
+    server.run(port=int(sys.argv[2]), generate_client_file=False, log_level="warning", num_api_servers=1)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextmanager
+def server(command: list[str], port: int) -> Iterator[tuple[subprocess.Popen, float]]:
+    """Context manager: a server process and the seconds until its first answer."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                try:
+                    if asyncio.run(one_request(port, body_of(1))) == 200:
+                        break
+                except OSError:
+                    time.sleep(0.02)
+                assert process.poll() is None and time.perf_counter() - began < 60.0, "the server did not start"
+            yield process, time.perf_counter() - began
+        finally:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            for child in children:
+                if child.is_running():
+                    child.kill()
+
+
+def body_of(samples: int) -> bytes:
+    return json.dumps({"inputs": [[0.5] * 64] * samples}).encode()
+
+
+def message(body: bytes) -> bytes:
+    head = f"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def answer(reader: asyncio.StreamReader) -> int:
+    """Reads an answer; its status code."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+    )
+    await reader.readexactly(length)
+    return int(head.split(b" ", 2)[1])
+
+
+async def one_request(port: int, body: bytes) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message(body))
+    code = await answer(reader)
+    writer.close()
+    return code
+
+
+async def load(
+    port: int, connections: int, seconds: float, rate: float | None = None, count: int | None = None
+) -> dict:
+    """Sends requests of one sample over keep-alive connections: as fast as they are answered, or ``rate`` a second.
+
+    With a rate, each request has a planned time and its latency counts from there, so that a server that stalls is not
+    spared the requests that would have come in the meantime.
+    """
+    codes, latencies = Counter(), []
+    data, began, sent = message(body_of(1)), time.perf_counter(), 0
+
+    async def connection(index: int) -> None:
+        nonlocal sent
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        number = 0
+        while (now := time.perf_counter()) - began < seconds and (count is None or sent < count):
+            planned = now
+            if rate is not None:
+                planned = began + (number * connections + index) / rate
+                if planned - began >= seconds:
+                    break
+                if planned > now:
+                    await asyncio.sleep(planned - now)
+            number += 1
+            sent += 1
+            writer.write(data)
+            codes[await answer(reader)] += 1
+            latencies.append(time.perf_counter() - planned)
+        writer.close()
+
+    await asyncio.gather(*(connection(index) for index in range(connections)))
+    spent = time.perf_counter() - began
+    return {"codes": dict(codes), "latencies": latencies, "rate": codes[200] / spent}
+
+
+def memory(process: subprocess.Popen) -> int:
+    return psutil.Process(process.pid).memory_info().rss
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where trained runs are kept")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--overload", type=float, default=60.0, metavar="SECONDS")
+    options.add_argument("--requests", type=int, default=10_000, help="requests during the reloads")
+    options = options.parse_args()
+    run = trained("digits", options.runs)
+    export(run, "digits")
+    model = str(run / "model.onnx")
+    with tempfile.TemporaryDirectory() as temporary:
+        scripts = {"plain FastAPI": PLAIN, "LitServe": LITSERVE}
+        arms = {"hasten serve": lambda port: [sys.executable, "-m", "hasten", "serve", str(run), "--port", str(port)]}
+        for name, text in scripts.items():
+            script = Path(temporary, f"{name.split()[0]}.py")
+            script.write_text(text)
+            arms[name] = lambda port, script=script: [sys.executable, str(script), model, str(port)]
+        if why := installed("litserve"):
+            print_progress(f"LitServe: {why}")
+            del arms["LitServe"]
+        rates, starts = {name: [] for name in arms}, []
+        for number in range(options.rounds):
+            for name in list(arms) if number % 2 == 0 else reversed(list(arms)):
+                print_progress(f"round {number + 1}: {name}")
+                port = free_port()
+                with server(arms[name](port), port) as (_, start):
+                    asyncio.run(load(port, CONNECTIONS, 1.0))
+                    rates[name].append(asyncio.run(load(port, CONNECTIONS, SECONDS))["rate"])
+                    if name == "hasten serve":
+                        starts.append(start)
+        capacity = statistics.median(rates["hasten serve"])
+        port = free_port()
+        with server(arms["hasten serve"](port), port) as (process, _):
+            print_progress("70 % load")
+            asyncio.run(load(port, CONNECTIONS, 1.0))
+            calm = asyncio.run(load(port, CONNECTIONS, 10.0, rate=0.7 * capacity))
+        port = free_port()
+        with server([*arms["hasten serve"](port), "--max-queue", "64"], port) as (process, _):
+            asyncio.run(load(port, CONNECTIONS, 5.0))
+            before = memory(process)
+            print_progress("overload")
+            over = asyncio.run(load(port, 6 * CONNECTIONS, options.overload, rate=3 * capacity))
+            after = memory(process)
+        reloaded = with_reloads(run, Path(temporary), options.requests)
+    return report(options, rates, starts, calm, over, (before, after), reloaded)
+
+
+def with_reloads(run: Path, temporary: Path, requests: int) -> dict:
+    """Requests while the model is replaced every second."""
+    served = temporary / "served"
+    served.mkdir()
+    for name in ("model.onnx", "signature.json"):
+        shutil.copyfile(run / name, served / name)
+    port, reloads = free_port(), 0
+
+    async def replace(ended: asyncio.Event) -> None:
+        nonlocal reloads
+        while not ended.is_set():
+            shutil.copyfile(run / "model.onnx", served / "new")
+            os.replace(served / "new", served / "model.onnx")
+            reloads += 1
+            await asyncio.sleep(2.5)
+
+    async def both() -> dict:
+        ended = asyncio.Event()
+        task = asyncio.create_task(replace(ended))
+        found = await load(port, 8, 600.0, rate=requests / 20, count=requests)
+        ended.set()
+        await task
+        return found
+
+    with server([sys.executable, "-m", "hasten", "serve", str(served), "--port", str(port)], port):
+        print_progress("reloads")
+        found = asyncio.run(both())
+    return {"codes": found["codes"], "replacements": reloads}
+
+
+def report(options, rates: dict, starts: list, calm: dict, over: dict, memories: tuple, reloaded: dict) -> int:
+    """Prints the tables and the verdict."""
+    ours = rates["hasten serve"]
+    ratios = {
+        n: interval(a / b for a, b in zip(ours, other, strict=True)) for n, other in rates.items() if other is not ours
+    }
+    rows = [
+        (name, f"{interval(values):.0f}", f"{ratios[name]:.2f}" if name in ratios else "")
+        for name, values in rates.items()
+    ]
+    show(("server", "requests/s", "hasten serve / it"), rows)
+    latencies = sorted(calm["latencies"])
+    p50, p99 = (1e3 * latencies[int(share * (len(latencies) - 1))] for share in (0.5, 0.99))
+    growth = memories[1] / memories[0] - 1
+    show(
+        ("what", "measured", "figure"),
+        [
+            ("p50 and p99 at 70 % load, ms", f"{p50:.2f}, {p99:.2f}", f"p99 at most {TAIL} x p50"),
+            ("answers at 3 x capacity", str(over["codes"]), "200 and 429 only"),
+            ("growth of memory under it", f"{growth:+.1%}", f"{GROWTH:.0%}"),
+            ("answers with reloads", f"{reloaded['codes']}, {reloaded['replacements']} replacements", "200 only"),
+            ("start to first answer, s", f"{interval(starts):.2f}", f"{START_S}"),
+        ],
+    )
+    reached = (
+        p99 <= TAIL * p50
+        and set(over["codes"]) <= {200, 429}
+        and abs(growth) <= GROWTH
+        and set(reloaded["codes"]) == {200}
+        and interval(starts).median <= START_S
+        and ratios["plain FastAPI"].median >= OVER_PLAIN
+        and ("LitServe" not in ratios or ratios["LitServe"].median >= 1.0)
+    )
+    figure = (
+        f"p99 at most {TAIL}x p50 at 70 % load, {OVER_PLAIN}x the plain handler, at least LitServe, no error under "
+        "overload, no request lost by reloads, 3 s to the first answer"
+    )
+    numbers = {
+        "rates": rates,
+        "starts": starts,
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "overload": over["codes"],
+        "memory": memories,
+        "reloads": reloaded,
+    }
+    return finish(options, figure, reached, numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

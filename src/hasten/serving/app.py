@@ -1,0 +1,260 @@
+"""The HTTP interface: ``/predict``, ``/health``, ``/ready``, ``/metrics``, a page to try it, and its OpenAPI text.
+
+The event loop reads and checks requests; the batcher's thread computes. A body is read no further than its limit.
+"""
+
+import asyncio
+import hmac
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hasten.core.errors import RunError
+from hasten.deploy.signature import Signature
+from hasten.serving.batcher import Batcher, DeadlineExceededError, QueueFullError, Settings
+from hasten.serving.inputs import IMAGE_TYPES, RequestError, parse_image, parse_json
+from hasten.serving.models import ModelHolder
+from hasten.serving.shadow import Shadow
+
+LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MAX_BODY_BYTES = 10_000_000
+BODY_TIMEOUT_S = 10.0
+OPEN_PATHS = ("/health", "/ready")  # that need no token
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server may do: limits of its batcher, bytes of a body, and the token that requests must carry."""
+
+    settings: Settings
+    max_body: int = MAX_BODY_BYTES
+    token: str | None = None
+
+
+class Service:
+    """The batcher and what is measured of it, for one application."""
+
+    def __init__(self, holder: ModelHolder, options: ServerOptions, shadow: Shadow | None):
+        self.holder, self.options, self.shadow = holder, options, shadow
+        self.is_ready = False
+        self.registry = CollectorRegistry()
+        metric = partial(Histogram, registry=self.registry)
+        self.latency = metric("hasten_request_seconds", "Seconds from the whole body to the answer", buckets=LATENCIES)
+        self.batch_seconds = metric("hasten_batch_seconds", "Seconds of a batch in the model", buckets=LATENCIES)
+        self.batch_samples = metric("hasten_batch_samples", "Samples of a batch", buckets=BATCHES)
+        self.answers = Counter("hasten_answers", "Answers by status code", ["code"], registry=self.registry)
+        waiting = Gauge("hasten_waiting_samples", "Samples in the queue", registry=self.registry)
+        waiting.set_function(lambda: self.batcher.samples)
+        reloads = Gauge("hasten_reloads", "Models loaded since the start", registry=self.registry)
+        reloads.set_function(lambda: holder.reloads)
+        if shadow is not None:
+            shadow.register(self.registry)
+        self.loop = asyncio.get_running_loop()
+        self.batcher = Batcher(self._compute, self._done, options.settings, self._observe)
+
+    def _compute(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
+        scores = self.holder(inputs)
+        if self.shadow is not None:
+            self.shadow.offer(inputs, scores)
+        return scores
+
+    def _observe(self, samples: int, seconds: float) -> None:
+        self.batch_seconds.observe(seconds)
+        self.batch_samples.observe(samples)
+
+    def _done(self, answers: list[tuple[Any, Any]]) -> None:
+        """Hands the answers of a batch to the event loop, in one call for all."""
+        self.loop.call_soon_threadsafe(_resolve, answers)
+
+    async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
+        """The scores of a request; RequestError if there are too many of them, or the model cannot compute it."""
+        future: asyncio.Future[Any] = self.loop.create_future()
+        try:
+            self.batcher.submit(future, inputs)
+            return await future
+        except QueueFullError as error:
+            seconds = str(max(1, math.ceil(error.seconds)))
+            headers = {"Retry-After": seconds}
+            raise RequestError(429, f"too many requests wait; try again in {seconds} s", headers) from None
+        except DeadlineExceededError:
+            raise RequestError(503, "the request waited too long; try again later") from None
+        except RunError as error:
+            raise RequestError(422, str(error)) from None
+
+
+def _resolve(answers: list[tuple[Any, Any]]) -> None:
+    for future, answer in answers:
+        if future.done():  # the client is gone
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class Guard:
+    """ASGI middleware: checks the token, counts answers, and turns an unexpected error into one line for the client."""
+
+    def __init__(self, app: ASGIApp, served: FastAPI, token: str | None):
+        self.app, self.served, self.token = app, served, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        code = 0
+
+        async def count_and_send(message: Message) -> None:
+            nonlocal code
+            code = message.get("status", code)
+            await send(message)
+
+        try:
+            if self.token is not None and scope["path"] not in OPEN_PATHS and not _has_token(scope, self.token):
+                headers = {"WWW-Authenticate": "Bearer"}
+                answer: ASGIApp = JSONResponse({"error": "a bearer token is needed"}, 401, headers)
+            else:
+                answer = self.app
+            await answer(scope, receive, count_and_send)
+        except Exception:
+            if code:  # too late for another answer
+                raise
+            await JSONResponse({"error": "internal error"}, 500)(scope, receive, count_and_send)
+        self.served.state.service.answers.labels(str(code)).inc()
+
+
+def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Shadow | None = None) -> FastAPI:
+    """The application that serves a model.
+
+    Args:
+        holder: The model.
+        options: Limits and token.
+        page: The HTML page to try it by hand.
+        shadow: A second model that gets the same requests and answers none.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = Service(holder, options, shadow)
+        holder.start()
+        service.is_ready = True
+        yield
+        service.is_ready = False
+        await asyncio.to_thread(service.batcher.close)
+        holder.close()
+        if shadow is not None:
+            shadow.close()
+
+    app = FastAPI(title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, redoc_url=None)
+
+    app.add_middleware(partial(Guard, served=app), token=options.token)
+
+    @app.post("/predict", openapi_extra=_predict_description(holder.signature), summary="Scores of the inputs")
+    async def predict(request: Request) -> Response:
+        service: Service = app.state.service
+        try:
+            body = await asyncio.wait_for(_read(request, options.max_body), BODY_TIMEOUT_S)
+            began = time.perf_counter()
+            inputs = await _parse(request, body, holder.signature)
+            answer = _answer(await service.predict(inputs), holder)
+        except TimeoutError:
+            return JSONResponse({"error": "the body did not arrive in time"}, 408)
+        except RequestError as error:
+            return JSONResponse({"error": error.reason}, error.status, error.headers)
+        service.latency.observe(time.perf_counter() - began)
+        return answer
+
+    @app.get("/health", summary="Whether the process answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready", summary="Whether requests are accepted")
+    async def ready() -> Response:
+        is_ready = app.state.service.is_ready
+        return JSONResponse({"status": "ready" if is_ready else "stopping"}, 200 if is_ready else 503)
+
+    @app.get("/metrics", summary="Figures for Prometheus")
+    async def metrics() -> Response:
+        return Response(generate_latest(app.state.service.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/signature", summary="What the model takes and returns")
+    async def signature() -> dict[str, Any]:
+        return holder.signature.model_dump()
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def index() -> str:
+        return page
+
+    return app
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body; RequestError 413 as soon as it is too long."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise RequestError(413, f"the body has {length} bytes; at most {limit} are read")
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise RequestError(413, f"the body has more than {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _parse(request: Request, body: bytes, signature: Signature) -> tuple[numpy.ndarray, ...]:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind in IMAGE_TYPES:
+        return await asyncio.to_thread(parse_image, body, kind, signature)
+    if kind != "application/json":
+        known = ", ".join(["application/json", *(IMAGE_TYPES if signature.image else ())])
+        raise RequestError(415, f"the content type is {known}, not {kind[:60]}")
+    if len(body) > 100_000:  # so long that the event loop should not wait for it
+        return await asyncio.to_thread(parse_json, body, signature)
+    return parse_json(body, signature)
+
+
+def _answer(scores: numpy.ndarray, holder: ModelHolder) -> Response:
+    """The answer: scores and, for one score a class, the index and name of the largest."""
+    content: dict[str, Any] = {"scores": scores.tolist(), "model": round(holder.model.loaded, 3)}
+    if scores.ndim == 2 and scores.shape[1] > 1:
+        indices = scores.argmax(axis=1).tolist()
+        content["indices"] = indices
+        if holder.signature.classes is not None:
+            content["classes"] = [holder.signature.classes[index] for index in indices]
+    if not numpy.isfinite(scores).all():
+        return JSONResponse({"error": "the model's scores are not finite for this input"}, 422)
+    return JSONResponse(content)
+
+
+def _has_token(scope: Scope, token: str) -> bool:
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+def example_inputs(signature: Signature) -> Any:
+    """Inputs of one sample of zeros, as ``/predict`` takes them."""
+    values = {}
+    for spec in signature.inputs:
+        shape = [1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])]
+        values[spec.name] = numpy.zeros(shape, spec.dtype).tolist()
+    return values if len(values) > 1 else next(iter(values.values()))
+
+
+def _predict_description(signature: Signature) -> dict[str, Any]:
+    """The part of the OpenAPI description that the signature determines, with an example that works."""
+    json_body = {"schema": {"type": "object", "required": ["inputs"]}, "example": {"inputs": example_inputs(signature)}}
+    content: dict[str, Any] = {"application/json": json_body}
+    if signature.image is not None:
+        content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
+    return {"requestBody": {"required": True, "content": content}}

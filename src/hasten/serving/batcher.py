@@ -1,0 +1,151 @@
+"""One thread owns the model and computes requests in batches; the queue before it is bounded.
+
+The first request that waits opens a batch. It is computed once ``max_batch`` samples wait, or ``max_wait`` seconds
+later. A request that is older than its deadline is answered without being computed.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
+Compute = Callable[[Arrays], numpy.ndarray]
+Done = Callable[[list[tuple[Any, numpy.ndarray | Exception]]], None]  # (key of the request, its scores or the error)
+
+
+class QueueFullError(Exception):
+    """The queue is full; ``seconds`` until it will have been computed, as far as the last batches tell."""
+
+    def __init__(self, seconds: float):
+        super().__init__("the queue is full")
+        self.seconds = seconds
+
+
+class DeadlineExceededError(Exception):
+    """A request waited longer than its deadline."""
+
+
+@dataclass
+class Settings:
+    """Limits of a batcher: samples of a batch, seconds to wait for more, waiting samples, seconds of a request."""
+
+    max_batch: int = 64
+    max_wait: float = 0.002
+    max_queue: int = 1024
+    deadline: float = 10.0
+
+
+@dataclass(order=True)
+class _Request:
+    arrived: float
+    key: Any = field(compare=False)
+    inputs: Arrays = field(compare=False)
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes without the batch: requests of the same shapes can be computed together."""
+        return tuple(array.shape[1:] for array in self.inputs)
+
+
+class Batcher:
+    """The inference thread.
+
+    Args:
+        compute: Inputs of a batch -> scores. It is read anew for every batch, so that the model can be exchanged.
+        done: Called in the inference thread with the answers of a batch.
+        settings: The limits.
+        observe: Called after each batch with (samples, seconds).
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        done: Done,
+        settings: Settings,
+        observe: Callable[[int, float], None] = lambda samples, seconds: None,
+    ):
+        self.compute, self.done, self.settings, self.observe = compute, done, settings, observe
+        self.waiting: deque[_Request] = deque()
+        self.samples = 0  # that wait
+        self.seconds_per_sample = 0.0  # of the last batches
+        self.is_closed = False
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
+        self.thread.start()
+
+    def submit(self, key: Any, inputs: Arrays) -> None:
+        """Queues a request; ``done`` is called with its key. QueueFullError if too many samples wait."""
+        request = _Request(time.monotonic(), key, inputs)
+        with self.changed:
+            if self.waiting and self.samples + len(request) > self.settings.max_queue:
+                raise QueueFullError(self.samples * self.seconds_per_sample)
+            self.waiting.append(request)
+            self.samples += len(request)
+            self.changed.notify()
+
+    def close(self) -> None:
+        """Computes what waits, then ends the thread."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            now = time.monotonic()
+            late = [request for request in batch if now - request.arrived > self.settings.deadline]
+            for_time = [request for request in batch if now - request.arrived <= self.settings.deadline]
+            if late:
+                self.done([(request.key, DeadlineExceededError()) for request in late])
+            if for_time:
+                self._compute(for_time)
+
+    def _next_batch(self) -> list[_Request]:
+        """Waits for requests of the same shapes: at most ``max_batch`` samples, or one request; [] at the end."""
+        with self.changed:
+            while not self.waiting and not self.is_closed:
+                self.changed.wait()
+            if not self.waiting:
+                return []
+            until = self.waiting[0].arrived + self.settings.max_wait
+            while self.samples < self.settings.max_batch and not self.is_closed:
+                left = until - time.monotonic()
+                if left <= 0.0 or not self.changed.wait(left):
+                    break
+            batch = [self.waiting.popleft()]
+            count = len(batch[0])
+            while self.waiting and self.waiting[0].shapes == batch[0].shapes:
+                count += len(self.waiting[0])
+                if count > self.settings.max_batch:
+                    break
+                batch.append(self.waiting.popleft())
+            self.samples -= sum(map(len, batch))
+            return batch
+
+    def _compute(self, batch: Sequence[_Request]) -> None:
+        began = time.perf_counter()
+        sizes = [len(request) for request in batch]
+        try:
+            columns = zip(*(request.inputs for request in batch), strict=True)
+            inputs = tuple(column[0] if len(batch) == 1 else numpy.concatenate(column) for column in columns)
+            scores = self.compute(inputs)
+            parts = numpy.split(scores, numpy.cumsum(sizes)[:-1])
+            answers: list[tuple[Any, Any]] = [(request.key, part) for request, part in zip(batch, parts, strict=True)]
+        except Exception as error:  # an answer for every request, whatever the model does
+            if len(batch) > 1:  # one of them is wrong, such as an index that the model does not know
+                for request in batch:
+                    self._compute([request])
+                return
+            answers = [(batch[0].key, error)]
+        seconds, samples = time.perf_counter() - began, sum(sizes)
+        self.seconds_per_sample = 0.8 * self.seconds_per_sample + 0.2 * seconds / samples
+        self.done(answers)
+        self.observe(samples, seconds)

@@ -1,0 +1,45 @@
+"""``hasten serve --write DIR``: a Dockerfile and a Kubernetes manifest for a model."""
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hasten import __version__
+from hasten.core.errors import ConfigurationError
+from hasten.deploy.onnx_model import MODEL
+from hasten.deploy.signature import SIGNATURE, read_signature
+from hasten.engine.error_messages import writable
+
+FILES = ("Dockerfile", "kubernetes.yaml")
+
+
+def write_container(model: str | Path, out: str | Path) -> list[str]:
+    """Writes the model and the files that build and run its container; returns their paths.
+
+    Args:
+        model: Directory with ``model.onnx`` and ``signature.json``.
+        out: Directory of the files; what it contains is kept, and a file of the same name is refused.
+
+    Raises:
+        ConfigurationError: There is no such model, or a file exists already.
+    """
+    source, directory = Path(model), Path(out)
+    signature = read_signature(source)
+    if not (source / MODEL).is_file():
+        raise ConfigurationError(f"{source} has no {MODEL}; make it with: hasten export RUN --onnx")
+    if existing := [name for name in FILES if (directory / name).exists()]:
+        raise ConfigurationError(f"{directory / existing[0]} already exists; choose another --write")
+    jinja: Any = importlib.import_module("jinja2")
+    loader = jinja.PackageLoader("hasten.serving", ".")
+    templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)
+    name = re.sub(r"[^a-z0-9]+", "-", signature.task.lower()).strip("-")[:40] or "model"
+    with writable(directory):
+        (directory / "model").mkdir(parents=True, exist_ok=True)
+        for part in (MODEL, SIGNATURE):
+            shutil.copyfile(source / part, directory / "model" / part)
+        for part in FILES:
+            text = templates.get_template(f"{part}.j2").render(name=name, version=__version__)
+            (directory / part).write_text(text, encoding="utf-8")
+    return [str(directory / name) for name in (*FILES, f"model/{MODEL}", f"model/{SIGNATURE}")]

@@ -1,0 +1,117 @@
+"""From the body of a request to the input arrays of the model; what does not fit is refused with the reason."""
+
+import importlib
+import io
+import json
+from typing import Any
+
+import numpy
+
+from hasten.deploy.signature import ImageSpec, Signature, TensorSpec
+
+MAX_SAMPLES = 1024  # of a request
+MAX_PIXELS = 50_000_000  # of an image file, before it is resized
+IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
+
+
+class RequestError(Exception):
+    """A request that is refused: the HTTP status code, the reason, and headers of the answer."""
+
+    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None):
+        super().__init__(reason)
+        self.status, self.reason, self.headers = status, reason, headers
+
+
+def parse_json(body: bytes, signature: Signature) -> tuple[numpy.ndarray, ...]:
+    """The inputs in ``{"inputs": [...]}`` or, by name, ``{"inputs": {"a": [...], ...}}``; RequestError otherwise."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is no JSON: {str(error)[:100]}") from None
+    if not isinstance(content, dict) or "inputs" not in content:
+        raise RequestError(422, 'the body must be an object with the key "inputs"')
+    given = content["inputs"]
+    names = [spec.name for spec in signature.inputs]
+    if isinstance(given, dict):
+        if set(given) != set(names):
+            raise RequestError(422, f"the inputs are {', '.join(names)}, not {', '.join(map(str, given))[:100]}")
+        values = [given[name] for name in names]
+    elif len(names) > 1:
+        raise RequestError(422, f'"inputs" must be an object with {", ".join(names)}')
+    else:
+        values = [given]
+    arrays = tuple(_array(value, spec) for value, spec in zip(values, signature.inputs, strict=True))
+    _check_together(arrays, signature)
+    return arrays
+
+
+def parse_image(body: bytes, content_type: str, signature: Signature) -> tuple[numpy.ndarray, ...]:
+    """The input of an image file, as the signature says; RequestError otherwise."""
+    spec = signature.image
+    if spec is None:
+        raise RequestError(415, "this model takes no images; send application/json")
+    image: Any = importlib.import_module("PIL.Image")
+    try:
+        with image.open(io.BytesIO(body), formats=[IMAGE_TYPES[content_type]]) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise RequestError(413, f"the image has {picture.width} x {picture.height} pixels, too many")
+            pixels = picture.convert("L" if spec.channels == 1 else "RGB").resize((spec.width, spec.height))
+            values = numpy.asarray(pixels, dtype=numpy.float32)
+    except RequestError:
+        raise
+    except image.DecompressionBombError:  # of Pillow's own limit
+        raise RequestError(413, "the image has too many pixels") from None
+    except Exception as error:  # Pillow raises many classes for a damaged file
+        raise RequestError(400, f"the body is no {content_type}: {str(error)[:100]}") from None
+    return (normalize(values, spec, signature.inputs[0]),)
+
+
+def normalize(pixels: numpy.ndarray, spec: ImageSpec, tensor: TensorSpec) -> numpy.ndarray:
+    """An input of one sample from the pixels, float32 (height, width[, channels]) from 0 to 255."""
+    channels_last = pixels.reshape(spec.height, spec.width, spec.channels) / numpy.float32(255)
+    mean, std = (numpy.asarray(value, dtype=numpy.float32) for value in (spec.mean, spec.std))
+    channels_first = ((channels_last - mean) / std).transpose(2, 0, 1)
+    shape = [size for size in tensor.shape[1:] if isinstance(size, int)]
+    return numpy.ascontiguousarray(channels_first.reshape(1, *shape), dtype=numpy.float32)
+
+
+def _array(value: Any, spec: TensorSpec) -> numpy.ndarray:
+    try:
+        array = numpy.asarray(value)
+    except ValueError:
+        raise RequestError(422, f"{spec.name} has rows of different lengths") from None
+    if array.dtype == object or array.dtype.kind not in "bif":
+        raise RequestError(422, f"{spec.name} must be numbers")
+    expected = "[" + ", ".join(map(str, spec.shape)) + "]"
+    fits = array.ndim == len(spec.shape) and all(
+        isinstance(wanted, str) or size == wanted for size, wanted in zip(array.shape, spec.shape, strict=True)
+    )
+    if not fits:
+        raise RequestError(422, f"{spec.name} has the shape {list(array.shape)}; it must be {expected}")
+    if not array.size:
+        raise RequestError(422, f"{spec.name} is empty")
+    if len(array) > MAX_SAMPLES:
+        raise RequestError(413, f"a request may have {MAX_SAMPLES} samples, not {len(array)}")
+    kind = numpy.dtype(spec.dtype).kind
+    if array.dtype.kind == "f" and not numpy.isfinite(array).all():
+        raise RequestError(422, f"{spec.name} contains NaN or infinity")
+    if kind in "iu" and array.dtype.kind == "f":
+        raise RequestError(422, f"{spec.name} must be whole numbers")
+    if kind in "iu" and array.size:
+        limits = numpy.iinfo(spec.dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")
+    with numpy.errstate(over="ignore"):
+        converted = array.astype(spec.dtype)
+    if kind == "f" and not numpy.isfinite(converted).all():
+        raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")
+    return converted
+
+
+def _check_together(arrays: tuple[numpy.ndarray, ...], signature: Signature) -> None:
+    """All inputs have as many samples, and dimensions of one name have one size; RequestError otherwise."""
+    sizes: dict[str, int] = {}
+    for array, spec in zip(arrays, signature.inputs, strict=True):
+        for size, name in zip(array.shape, spec.shape, strict=True):
+            if isinstance(name, str) and sizes.setdefault(name, size) != size:
+                raise RequestError(422, f"the inputs differ in the size of {name}: {sizes[name]} and {size}")

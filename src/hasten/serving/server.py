@@ -1,0 +1,175 @@
+"""``hasten serve``: checks the request, loads the model and runs the server until a signal ends it."""
+
+import importlib
+import ipaddress
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hasten.core.errors import ConfigurationError
+from hasten.deploy.export import export
+from hasten.deploy.onnx_model import MODEL, require
+from hasten.deploy.trained_model import WEIGHTS
+from hasten.serving.app import MAX_BODY_BYTES, ServerOptions, example_inputs, make_app
+from hasten.serving.batcher import Settings
+from hasten.serving.models import ModelHolder, ServedModel
+from hasten.serving.shadow import Shadow
+from hasten.serving.tune_batching import best_batching, measure_batches
+
+MIN_TOKEN = 16  # characters
+GRACE_S = 30  # for the requests that are being answered when the server is stopped
+
+
+def serve(
+    model: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: str | Path | None = None,
+    compare: str | Path | None = None,
+    tune_batching: bool = False,
+    settings: Settings | None = None,
+    max_body: int = MAX_BODY_BYTES,
+    threads: int = 0,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Serves a model until SIGINT or SIGTERM; the requests that were accepted are answered before it returns.
+
+    Args:
+        model: A directory with ``model.onnx`` and ``signature.json``, as ``hasten export --onnx`` and
+            ``hasten quantize`` write it. The run directory of a workload is exported first.
+        host: Address to listen at; another than loopback needs a token.
+        port: Port; 0 for a free one.
+        token_file: File with the bearer token that requests must carry; readable by its owner only.
+        compare: Directory of a second model that gets the same requests and answers none.
+        tune_batching: Whether to measure the batch size and the wait at the start.
+        settings: Limits of batches, queue and deadline.
+        max_body: Largest body of a request, in bytes.
+        threads: Threads of one operation of the model; 0: all cores.
+        report: Called with lines for people.
+
+    Returns:
+        ``answers`` (status code -> number), ``reloads`` and ``settings``.
+
+    Raises:
+        ConfigurationError: No such model, an open address without a token, a token file that others can read, or a
+            port that is in use.
+    """
+    uvicorn = require("uvicorn")
+    token = _read_token(Path(token_file)) if token_file is not None else None
+    if token is None and not _is_loopback(host):
+        raise ConfigurationError(f"--host {host} can be reached by others; give a --token-file, or serve on 127.0.0.1")
+    first = ServedModel(_directory_of(Path(model), report), threads)
+    holder = ModelHolder(first, report)
+    second = ServedModel(Path(compare), threads) if compare is not None else None
+    if second is not None and second.signature.inputs != first.signature.inputs:
+        raise ConfigurationError(f"{compare} takes other inputs than {model}, so they cannot be compared")
+    settings = settings or Settings()
+    if tune_batching:
+        size, wait = best_batching(measure_batches(holder, holder.signature))
+        settings = replace(settings, max_batch=size, max_wait=wait)
+        report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
+    sockets = [_listen(host, port)]
+    address = f"http://{_url_host(host)}:{sockets[0].getsockname()[1]}"
+    app = make_app(
+        holder, ServerOptions(settings, max_body, token), make_page(holder), Shadow(holder, second) if second else None
+    )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, server_header=False
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = lambda: _stop_on_signals(server)  # uvicorn's own raises the signal again at the end
+    report(f"serving {first.signature.task} at {address}; Ctrl-C stops it")
+    server.run(sockets)
+    service = app.state.service
+    answers = {sample.labels["code"]: int(sample.value) for sample in _samples(service.answers)}
+    return {"address": address, "answers": answers, "reloads": holder.reloads, "settings": vars(settings)}
+
+
+def make_page(holder: ModelHolder) -> str:
+    """The HTML page on which a person tries the model."""
+    jinja: Any = importlib.import_module("jinja2")
+    loader = jinja.PackageLoader("hasten.serving", ".")
+    environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
+    signature = holder.signature
+    return environment.get_template("page.html.j2").render(
+        signature=signature.model_dump(), example={"inputs": example_inputs(signature)}
+    )
+
+
+@contextmanager
+def _stop_on_signals(server: Any) -> Iterator[None]:
+    """Context manager: SIGINT and SIGTERM end the server; the handlers of before are restored."""
+    if threading.current_thread() is not threading.main_thread():  # a test runs the server in a thread
+        yield
+        return
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
+    """The directory of the model; a run of a workload that was not exported yet is exported."""
+    if path.is_file():
+        if path.name != MODEL:
+            raise ConfigurationError(f"{path} is no {MODEL}; only ONNX models with a signature are served")
+        return path.parent
+    if path.is_dir() and not (path / MODEL).exists() and (path / WEIGHTS).exists():
+        report(f"exporting {path}, which is done once")
+        export(path)
+    return path
+
+
+def _read_token(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the token file {path} cannot be read: {error}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigurationError(f"the token file {path} can be read by others; chmod 600 {path}")
+    if len(token) < MIN_TOKEN or any(character.isspace() for character in token):
+        raise ConfigurationError(f"the token in {path} must be one word of at least {MIN_TOKEN} characters")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(f"there is no address {host}: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
+    listener.listen(1024)
+    return listener
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _samples(counter: Any) -> list[Any]:
+    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]

@@ -1,0 +1,29 @@
+"""Files for a container: they name what exists, and overwrite nothing."""
+
+import pytest
+
+from hasten import ConfigurationError
+from hasten.serving.container import write_container
+
+yaml = pytest.importorskip("yaml")
+
+
+def test_manifest_and_dockerfile_fit_together(exported, tmp_path):
+    files = write_container(exported, tmp_path / "out")
+    assert all((tmp_path / "out" / name).is_file() for name in ("Dockerfile", "kubernetes.yaml", "model/model.onnx"))
+    assert len(files) == 4
+    deployment, service = yaml.safe_load_all((tmp_path / "out" / "kubernetes.yaml").read_text())
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    port = container["ports"][0]["containerPort"]
+    assert port == container["readinessProbe"]["httpGet"]["port"] == service["spec"]["ports"][0]["targetPort"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]}
+    assert f"EXPOSE {port}" in (tmp_path / "out" / "Dockerfile").read_text()
+
+
+def test_existing_file_is_not_overwritten(exported, tmp_path):
+    (tmp_path / "Dockerfile").write_text("mine")
+    with pytest.raises(ConfigurationError, match="Dockerfile already exists"):
+        write_container(exported, tmp_path)
+    assert (tmp_path / "Dockerfile").read_text() == "mine"
