@@ -47,7 +47,7 @@ def test_chosen_model_has_the_metric_and_size_of_its_trial(outliers):
     trained = load_trained_model(run, depthwise_digits)
     assert trained.evaluate(model) == result["chosen"]["metric"] == read_signature(run / "int8").metric.value
     assert model.bytes == result["chosen"]["bytes"] < 0.5 * result["float"]["bytes"]
-    stored = json.loads((run / "int8" / "quantize.json").read_text())
+    stored = json.loads((run / "int8" / "result.json").read_text())
     assert stored["chosen"] == result["chosen"] and min(result["peak_memory_bytes"].values()) > 0
 
 
@@ -68,14 +68,14 @@ def test_loss_that_no_candidate_meets_shows_all_and_exits_with_1(outliers, monke
     monkeypatch.setattr(quantize_module, "SEARCH_SHARE", 0.0)
     result = quantize(run, depthwise_digits, budget=BUDGET_S, max_loss=0.0, out=run / "none")
     assert result["verdict"] == "no improvement" and result["chosen"] is None and len(result["trials"]) >= 1
-    assert not (run / "none" / "model.onnx").exists() and (run / "none" / "quantize.json").exists()
+    assert not (run / "none" / "model.onnx").exists() and (run / "none" / "result.json").exists()
 
 
 def test_integer_code_of_a_run_has_the_metric_that_is_stated(depthwise_run, tmp_path):
     result = quantize(depthwise_run, depthwise_digits, target="dsp", budget=BUDGET_S, out=tmp_path)
     assert result["verdict"] == "smaller" and result["chosen"]["loss"] <= 0.01
     assert result["chosen"]["bytes"] < 0.3 * result["float"]["bytes"]
-    assert {"model.h", "model.c", "signature.json", "quantize.json"} == {path.name for path in tmp_path.iterdir()}
+    assert {"model.h", "model.c", "signature.json", "result.json"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_weights_are_within_half_a_step(digits_run, tmp_path):

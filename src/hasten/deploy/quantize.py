@@ -30,6 +30,7 @@ from hasten.deploy.latency import compare_latency, peak_memory
 from hasten.deploy.onnx_model import MODEL, OnnxModel
 from hasten.deploy.signature import write_signature
 from hasten.deploy.trained_model import TrainedModel, load_trained_model
+from hasten.engine.environment import machine_and_versions
 from hasten.engine.error_messages import writable
 from hasten.engine.metrics import name_of
 from hasten.utils.durations import parse_budget
@@ -41,7 +42,7 @@ SEARCH_SHARE = 0.6  # of the budget, after which no further layer is tried in fl
 SUBSET_BATCHES = 16  # validation batches by which layers are compared
 MAX_IN_FLOAT = 0.5  # fraction of the layers that may stay in float
 THREADS = 1
-RESULT = "quantize.json"
+RESULT = "result.json"
 TARGETS: dict[str, tuple[Candidate | IntegerCandidate, ...]] = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
 
 
@@ -309,6 +310,7 @@ class _Search:
             "layers": self.layers,
             "not_tried": self.failed,
             "threads": THREADS,
+            **machine_and_versions("cpu"),
             "seconds": time.monotonic() - self.began,
         }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy
+import psutil
 import torch
 
 import hasten
@@ -35,6 +36,16 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         }
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return facts
+
+
+def machine_and_versions(device: str) -> dict[str, dict[str, Any]]:
+    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
+    facts = environment(device)
+    machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
+    machine |= {key: facts[key] for key in ("gpus", "gpu_memory_gb") if key in facts}
+    machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
+    packages = ("hasten", "python", "torch", "numpy", "cuda", "cudnn")
+    return {"machine": machine, "versions": {key: facts[key] for key in packages if key in facts}}
 
 
 def cores() -> int:

@@ -90,6 +90,11 @@ def percent(share: float | None) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
+def loss_percent(share: float | None) -> str:
+    """A small share as text: 0.0012 as ``0.12 %``; an en dash for None."""
+    return UNKNOWN if share is None else f"{100 * share:.2f} %".replace("-", MINUS)
+
+
 def file_size(value: float) -> str:
     """Bytes as text: ``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

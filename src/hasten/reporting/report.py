@@ -17,8 +17,11 @@ from hasten.reporting import charts, formatting, view_model
 from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.frontier_chart import frontier as draw_frontier
 from hasten.reporting.frontier_chart import has_quality, legend, small_mark
+from hasten.reporting.losses_chart import layers as draw_layers
+from hasten.reporting.losses_chart import losses as draw_losses
 from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
+from hasten.reporting.terminal_deploy import quantize_headline
 from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json
 
@@ -29,7 +32,7 @@ _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", 
 
 
 def report(run_dir: str | Path) -> Path:
-    """Write ``report.html`` into the run directory of tune or train.
+    """Write ``report.html`` into the run directory of tune or train, or the directory of quantize.
 
     Args:
         run_dir: the run directory; it contains ``result.json``.
@@ -43,7 +46,7 @@ def report(run_dir: str | Path) -> Path:
     directory = Path(run_dir)
     result = read_result(directory)
     if result["kind"] not in _CONTEXTS:
-        advice = "reports are about the run directory of `hasten tune` or `hasten train`"
+        advice = "reports are about the results of `hasten tune`, `train` and `quantize`"
         raise ConfigurationError(f"{directory} holds the result of `hasten {result['kind']}`; {advice}")
     context = _CONTEXTS[result["kind"]](result) | _environment(directory, result) | _recipe(directory, result)
     template = _templates().get_template(f"{result['kind']}.html.j2")
@@ -100,7 +103,16 @@ def _train(result: Json) -> Json:
     }
 
 
-_CONTEXTS = {"tune": _tune, "train": _train}
+def _quantize(result: Json) -> Json:
+    return {
+        "title": f"{quantize_headline(result)}: {result['task']}",
+        "headline": quantize_headline(result),
+        "losses": _drawings(draw_losses, result["trials"], result["chosen"], result["max_loss"]),
+        "layers": _drawings(draw_layers, result["layers"]) if result["layers"] else (),
+    }
+
+
+_CONTEXTS = {"tune": _tune, "train": _train, "quantize": _quantize}
 
 
 def _drawings(chart: Callable[..., Markup], *args: Any) -> tuple[Markup, Markup]:
@@ -135,7 +147,7 @@ def _environment(directory: Path, result: Json) -> Json:
     if not machine and not versions and path.is_file():
         machine = _flatten(read_json(path))
         versions = {name: machine.pop(name) for name in _SOFTWARE if name in machine}
-    elif (result["processes"] or 1) > 1:
+    elif (result.get("processes") or 1) > 1:
         machine = machine | {"processes": int(result["processes"])}
     return {"machine": _facts(machine), "versions": _facts(versions), "system_noise": _facts(result["system_noise"])}
 
@@ -172,6 +184,8 @@ def _task_argument(directory: Path, result: Json) -> str:
 
 def _recipe(directory: Path, result: Json) -> Json:
     """The recipe as TOML (recipe.toml, else from the result), and the command that trains with it."""
+    if result["kind"] == "quantize":
+        return {}
     path = directory / "recipe.toml"
     methods = result.get("recipe")
     recipe = Recipe.load(path) if path.is_file() else Recipe(methods if isinstance(methods, dict) else {})
@@ -203,10 +217,10 @@ def _templates() -> Environment:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
-    for name in ("seconds", "ratio", "metric", "plain", "count", "percent"):
+    for name in ("seconds", "ratio", "metric", "plain", "count", "percent", "loss_percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
     functions = (charts.phase_class, charts.ratio_mark, small_mark, has_quality, legend, operation_groups)
-    for function in (*functions, formatting.between, formatting.peak_memory):
+    for function in (*functions, formatting.between, formatting.peak_memory, formatting.file_size):
         environment.globals[function.__name__] = function
     environment.globals |= {"view": view_model, "evidence_levels": EVIDENCE_LEVELS}
     environment.globals |= {"breakable": _breakable, "with_code": _with_code}

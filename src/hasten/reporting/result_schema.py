@@ -449,4 +449,62 @@ class TrainResult(Result, total=False):
     evaluations: Sequence[Point]
 
 
-SCHEMAS = {"tune": TuneResult, "compare": CompareResult, "diagnose": DiagnoseResult, "train": TrainResult}
+class QuantizedTrial(TypedDict):
+    """An int8 model: whether its loss is allowed, and its speed over the float model by batch size."""
+
+    name: Text
+    passed: Boolean
+    metric: Number
+    loss: Number
+    bytes: Amount
+    in_float: Sequence[Text]
+    speedup: Mapping[str, Interval]
+    seconds: Mapping[str, Amount]
+
+
+class FloatModel(TypedDict):
+    """The model that int8 models are compared with."""
+
+    metric: Number
+    bytes: Amount
+    seconds: Mapping[str, Amount]
+
+
+class NotTried(TypedDict):
+    """A candidate that was not made."""
+
+    name: Text
+    why: Text
+
+
+class QuantizeResult(TypedDict):
+    """The result of ``hasten quantize``; a loss is a fraction of the float model's metric."""
+
+    kind: Text
+    task: Text
+    target: Text
+    verdict: Text
+    metric: Metric
+    max_loss: Amount
+    float: FloatModel
+    chosen: QuantizedTrial | None
+    torch_speedup: Mapping[str, Interval]
+    trials: Sequence[QuantizedTrial]
+    layers: Mapping[str, Number]
+    not_tried: Sequence[NotTried]
+    peak_memory_bytes: Mapping[str, Amount] | None
+    threads: Amount
+    seconds: Amount
+    out: Text
+    machine: Mapping[str, Fact]
+    versions: Mapping[str, Fact]
+    system_noise: Mapping[str, Fact]
+
+
+SCHEMAS = {
+    "tune": TuneResult,
+    "compare": CompareResult,
+    "diagnose": DiagnoseResult,
+    "train": TrainResult,
+    "quantize": QuantizeResult,
+}

@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from hasten.reporting import formatting
+from hasten.reporting.formatting import file_size, loss_percent
 from hasten.reporting.rich_layout import DIM, GOOD, grid, headline, indented, pairs, stack
 
 Json = Mapping[str, Any]
@@ -16,7 +17,7 @@ MAX_LAYERS = 5
 def export_answer(result: Json) -> RenderableType:
     """The files, and how well the exported model agrees with the trained one."""
     metric = result["metric"]
-    rows = [(name, _size(size)) for name, size in result["files"].items()]
+    rows = [(name, file_size(size)) for name, size in result["files"].items()]
     if result["difference"] is not None:
         text = f"{result['difference']:.1g} of the largest output at most (allowed: {result['tolerance']:.0e})"
         rows.append(("difference", text))
@@ -27,26 +28,31 @@ def export_answer(result: Json) -> RenderableType:
 
 def quantize_answer(result: Json) -> RenderableType:
     """The verdict, the trials with size, speed and loss, and what single layers cost."""
-    chosen, name = result["chosen"], result["metric"]["name"]
-    heads = {"faster": "Faster in int8", "smaller": "Smaller in int8", "no improvement": "No int8 model passes"}
-    allowed = f"{name} may lose {result['max_loss']:.1%}"
-    rows = [("float", f"{name} {formatting.metric(result['float']['metric'])}, {_size(result['float']['bytes'])}")]
+    chosen, name, original = result["chosen"], result["metric"]["name"], result["float"]
+    allowed = f"{name} may lose {loss_percent(result['max_loss'])}"
+    rows = [("float", f"{name} {formatting.metric(original['metric'])}, {file_size(original['bytes'])}")]
     if chosen:
-        share = chosen["bytes"] / result["float"]["bytes"]
-        text = f"{chosen['name']}: {name} {formatting.metric(chosen['metric'])}, {_size(chosen['bytes'])} ({share:.0%})"
-        rows.append(("int8", text))
+        size = f"{file_size(chosen['bytes'])} ({chosen['bytes'] / original['bytes']:.0%})"
+        rows.append(("int8", f"{chosen['name']}: {name} {formatting.metric(chosen['metric'])}, {size}"))
     if result["peak_memory_bytes"]:
         peaks = result["peak_memory_bytes"]
-        rows.append(("peak memory", f"{_size(peaks['float'])} in float, {_size(peaks['int8'])} in int8, at batch 64"))
+        rows.append(
+            (
+                "peak memory",
+                f"{file_size(peaks['float'])} in float, {file_size(peaks['int8'])} in int8, at batch 64",
+            )
+        )
     if result["torch_speedup"]:
         ratios = (f"{formatting.with_interval(ratio)} at batch {n}" for n, ratio in result["torch_speedup"].items())
         rows.append(("PyTorch", f"eager, over float: {', '.join(ratios)}"))
     layers = sorted(result["layers"].items(), key=lambda item: -item[1])[:MAX_LAYERS]
-    rows += [("costly layers" if not i else "", f"{layer}: {loss:.2%}") for i, (layer, loss) in enumerate(layers)]
+    rows += [
+        ("costly layers" if not i else "", f"{layer}: {loss_percent(loss)}") for i, (layer, loss) in enumerate(layers)
+    ]
     rows.append(("search", f"{formatting.seconds(result['seconds'])}, {result['threads']} thread"))
     end = f"Result: {result['out']}" if chosen else f"Allow more with --max-loss; {_nearest(result['trials'], name)}"
     return stack(
-        headline(f"{heads[result['verdict']]} ({allowed})", result["task"], bool(chosen)),
+        headline(f"{quantize_headline(result)} ({allowed})", result["task"], bool(chosen)),
         pairs(rows),
         Text(),
         indented(_trial_table(result["trials"], chosen)),
@@ -54,6 +60,17 @@ def quantize_answer(result: Json) -> RenderableType:
         Text(),
         Text(end, DIM),
     )
+
+
+def quantize_headline(result: Json) -> str:
+    """The verdict as a headline, with the speed at the largest batch or the share of the size."""
+    chosen = result["chosen"]
+    if not chosen:
+        return "No int8 model passes"
+    if result["verdict"] == "faster":
+        speed = list(chosen["speedup"].values())[-1]
+        return f"{formatting.ratio(speed['median'])} as fast in int8"
+    return f"{chosen['bytes'] / result['float']['bytes']:.0%} of the size in int8"
 
 
 def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
@@ -64,19 +81,11 @@ def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
         speeds = [formatting.ratio(ratio["median"]) for ratio in trial["speedup"].values()] or ["", ""]
         is_chosen = chosen is not None and trial["name"] == chosen["name"]
         state = "chosen" if is_chosen else "passes" if trial["passed"] else "refused"
-        cells = (state, f"{trial['loss']:.2%}", _size(trial["bytes"]), *(speeds if has_speed else ()))
+        cells = (state, loss_percent(trial["loss"]), file_size(trial["bytes"]), *(speeds if has_speed else ()))
         table.add_row(trial["name"], *cells, style=GOOD if is_chosen else "")
     return table
 
 
 def _nearest(trials: Sequence[Json], metric: str) -> str:
     best = min(trials, key=lambda trial: trial["loss"])
-    return f"{best['name']} loses {best['loss']:.1%} of the {metric}"
-
-
-def _size(size: float) -> str:
-    """Bytes as people read them: ``24.4 kB``."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} bytes"
+    return f"{best['name']} loses {loss_percent(best['loss'])} of the {metric}"

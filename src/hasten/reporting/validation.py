@@ -44,7 +44,9 @@ def validate(result: Any, where: str = "the result") -> dict[str, Any]:
         raise ConfigurationError(f"{where} is no result of hasten: it must be an object with a verdict or evaluations")
     kind = result.get("kind") or _guess_kind(result)
     if not isinstance(kind, str) or kind not in SCHEMAS:
-        raise ConfigurationError(f"{where} is of an unknown kind; it must come from tune, train, compare or diagnose")
+        raise ConfigurationError(
+            f"{where} is of an unknown kind; it must come from tune, train, compare, diagnose or quantize"
+        )
     return coerce(result, SCHEMAS[kind], where) | {"kind": kind}
 
 

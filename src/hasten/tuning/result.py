@@ -6,12 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
-from hasten.engine.environment import environment
+from hasten.engine.environment import machine_and_versions
 from hasten.engine.memory import MemoryPeak
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
@@ -220,16 +218,6 @@ def write(directory: Path, result: Any) -> None:
     toml, text = Recipe(result["recipe"]).to_toml(), json.dumps(result, indent=1, allow_nan=False)
     atomic_write(directory / "recipe.toml", lambda file: file.write(toml.encode()), FREE_THE_DISK)
     atomic_write(directory / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
-
-
-def machine_and_versions(device: str) -> dict:
-    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
-    facts = environment(device)
-    machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
-    machine |= {key: facts[key] for key in ("gpus", "gpu_memory_gb") if key in facts}
-    machine |= {"os": facts["system"], "memory_gb": round(psutil.virtual_memory().total / 2**30, 1)}
-    packages = ("hasten", "python", "torch", "numpy", "cuda", "cudnn")
-    return {"machine": machine, "versions": {key: facts[key] for key in packages if key in facts}}
 
 
 def _why(study: Study, state: SearchState) -> str:

@@ -23,7 +23,7 @@ from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.devices import pick_device
-from hasten.engine.environment import source_hash
+from hasten.engine.environment import machine_and_versions, source_hash
 from hasten.engine.registry import method_class, method_names
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.run_dir import atomic_write
@@ -35,7 +35,7 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
 from hasten.tuning.continuation import earlier_findings, finish_earlier
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
-from hasten.tuning.result import SearchState, machine_and_versions, result_of, write
+from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import find_systems
 from hasten.tuning.training_stage import find_training
