@@ -31,7 +31,7 @@ import psutil
 from _common import finish, installed, interval, parser, print_progress, show
 from int8 import trained
 
-from hasten.deploy.export import export
+from hasten.deploy.export import export_model
 
 CONNECTIONS = 32
 SECONDS = 4.0
@@ -199,7 +199,7 @@ def main() -> int:
     options.add_argument("--requests", type=int, default=10_000, help="requests during the reloads")
     options = options.parse_args()
     run = trained("digits", options.runs)
-    export(run, "digits")
+    export_model(run, "digits")
     model = str(run / "model.onnx")
     with tempfile.TemporaryDirectory() as temporary:
         scripts = {"plain FastAPI": PLAIN, "LitServe": LITSERVE}

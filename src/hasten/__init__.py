@@ -46,11 +46,14 @@ if TYPE_CHECKING:  # "as" makes a name public
     from hasten.core.types import LossFn as LossFn
     from hasten.core.types import OptimizerFactory as OptimizerFactory
     from hasten.core.types import StepFn as StepFn
+    from hasten.deploy.export import export_model as export_model
+    from hasten.deploy.quantize import quantize as quantize
     from hasten.engine.train import train as train
     from hasten.export.eject import eject as eject
     from hasten.hosts.inside.attach import attach as attach
     from hasten.profiling.diagnose import diagnose as diagnose
     from hasten.reporting.report import report as report
+    from hasten.serving.server import serve as serve
     from hasten.tuning.tune import tune as tune
 
 _PUBLIC = {  # module: its public names
@@ -64,11 +67,14 @@ _PUBLIC = {  # module: its public names
     "core.run_context": "EngineServices Evaluation ParallelContext RunContext TrainPlan TrainProgress",
     "core.task": "StepContext Task",
     "core.types": "BackwardFn Batch BatchFn ContextFactory EffectCheck ForwardFn LossFn OptimizerFactory StepFn",
+    "deploy.export": "export_model",
+    "deploy.quantize": "quantize",
     "engine.train": "train",
     "export.eject": "eject",
     "hosts.inside.attach": "attach",
     "profiling.diagnose": "diagnose",
     "reporting.report": "report",
+    "serving.server": "serve",
     "tuning.tune": "tune",
 }
 _MODULES = {name: f"hasten.{module}" for module, names in _PUBLIC.items() for name in names.split()}

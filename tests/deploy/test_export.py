@@ -16,14 +16,14 @@ from helpers.process import run_hasten
 pytest.importorskip("onnxruntime")
 
 from hasten.deploy import export as export_module
-from hasten.deploy.export import export
+from hasten.deploy.export import export_model
 from hasten.deploy.onnx_model import OnnxModel
 from hasten.deploy.signature import read_signature
 from hasten.deploy.trained_model import load_trained_model
 
 
 def test_exported_model_equals_the_trained_one_for_any_batch(digits_run, tmp_path):
-    result = export(digits_run, out=tmp_path)
+    result = export_model(digits_run, out=tmp_path)
     trained, exported = load_trained_model(digits_run), OnnxModel(tmp_path / "model.onnx")
     for size in (1, 3, 100):
         inputs = [torch.rand(size, 64)]
@@ -76,7 +76,7 @@ def sentences() -> Task:
 
 def test_model_that_returns_its_loss_is_exported_with_named_inputs_of_any_length(tmp_path):
     run = train_run(sentences(), tmp_path / "run")
-    result = export(run, sentences)
+    result = export_model(run, sentences)
     exported = OnnxModel(run / "model.onnx")
     assert exported.inputs == ["ids", "mask"] and result["metric"]["exported"] == result["metric"]["trained"]
     assert exported([torch.randint(5, (2, 11)), torch.ones(2, 11)]).shape == (2, 3)
@@ -84,7 +84,7 @@ def test_model_that_returns_its_loss_is_exported_with_named_inputs_of_any_length
 
 
 def test_weights_alone_need_no_onnx(digits_run, tmp_path):
-    result = export(digits_run, onnx=False, out=tmp_path)
+    result = export_model(digits_run, onnx=False, out=tmp_path)
     assert sorted(result["files"]) == ["model.safetensors", "signature.json"] and result["difference"] is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "signature.json"]
 
@@ -92,7 +92,7 @@ def test_weights_alone_need_no_onnx(digits_run, tmp_path):
 def test_model_that_differs_is_refused(digits_run, tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "TOLERANCE", 0.0)
     with pytest.raises(RunError, match="differs from the trained one"):
-        export(digits_run, out=tmp_path)
+        export_model(digits_run, out=tmp_path)
 
 
 class Unknown(nn.Module):
@@ -121,19 +121,19 @@ def unknown() -> Task:
 def test_operation_without_onnx_is_named(tmp_path):
     run = train_run(unknown(), tmp_path / "run")
     with pytest.raises(ConfigurationError, match=r"cannot be exported.*linalg_qr"):
-        export(run, unknown)
+        export_model(run, unknown)
     assert not (run / "model.onnx").exists()
 
 
 def test_run_of_a_users_file_needs_the_task(tmp_path):
     run = train_run(sentences(), tmp_path / "run")
     with pytest.raises(ConfigurationError, match="does not name an installed workload; add --task TASK"):
-        export(run)
+        export_model(run)
 
 
 def test_weights_of_another_model_are_refused(digits_run, tmp_path):
     with pytest.raises(ConfigurationError, match="does not fit the model of sentences"):
-        export(digits_run, hasten.engine.tasks.TaskRef("sentences", obj=sentences), out=tmp_path)
+        export_model(digits_run, hasten.engine.tasks.TaskRef("sentences", obj=sentences), out=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_damaged_run_is_one_line(change, message, digits_run, tmp_path):
     shutil.copytree(digits_run, run)
     change(run)
     with pytest.raises(ConfigurationError, match=message) as refused:
-        export(run)
+        export_model(run)
     assert "\n" not in str(refused.value)
 
 

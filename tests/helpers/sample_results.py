@@ -1,6 +1,7 @@
 """Example results of the commands. Tests change them; nothing but ``searched`` is a measurement."""
 
 import json
+import math
 from math import exp
 from pathlib import Path
 
@@ -436,3 +437,57 @@ def trained() -> dict:
         "out": "runs/digits",
         "evaluations": [{"step": index * 48} | point for index, point in enumerate(points, 1)],
     }
+
+
+def int8_trial(name: str, loss: float, size: int, *speeds: float, in_float: tuple[str, ...] = ()) -> dict:
+    """A trial of a quantization; speeds at batch 1 and 64."""
+    return {
+        "name": name,
+        "passed": loss <= 0.01,
+        "metric": 0.9 * (1 - loss),
+        "loss": loss,
+        "bytes": size,
+        "in_float": list(in_float),
+        "speedup": {batch: interval(speed) for batch, speed in zip(("1", "64"), speeds, strict=False)},
+        "seconds": {batch: 1e-4 / speed for batch, speed in zip(("1", "64"), speeds, strict=False)},
+    }
+
+
+def quantized() -> dict:
+    """A quantization that found a faster model, with one layer in float."""
+    mixed = int8_trial("static per tensor, minmax, 1 layers in float", 0.004, 60_000, 1.4, 2.3, in_float=("conv1",))
+    trials = [
+        int8_trial("static per tensor, minmax", 0.31, 52_000),
+        int8_trial("dynamic per tensor", math.inf, 50_000),
+        mixed,
+        int8_trial("weights per channel", -0.001, 51_000, 1.0, 1.0),
+    ]
+    return {
+        "kind": "quantize",
+        "task": "clothes",
+        "target": "cpu",
+        "verdict": "faster",
+        "metric": {"name": "accuracy", "higher_is_better": True},
+        "max_loss": 0.01,
+        "float": {"metric": 0.9, "bytes": 203_000, "seconds": {"1": 1e-4, "64": 1e-4}},
+        "chosen": mixed,
+        "torch_speedup": {"1": interval(0.5), "64": interval(0.7)},
+        "trials": trials,
+        "layers": {"conv1": 0.3, "conv2": 0.01, "head": -0.002},
+        "not_tried": [{"name": "dynamic per channel", "why": "the budget is spent"}],
+        "peak_memory_bytes": {"float": 14_000_000, "int8": 11_000_000},
+        "threads": 1,
+        "seconds": 73.0,
+        "out": "runs/clothes/int8",
+        **ENVIRONMENT,
+    }
+
+
+def nothing_quantized() -> dict:
+    """A quantization in which every model loses too much."""
+    trials = [
+        int8_trial("integer per tensor, minmax", 0.2, 52_000),
+        int8_trial("integer per channel, minmax", 0.02, 53_000),
+    ]
+    changed = {"target": "dsp", "verdict": "no improvement", "chosen": None, "trials": trials}
+    return quantized() | changed | {"torch_speedup": {}, "layers": {}, "not_tried": [], "peak_memory_bytes": None}

@@ -16,7 +16,7 @@ from hasten.reporting.report import report
 from helpers import sample_results as samples
 
 TUNED = ("faster", "no_improvement", "exact_only", "proven", "only_estimates", "searched")
-KINDS = (*TUNED, "trained")
+KINDS = (*TUNED, "trained", "quantized", "nothing_quantized")
 EVERY = {name: getattr(samples, name) for name in KINDS}
 HOSTILE = "<script>alert('1')</script>\"&]]>{{ 7*7 }}\x1b[31m\u202e\ud800"
 

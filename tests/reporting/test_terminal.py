@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console, Group
 
-from hasten.reporting import terminal, terminal_methods
+from hasten.reporting import terminal, terminal_deploy, terminal_methods
 from helpers import sample_results as samples
 
 ANSWERS = {
@@ -20,6 +20,8 @@ ANSWERS = {
     "compare": (terminal.compare_answer, samples.compared),
     "diagnose": (terminal.diagnose_answer, samples.diagnosed),
     "train": (terminal.train_answer, samples.trained),
+    "quantize": (terminal_deploy.quantize_answer, samples.quantized),
+    "nothing quantized": (terminal_deploy.quantize_answer, samples.nothing_quantized),
 }
 
 
@@ -144,6 +146,23 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "autotuned autotune_loader:prefetch=4,processes=2; stored in recipe.toml",
                 "runs/digits",
             ],
+        ),
+        (
+            "quantize",
+            [
+                "2.3× as fast in int8 (accuracy may lose 1.00 %) clothes",
+                "float accuracy 0.9000, 203 kB",
+                "1 layers in float: accuracy 0.8964, 60 kB (30%)",
+                "14 MB in float, 11 MB in int8",
+                "costly layers conv1: 30.00 %",
+                "refused 31.00 % 52 kB",
+                "not tried: dynamic per channel: the budget is spent",
+                "Result: runs/clothes/int8",
+            ],
+        ),
+        (
+            "nothing quantized",
+            ["No int8 model passes", "integer per channel, minmax loses 2.00 % of the accuracy", "--max-loss"],
         ),
     ],
 )

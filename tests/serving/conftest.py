@@ -21,10 +21,10 @@ START_S = 60.0
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
     """The directory of an exported model of the digits."""
-    from hasten.deploy.export import export
+    from hasten.deploy.export import export_model
 
     run = train_run(few_epochs(), tmp_path_factory.mktemp("served") / "run")
-    export(run)
+    export_model(run)
     return run
 
 

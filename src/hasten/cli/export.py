@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Export the model and print the files and how well they agree with it."""
-    from hasten.deploy.export import export
+    from hasten.deploy.export import export_model
 
-    result = export(options.run_dir, options.trained_task, onnx=options.onnx, out=options.out)
+    result = export_model(options.run_dir, options.trained_task, onnx=options.onnx, out=options.out)
     return CommandResult(result, page("terminal_deploy", "export_answer"))

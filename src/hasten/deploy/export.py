@@ -24,7 +24,9 @@ TOLERANCE = 1e-4  # largest difference of an output from the trained model's, as
 BATCH = "batch"  # name of dimension 0
 
 
-def export(run: str | Path, task: Any = None, *, onnx: bool = True, out: str | Path | None = None) -> dict[str, Any]:
+def export_model(
+    run: str | Path, task: Any = None, *, onnx: bool = True, out: str | Path | None = None
+) -> dict[str, Any]:
     """Exports the model of a run: weights, signature and, with ``onnx``, a model for ONNX Runtime.
 
     Args:

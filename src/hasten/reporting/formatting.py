@@ -95,8 +95,10 @@ def loss_percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{100 * share:.2f} %".replace("-", MINUS)
 
 
-def file_size(value: float) -> str:
-    """Bytes as text: ``512 bytes``, ``1.2 GB`` (10**9 bytes)."""
+def file_size(value: float | None) -> str:
+    """Bytes as text: ``512 bytes``, ``1.2 GB`` (10**9 bytes); an en dash for None."""
+    if value is None:
+        return UNKNOWN
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= unit:
             return f"{plain(value / unit, digits=3)} {name}"

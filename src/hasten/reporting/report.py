@@ -21,7 +21,7 @@ from hasten.reporting.losses_chart import layers as draw_layers
 from hasten.reporting.losses_chart import losses as draw_losses
 from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
-from hasten.reporting.terminal_deploy import quantize_headline
+from hasten.reporting.terminal_deploy import chosen_trial, quantize_headline
 from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json
 
@@ -104,10 +104,12 @@ def _train(result: Json) -> Json:
 
 
 def _quantize(result: Json) -> Json:
+    chosen = chosen_trial(result)
     return {
+        "chosen": chosen,
         "title": f"{quantize_headline(result)}: {result['task']}",
         "headline": quantize_headline(result),
-        "losses": _drawings(draw_losses, result["trials"], result["chosen"], result["max_loss"]),
+        "losses": _drawings(draw_losses, result["trials"], chosen, result["max_loss"]),
         "layers": _drawings(draw_layers, result["layers"]) if result["layers"] else (),
     }
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from hasten.reporting import formatting
 from hasten.reporting.formatting import file_size, loss_percent
 from hasten.reporting.rich_layout import DIM, GOOD, grid, headline, indented, pairs, stack
+from hasten.reporting.validation import validate
 
 Json = Mapping[str, Any]
 MAX_LAYERS = 5
@@ -28,28 +29,34 @@ def export_answer(result: Json) -> RenderableType:
 
 def quantize_answer(result: Json) -> RenderableType:
     """The verdict, the trials with size, speed and loss, and what single layers cost."""
-    chosen, name, original = result["chosen"], result["metric"]["name"], result["float"]
+    result = validate(result)
+    chosen, name, original = chosen_trial(result), result["metric"]["name"], result["float"]
     allowed = f"{name} may lose {loss_percent(result['max_loss'])}"
     rows = [("float", f"{name} {formatting.metric(original['metric'])}, {file_size(original['bytes'])}")]
     if chosen:
-        size = f"{file_size(chosen['bytes'])} ({chosen['bytes'] / original['bytes']:.0%})"
+        size = f"{file_size(chosen['bytes'])} ({_share(chosen, result)})"
         rows.append(("int8", f"{chosen['name']}: {name} {formatting.metric(chosen['metric'])}, {size}"))
     if result["peak_memory_bytes"]:
         peaks = result["peak_memory_bytes"]
         rows.append(
             (
                 "peak memory",
-                f"{file_size(peaks['float'])} in float, {file_size(peaks['int8'])} in int8, at batch 64",
+                f"{file_size(peaks.get('float'))} in float, {file_size(peaks.get('int8'))} in int8, at batch 64",
             )
         )
     if result["torch_speedup"]:
         ratios = (f"{formatting.with_interval(ratio)} at batch {n}" for n, ratio in result["torch_speedup"].items())
         rows.append(("PyTorch", f"eager, over float: {', '.join(ratios)}"))
-    layers = sorted(result["layers"].items(), key=lambda item: -item[1])[:MAX_LAYERS]
+    layers = sorted(result["layers"].items(), key=lambda item: -(item[1] or 0.0))[:MAX_LAYERS]
     rows += [
         ("costly layers" if not i else "", f"{layer}: {loss_percent(loss)}") for i, (layer, loss) in enumerate(layers)
     ]
-    rows.append(("search", f"{formatting.seconds(result['seconds'])}, {result['threads']} thread"))
+    rows.append(
+        (
+            "search",
+            f"{formatting.seconds(result['seconds'])}, {formatting.count(result['threads'] or 1, 'thread', 'threads')}",
+        )
+    )
     end = f"Result: {result['out']}" if chosen else f"Allow more with --max-loss; {_nearest(result['trials'], name)}"
     return stack(
         headline(f"{quantize_headline(result)} ({allowed})", result["task"], bool(chosen)),
@@ -64,13 +71,24 @@ def quantize_answer(result: Json) -> RenderableType:
 
 def quantize_headline(result: Json) -> str:
     """The verdict as a headline, with the speed at the largest batch or the share of the size."""
-    chosen = result["chosen"]
+    chosen = chosen_trial(result)
     if not chosen:
         return "No int8 model passes"
-    if result["verdict"] == "faster":
-        speed = list(chosen["speedup"].values())[-1]
-        return f"{formatting.ratio(speed['median'])} as fast in int8"
-    return f"{chosen['bytes'] / result['float']['bytes']:.0%} of the size in int8"
+    speeds = list(chosen["speedup"].values())
+    if result["verdict"] == "faster" and speeds:
+        return f"{formatting.ratio(speeds[-1]['median'])} as fast in int8"
+    return f"{_share(chosen, result)} of the size in int8"
+
+
+def _share(trial: Json, result: Json) -> str:
+    """The size of a trial as a share of the float model's."""
+    sizes = trial["bytes"], result["float"]["bytes"]
+    return f"{sizes[0] / sizes[1]:.0%}" if None not in sizes and sizes[1] else formatting.UNKNOWN
+
+
+def chosen_trial(result: Json) -> Json | None:
+    """The chosen trial; validation makes an empty one of none."""
+    return result["chosen"] if result["chosen"] and result["chosen"]["name"] else None
 
 
 def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
@@ -87,5 +105,8 @@ def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
 
 
 def _nearest(trials: Sequence[Json], metric: str) -> str:
-    best = min(trials, key=lambda trial: trial["loss"])
+    known = [trial for trial in trials if trial["loss"] is not None]
+    if not known:
+        return "none has a finite metric"
+    best = min(known, key=lambda trial: trial["loss"])
     return f"{best['name']} loses {loss_percent(best['loss'])} of the {metric}"

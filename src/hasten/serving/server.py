@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
-from hasten.deploy.export import export
+from hasten.deploy.export import export_model
 from hasten.deploy.onnx_model import MODEL, require
 from hasten.deploy.trained_model import WEIGHTS
 from hasten.serving.app import MAX_BODY_BYTES, ServerOptions, example_inputs, make_app
@@ -125,7 +125,7 @@ def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
         return path.parent
     if path.is_dir() and not (path / MODEL).exists() and (path / WEIGHTS).exists():
         report(f"exporting {path}, which is done once")
-        export(path)
+        export_model(path)
     return path
 
 
