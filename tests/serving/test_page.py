@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from serving.conftest import running
-
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("httpx")
+
+from helpers.served import running  # noqa: E402
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ONE = [(150, 40), (140, 90), (140, 150), (140, 200), (140, 245)]  # strokes of the digit 1, in pixels of the canvas
 

@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from helpers.process import run_hasten
-from serving.conftest import httpx, running
 
-from hasten.deploy.trained_model import load_trained_model  # isort: skip
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("onnxruntime")
+
+from hasten.deploy.trained_model import load_trained_model  # noqa: E402
+from helpers.served import running  # noqa: E402
 
 ONES = [0.5] * 64
 TOKEN = "correct-horse-battery-staple"
