@@ -17,6 +17,8 @@ def spin(seconds):
     return call
 
 
+@pytest.mark.slow
+@pytest.mark.timing
 def test_ratio_of_a_call_that_takes_half_the_time():
     found = compare_latency(spin(4e-4), {"half": spin(2e-4), "same": spin(4e-4)}, seconds=0.3)
     ratio, seconds = found["half"]
