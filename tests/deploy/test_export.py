@@ -19,7 +19,7 @@ from hasten.deploy import export as export_module
 from hasten.deploy.export import export_model
 from hasten.deploy.onnx_model import OnnxModel
 from hasten.deploy.signature import read_signature
-from hasten.deploy.trained_model import load_trained_model
+from hasten.deploy.trained_model import load_trained_model, predictor_of
 
 
 def test_exported_model_equals_the_trained_one_for_any_batch(digits_run, tmp_path):
@@ -28,7 +28,7 @@ def test_exported_model_equals_the_trained_one_for_any_batch(digits_run, tmp_pat
     for size in (1, 3, 100):
         inputs = [torch.rand(size, 64)]
         with torch.inference_mode():
-            assert relative_difference(exported(inputs), trained.model(*inputs)) < 1e-5
+            assert relative_difference(predictor_of(exported)(inputs), trained.model(*inputs)) < 1e-5
     assert result["difference"] < 1e-5 and result["metric"]["exported"] == result["metric"]["trained"] > 0.9
     signature = read_signature(tmp_path)
     assert [(spec.name, spec.dtype, spec.shape) for spec in signature.inputs] == [("input", "float32", ("batch", 64))]
@@ -79,7 +79,7 @@ def test_model_that_returns_its_loss_is_exported_with_named_inputs_of_any_length
     result = export_model(run, sentences)
     exported = OnnxModel(run / "model.onnx")
     assert exported.inputs == ["ids", "mask"] and result["metric"]["exported"] == result["metric"]["trained"]
-    assert exported([torch.randint(5, (2, 11)), torch.ones(2, 11)]).shape == (2, 3)
+    assert predictor_of(exported)([torch.randint(5, (2, 11)), torch.ones(2, 11)]).shape == (2, 3)
     assert read_signature(run).inputs[0].shape == ("batch", "ids_1")
 
 

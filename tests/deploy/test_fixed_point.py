@@ -128,6 +128,21 @@ def test_sum_of_more_than_32_bits_is_refused():
         layers.quantize_bias(numpy.zeros(1), numpy.ones(1), weight, "fc")
 
 
+def test_channel_of_almost_no_weight_keeps_its_bias():
+    weight, bias = numpy.array([[1e-9, 0.0], [0.5, -0.25], [0.0, 0.0]]), numpy.array([1.0, 0.1, -3.0])
+    for per_channel in (True, False):
+        integers, scales = layers.quantize_weight(weight, bias, 0.01, per_channel)
+        found = layers.quantize_bias(bias, scales * 0.01, integers, "fc") * scales * 0.01
+        assert numpy.allclose(found, bias, rtol=1e-2, atol=1e-4)
+
+
+def test_names_cannot_end_the_comment_of_the_c_code(lowered):
+    _, model, directory = lowered
+    write_c(model, directory, "*/ int x; /*", ("**//", "a\nb", "ok"))
+    header = (directory / "model.h").read_text()
+    assert header.count("*/") == header.count("/*") and "int x;" not in header.split("*/")[1].split("#")[0]
+
+
 def test_activation_holds_zero_exactly_and_its_whole_range():
     activation = layers.activation_of("a", (1,), 0.3, 5.1)
     assert reference.dequantize(activation, numpy.array([activation.zero_point], numpy.int8))[0] == 0.0

@@ -6,7 +6,7 @@ import time
 import numpy
 import pytest
 
-from hasten.serving.batcher import Batcher, DeadlineExceededError, QueueFullError, Settings
+from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
 from hasten.serving.tune_batching import BatchRate, best_batching
 
 
@@ -18,7 +18,7 @@ class Recorded:
         self.gate = threading.Event()
         self.gate.set()
         self.compute = compute
-        self.batcher = Batcher(self._compute, self._done, Settings(**settings))
+        self.batcher = Batcher(self._compute, self._done, BatcherSettings(**settings))
 
     def _compute(self, inputs):
         self.gate.wait()
@@ -108,6 +108,8 @@ def test_close_computes_what_waits():
         recorded.batcher.submit(key, of(key))
     recorded.batcher.close()
     assert len(recorded.answers) == 5 and recorded.sizes == [5]
+    with pytest.raises(QueueFullError):  # not accepted and never answered
+        recorded.batcher.submit("late", of(1))
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,14 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Serve until a signal, or write the files for a container."""
     from hasten.deploy.onnx_model import require
 
-    for package in ("onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
-        require(package)
+    for package in ("onnxruntime", "pydantic", "fastapi", "uvicorn", "prometheus_client", "swagger_ui_bundle"):
+        require(package, "serve")
     if options.write:
         from hasten.serving.container import write_container
 
         files = write_container(options.model, options.write)
         return CommandResult({"files": files}, lambda result: "\n".join(result["files"]))
-    from hasten.serving.batcher import Settings
+    from hasten.serving.batcher import BatcherSettings
     from hasten.serving.server import serve
 
     names = ("max_batch", "max_wait", "max_queue", "deadline")
@@ -54,7 +54,7 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
         token_file=options.token_file,
         compare=options.compare,
         tune_batching=options.tune_batching,
-        settings=Settings(**limits),
+        settings=BatcherSettings(**limits),
         threads=options.threads,
         report=(lambda line: None) if options.quiet else print_stderr,
     )

@@ -10,12 +10,6 @@ The scale is that of a whole tensor or of each output channel. On x86 processors
 an int8 vector saturates at 16 bits; weights then have 7 bits (ONNX Runtime's ``reduce_range``).
 """
 
-import contextlib
-import io
-import logging
-import os
-import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +18,7 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import RunError
-from hasten.deploy.onnx_model import require
+from hasten.deploy.onnx_model import quiet, require, strip
 
 QUANTIZED_OPS = ("Conv", "Gemm", "MatMul")
 Arrays = dict[str, numpy.ndarray]  # input name -> values of a batch
@@ -75,26 +69,9 @@ CANDIDATES = (
 def prepare(model: Path, out: Path) -> None:
     """Writes the model in the form that is quantized: optimized, with inferred shapes."""
     module = require("onnxruntime.quantization.shape_inference")
-    onnx = require("onnx")
-    with tempfile.TemporaryDirectory() as directory, _quiet():
-        plain = Path(directory, "plain.onnx")
-        proto = onnx.load(model)
-        del proto.graph.value_info[:]  # the exporter's shapes have names that shape inference rejects
-        onnx.save(proto, plain)
-        module.quant_pre_process(str(plain), str(out), skip_symbolic_shape=True)
+    with quiet("", "onnxruntime"):
+        module.quant_pre_process(str(model), str(out), skip_symbolic_shape=True)
     strip(out)
-
-
-def strip(model: Path) -> None:
-    """Removes from a model what the exporter noted for people: lines of source, shapes inside, descriptions."""
-    onnx = require("onnx")
-    proto = onnx.load(model)
-    del proto.graph.value_info[:], proto.metadata_props[:], proto.graph.metadata_props[:], proto.functions[:]
-    proto.doc_string = proto.graph.doc_string = ""
-    for entry in (*proto.graph.node, *proto.graph.initializer, *proto.graph.input, *proto.graph.output):
-        del entry.metadata_props[:]
-        entry.doc_string = ""
-    onnx.save(proto, model)
 
 
 def quantizable_nodes(model: Path) -> list[str]:
@@ -127,7 +104,7 @@ def quantize_model(model: Path, out: Path, candidate: Candidate, batches: Sequen
         "nodes_to_exclude": list(candidate.in_float),
     }
     try:
-        with _quiet():
+        with quiet("", "onnxruntime"):
             if candidate.kind == "dynamic":
                 options["weight_type"] = module.QuantType.QUInt8  # the only type of ConvInteger
                 module.quantize_dynamic(str(model), str(out), **options)
@@ -200,25 +177,3 @@ def _reader(module: Any, batches: Sequence[Arrays]) -> Any:
             return next(self.left, None)
 
     return Reader()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager: ONNX Runtime prints its progress, logs advice about its own arguments, and writes temporary
-    files into the current directory.
-    """
-    root, level = logging.getLogger(), logging.getLogger().level
-    before = os.getcwd()
-    root.setLevel(logging.ERROR)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            tempfile.TemporaryDirectory() as directory,
-        ):
-            warnings.simplefilter("ignore")
-            os.chdir(directory)  # calibration leaves augmented_model.onnx there
-            yield
-    finally:
-        os.chdir(before)
-        root.setLevel(level)

@@ -1,22 +1,18 @@
 """``hasten export``: a run as ONNX, checked against the trained model on the validation data."""
 
-import contextlib
-import io
-import logging
-import os
 import re
-import shutil
-import warnings
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.deploy.onnx_model import MODEL, OnnxModel, require
+from hasten.deploy.onnx_model import MODEL, OnnxModel, publish, quiet, require, strip
 from hasten.deploy.signature import ImageSpec, MetricSpec, Signature, TensorSpec, write_signature
-from hasten.deploy.trained_model import WEIGHTS, TrainedModel, load_trained_model
+from hasten.deploy.trained_model import WEIGHTS, TrainedModel, load_trained_model, predictor_of
 from hasten.engine.error_messages import writable
 from hasten.engine.metrics import name_of
 
@@ -46,26 +42,32 @@ def export_model(
     """
     trained = load_trained_model(run, task)
     directory = Path(out) if out is not None else trained.directory
-    with writable(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        if directory.resolve() != trained.directory.resolve():
-            shutil.copyfile(trained.directory / WEIGHTS, directory / WEIGHTS)
     value = trained.evaluate(lambda inputs: trained.model(*inputs))
-    result: dict[str, Any] = {"out": str(directory), "tolerance": TOLERANCE, "difference": None}
     metric: dict[str, Any] = {"name": name_of(trained.task), "trained": value, "exported": None}
-    names = [WEIGHTS]
-    if onnx:
-        path = directory / MODEL
+    difference = None
+    with tempfile.TemporaryDirectory() as name:
+        temporary = Path(name)
+        files = [write_signature(signature_of(trained, value), temporary)]
+        if onnx:
+            files.append(temporary / MODEL)
+            export_onnx(trained, files[-1])
+            exported = OnnxModel(files[-1])
+            difference = _largest_difference(trained, exported)
+            metric["exported"] = trained.evaluate(predictor_of(exported))
+        if directory.resolve() != trained.directory.resolve():
+            files.append(trained.directory / WEIGHTS)
         with writable(directory):
-            export_onnx(trained, path)
-        exported = OnnxModel(path)
-        result["difference"] = _largest_difference(trained, exported)
-        metric["exported"] = trained.evaluate(exported)
-        names.append(MODEL)
-    with writable(directory):
-        write_signature(signature_of(trained, value), directory)
-    files = {name: (directory / name).stat().st_size for name in (*names, "signature.json")}
-    return result | {"metric": metric, "files": files}
+            directory.mkdir(parents=True, exist_ok=True)
+            publish(files, directory)
+    written = sorted({file.name for file in files} | {WEIGHTS})
+    sizes = {name: (directory / name).stat().st_size for name in written}
+    return {
+        "out": str(directory),
+        "tolerance": TOLERANCE,
+        "difference": difference,
+        "metric": metric,
+        "files": sizes,
+    }
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> None:
@@ -74,7 +76,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> None:
     Raises:
         ConfigurationError: An operation of the model cannot be exported.
     """
-    inputs = tuple(trained.inputs_of(next(iter(trained.validation().epoch(0, 0)))))
+    inputs = tuple(trained.first_inputs())
     free = [
         {dim: BATCH if dim == 0 else f"{name}_{dim}" for dim in dims}
         for name, dims in zip(trained.model.names, trained.varying_dimensions(), strict=True)
@@ -102,7 +104,7 @@ def write_onnx(
         path: The file.
     """
     require("onnxscript")
-    with _quiet():
+    with quiet("torch.onnx"):
         program: Any = torch.onnx.export(
             model,
             inputs,
@@ -112,33 +114,40 @@ def write_onnx(
             dynamic_shapes=(tuple(dict(dims) for dims in free),),  # of the one parameter *inputs
             verbose=False,
         )
-    partial = path.with_suffix(".part")
-    program.save(str(partial), external_data=False)
-    os.replace(partial, path)
+    program.save(str(path), external_data=False)
+    strip(path)
 
 
-def signature_of(trained: TrainedModel, value: float) -> Signature:
-    """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset."""
-    batch = next(iter(trained.validation().epoch(0, 0)))
-    inputs = trained.inputs_of(batch)
+def signature_of(trained: TrainedModel, value: float, max_batch: int | None = None) -> Signature:
+    """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset.
+
+    Raises:
+        ConfigurationError: A dtype that cannot be served, a metric that is no number, or an image that does not fit.
+    """
+    inputs = trained.first_inputs()
     with torch.inference_mode():
         output = trained.model(*inputs)
-    specs = [
-        TensorSpec(name=name, dtype=_dtype(tensor), shape=_shape(name, tensor, dims))
-        for name, tensor, dims in zip(trained.model.names, inputs, trained.varying_dimensions(), strict=True)
-    ]
-    scores = TensorSpec(name="scores", dtype=_dtype(output), shape=_shape("scores", output, {0}))
     data = trained.task.validation_data
     classes, image = getattr(data, "classes", None), getattr(data, "image", None)
-    is_direction = trained.higher_is_better
-    return Signature(
-        task=trained.task.name,
-        inputs=tuple(specs),
-        outputs=(scores,),
-        classes=tuple(map(str, classes)) if classes is not None and len(classes) == output.shape[-1] else None,
-        image=ImageSpec(**image) if isinstance(image, dict) and len(specs) == 1 else None,
-        metric=MetricSpec(name=name_of(trained.task), value=value, higher_is_better=is_direction),
-    )
+    names = tuple(map(str, classes or ()))
+    has_names = output.ndim == 2 and len(names) == output.shape[-1]
+    try:
+        return Signature(
+            task=trained.task.name,
+            inputs=tuple(
+                TensorSpec(name=name, dtype=_dtype(tensor), shape=_shape(name, tensor, dims))
+                for name, tensor, dims in zip(trained.model.names, inputs, trained.varying_dimensions(), strict=True)
+            ),
+            outputs=(TensorSpec(name="scores", dtype=_dtype(output), shape=_shape("scores", output, {0})),),
+            classes=names if has_names else None,
+            image=ImageSpec(**image) if isinstance(image, dict) and len(inputs) == 1 else None,
+            metric=MetricSpec(name=name_of(trained.task), value=value, higher_is_better=trained.higher_is_better),
+            max_batch=max_batch,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its parts"
+        raise ConfigurationError(f"{trained.task.name} has no signature: {where}: {first['msg']}") from None
 
 
 def _dtype(tensor: torch.Tensor) -> Any:
@@ -153,18 +162,20 @@ def _shape(name: str, tensor: torch.Tensor, varying: set[int]) -> tuple[int | st
 
 def _largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
     """Largest difference of an output, relative to the largest output; RunError if it exceeds the tolerance."""
-    difference = largest = 0.0
+    predict, difference, largest = predictor_of(exported), 0.0, 0.0
     with torch.inference_mode():
         for batch in trained.validation().epoch(0, 0):
             inputs = trained.inputs_of(batch)
-            expected, found = trained.model(*inputs), exported(inputs)
+            expected, found = trained.model(*inputs), predict(inputs)
             if expected.shape != found.shape:
                 shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
                 raise RunError(f"the exported model returns scores of shape {shapes}")
+            if not bool(torch.isfinite(expected).all()) or not bool(torch.isfinite(found).all()):
+                raise RunError("the scores of the model are not all finite numbers, so nothing can be compared")
             difference = max(difference, float((expected - found).abs().max()))
             largest = max(largest, float(expected.abs().max()))
     relative = difference / largest if largest else difference
-    if not relative <= TOLERANCE:  # also for NaN
+    if relative > TOLERANCE:
         raise RunError(f"the exported model differs from the trained one by {relative:.2g}, more than {TOLERANCE:.0e}")
     return relative
 
@@ -185,17 +196,3 @@ def _operation_of(error: BaseException) -> str:
         return f"there is no ONNX for {found.group(1).rstrip('.,>)')}"
     lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
     return f"{type(chain[-1]).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """Context manager: the exporter prints, logs and warns about things that its user cannot change."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -65,7 +65,8 @@ def peak_memory(model: Path, inputs: Mapping[str, torch.Tensor]) -> int:
     command = [sys.executable, "-c", _PEAK, str(model), json.dumps(shapes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunError(f"the model {model} does not run: {done.stderr.strip().splitlines()[-1]:.200}")
+        reason = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise RunError(f"the model {model} does not run: {reason:.200}")
     return int(done.stdout)
 
 

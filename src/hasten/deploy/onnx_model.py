@@ -1,23 +1,28 @@
-"""A model in ONNX Runtime: loaded from a file, called with torch tensors."""
+"""A model in ONNX Runtime: loaded from a file, called with arrays. Imports no torch, so that a server starts fast."""
 
+import contextlib
 import importlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy
 
 from hasten.core.errors import ConfigurationError, RunError
 
 MODEL = "model.onnx"
-MAX_MODEL_BYTES = 2**31  # of a protobuf file
 
 
-def require(module: str) -> Any:
-    """Imports a package of the extra ``deploy``; ConfigurationError that says how to install it."""
+def require(module: str, extra: str = "deploy") -> Any:
+    """Imports a package of an extra of hasten; ConfigurationError that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigurationError(f"{error.name or module} is not installed; pip install 'hasten[deploy]'") from None
+        raise ConfigurationError(f"{error.name or module} is not installed; pip install 'hasten[{extra}]'") from None
 
 
 class OnnxModel:
@@ -33,11 +38,12 @@ class OnnxModel:
         if not self.path.is_file():
             raise ConfigurationError(f"there is no model {path}; make it with: hasten export RUN --onnx")
         options = runtime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 3  # errors only
+        options.intra_op_num_threads, options.log_severity_level = threads, 4  # fatal errors only; others are raised
         try:
             self.session = runtime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the classes are of a private module
-            raise ConfigurationError(f"{path} is no ONNX model that can be loaded: {error!s:.200}") from None
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"{path} is no ONNX model that can be loaded: {reason:.200}") from None
         self.inputs = [entry.name for entry in self.session.get_inputs()]
 
     @property
@@ -45,10 +51,44 @@ class OnnxModel:
         """Size of the file."""
         return self.path.stat().st_size
 
-    def __call__(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """The first output for input tensors in the order of the model's inputs; RunError if they do not fit it."""
-        arrays = {name: tensor.numpy() for name, tensor in zip(self.inputs, inputs, strict=True)}
+    def run(self, arrays: Sequence[numpy.ndarray]) -> numpy.ndarray:
+        """The first output for arrays in the order of the model's inputs; RunError if they do not fit it."""
         try:
-            return torch.from_numpy(self.session.run(None, arrays)[0])
+            return self.session.run(None, dict(zip(self.inputs, arrays, strict=True)))[0]
         except Exception as error:  # the classes are of a private module
             raise RunError(f"{self.path.name} cannot compute this input: {' '.join(str(error).split()):.200}") from None
+
+
+def strip(model: Path) -> None:
+    """Removes from a model what the exporter noted for people: lines of source, shapes inside, descriptions."""
+    onnx = require("onnx")
+    proto = onnx.load(model)
+    del proto.graph.value_info[:], proto.metadata_props[:], proto.graph.metadata_props[:], proto.functions[:]
+    proto.doc_string = proto.graph.doc_string = ""
+    for entry in (*proto.graph.node, *proto.graph.initializer, *proto.graph.input, *proto.graph.output):
+        del entry.metadata_props[:]
+        entry.doc_string = ""
+    onnx.save(proto, model)
+
+
+def publish(files: Sequence[Path], directory: Path) -> None:
+    """Moves finished files into a directory, each at once: a server that watches it never loads a part of one."""
+    for file in files:
+        partial = directory / f".{file.name}.part"
+        partial.write_bytes(file.read_bytes())
+        os.replace(partial, directory / file.name)
+
+
+@contextlib.contextmanager
+def quiet(*loggers: str) -> Iterator[None]:
+    """Context manager: hides what exporter and quantizer print, log and warn about: no user can change it."""
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

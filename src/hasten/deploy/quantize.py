@@ -27,9 +27,9 @@ from hasten.deploy.fixed_point.c_writer import write_c
 from hasten.deploy.fixed_point.layers import IntegerModel
 from hasten.deploy.integer_search import INTEGER_CANDIDATES, IntegerCandidate, bytes_of, make_integer_model, predictor
 from hasten.deploy.latency import compare_latency, peak_memory
-from hasten.deploy.onnx_model import MODEL, OnnxModel
-from hasten.deploy.signature import write_signature
-from hasten.deploy.trained_model import TrainedModel, load_trained_model
+from hasten.deploy.onnx_model import MODEL, OnnxModel, publish
+from hasten.deploy.signature import SIGNATURE, write_signature
+from hasten.deploy.trained_model import TrainedModel, load_trained_model, predictor_of
 from hasten.engine.environment import machine_and_versions
 from hasten.engine.error_messages import writable
 from hasten.engine.metrics import name_of
@@ -43,6 +43,7 @@ SUBSET_BATCHES = 16  # validation batches by which layers are compared
 MAX_IN_FLOAT = 0.5  # fraction of the layers that may stay in float
 THREADS = 1
 RESULT = "result.json"
+OUTPUTS = (MODEL, SIGNATURE, "model.h", "model.c")
 TARGETS: dict[str, tuple[Candidate | IntegerCandidate, ...]] = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
 
 
@@ -59,11 +60,12 @@ class Trial:
     seconds: dict[int, float] = field(default_factory=dict[int, float])
 
     def to_json(self, max_loss: float) -> dict[str, Any]:
+        """Plain data; a number that is not finite is None."""
         return {
             "name": self.candidate.name,
             "passed": self.loss <= max_loss,
-            "metric": self.value,
-            "loss": self.loss,
+            "metric": self.value if math.isfinite(self.value) else None,
+            "loss": self.loss if math.isfinite(self.loss) else None,
             "bytes": self.bytes,
             "in_float": list(self.candidate.in_float),
             "speedup": {str(size): ratio.to_json() for size, ratio in self.speedup.items()},
@@ -89,7 +91,7 @@ def quantize(
         budget: Seconds, or a text such as "10m". The candidates that are left at its end are not tried.
         target: "cpu": a model for ONNX Runtime; "dsp": C99 code in integers, ``model.h`` and ``model.c``.
         max_loss: Largest loss of the metric, as a fraction of the float model's value.
-        out: Directory of the result; ``RUN/int8`` by default.
+        out: Directory of the result; ``RUN/int8`` or ``RUN/int8-dsp`` by default.
         on_progress: Receives the progress.
 
     Returns:
@@ -106,7 +108,7 @@ def quantize(
     if target not in TARGETS:
         raise ConfigurationError(f"target is one of {', '.join(TARGETS)}, not {target!r:.40}")
     search = _Search(load_trained_model(run, task), parse_budget(budget), target, max_loss, on_progress)
-    directory = Path(out) if out is not None else Path(run, "int8")
+    directory = Path(out) if out is not None else Path(run, "int8" if target == "cpu" else f"int8-{target}")
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -119,9 +121,12 @@ def quantize(
         result = search.result() | {"verdict": verdict, "out": str(directory), "peak_memory_bytes": None}
         result["chosen"] = chosen.to_json(max_loss) if chosen else None
         with writable(directory):
+            for name in (*OUTPUTS, RESULT):  # of an earlier call
+                (directory / name).unlink(missing_ok=True)
             if chosen:
-                result["peak_memory_bytes"] = search.write(chosen, directory)
-            text = json.dumps(result, indent=1, default=str)
+                search.write(chosen, directory)
+                result["peak_memory_bytes"] = search.peak_memory(chosen)
+            text = json.dumps(result, indent=1, allow_nan=False)
             (directory / RESULT).write_text(text + "\n", encoding="utf-8")
     return result
 
@@ -151,7 +156,7 @@ class _Search:
         prepare(exported, self.prepared)
         self.float_model = OnnxModel(self.prepared, THREADS)
         self.float_bytes = exported.stat().st_size
-        self.value = self.trained.evaluate(self.float_model)
+        self.value = self.trained.evaluate(predictor_of(self.float_model))
         if not math.isfinite(self.value):
             raise RunError(f"the metric of the float model is {self.value}, so that no loss can be compared with it")
         self.batches = list(self._calibration())
@@ -179,10 +184,10 @@ class _Search:
             self.on_progress(candidate.name, index / len(self.candidates), self._left())
             try:
                 self.trials.append(self._try(candidate))
-            except RunError as error:
+            except (RunError, ConfigurationError) as error:
                 self._not_tried(candidate, str(error))
         if not self.trials:
-            raise RunError(f"no candidate could be made; {self.failed[0]['why']}")
+            raise ConfigurationError(f"no int8 model of {self.trained.task.name} can be made: {self.failed[0]['why']}")
 
     def _not_tried(self, candidate: Candidate | IntegerCandidate, why: str) -> None:
         self.failed.append({"name": candidate.name, "why": why})
@@ -195,7 +200,7 @@ class _Search:
             path = self.directory / f"{len(list(self.directory.iterdir()))}.onnx"
             quantize_model(self.prepared, path, candidate, self.batches)
             model = OnnxModel(path, THREADS)
-            value, size = self.trained.evaluate(model, batches), model.bytes
+            value, size = self.trained.evaluate(predictor_of(model), batches), model.bytes
         return Trial(candidate, model, value, self._loss(value), size)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
@@ -215,16 +220,19 @@ class _Search:
         best, candidate = min(static, key=lambda pair: pair[0].loss)
         assert isinstance(best.model, OnnxModel)
         nodes = quantizable_nodes(self.prepared)
-        reference = self.trained.evaluate(self.float_model, SUBSET_BATCHES)
-        whole = self._loss(self.trained.evaluate(best.model, SUBSET_BATCHES), reference)
+        reference = self.trained.evaluate(predictor_of(self.float_model), SUBSET_BATCHES)
+        whole = self._loss(self.trained.evaluate(predictor_of(best.model), SUBSET_BATCHES), reference)
         for index, node in enumerate(nodes):
             if self._left(SEARCH_SHARE) <= 0.0:
                 return
             self.on_progress(f"{node} in float", index / len(nodes), self._left())
-            trial = self._try(candidate.keeping([node]), SUBSET_BATCHES)
+            try:
+                trial = self._try(candidate.keeping([node]), SUBSET_BATCHES)
+            except (RunError, ConfigurationError):
+                continue
             self.layers[node] = whole - self._loss(trial.value, reference)
-        worst = sorted(nodes, key=lambda node: -self.layers[node])
-        for count in range(1, max(1, int(MAX_IN_FLOAT * len(nodes))) + 1):
+        worst = sorted(self.layers, key=lambda node: -self.layers[node])
+        for count in range(1, min(len(worst), max(1, int(MAX_IN_FLOAT * len(nodes)))) + 1):
             if self._left(1.0 - LATENCY_SHARE) <= 0.0:
                 return
             self.trials.append(self._try(candidate.keeping(worst[:count])))
@@ -239,15 +247,16 @@ class _Search:
         try:
             for index, size in enumerate(LATENCY_BATCHES):
                 inputs = self._inputs(size)
+                arrays = [tensor.numpy() for tensor in inputs]
                 self.on_progress(f"latency at batch {size}", index / len(LATENCY_BATCHES), self._left())
                 calls: dict[str, Callable[[], object]] = {
-                    str(number): partial(model, inputs)
+                    str(number): partial(model.run, arrays)
                     for number, trial in enumerate(passed)
                     if isinstance(model := trial.model, OnnxModel)
                 }
                 calls["torch"] = partial(self._call_torch, inputs)
                 seconds = max(1.0, self.budget * LATENCY_SHARE / len(LATENCY_BATCHES))
-                found = compare_latency(partial(self.float_model, inputs), calls, min(seconds, 20.0))
+                found = compare_latency(partial(self.float_model.run, arrays), calls, min(seconds, 20.0))
                 self.float_seconds[size] = found[""][1]
                 self.speed_of_torch[size] = found["torch"][0]
                 for number, trial in enumerate(passed):
@@ -261,7 +270,7 @@ class _Search:
 
     def _inputs(self, size: int) -> list[torch.Tensor]:
         """Validation samples, repeated if there are fewer than ``size``."""
-        batch = self.trained.inputs_of(next(iter(self.trained.validation().epoch(0, 0))))
+        batch = self.trained.first_inputs()
         return [
             tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.ndim - 1))[:size].contiguous() for tensor in batch
         ]
@@ -269,9 +278,7 @@ class _Search:
     def choose(self) -> tuple[Trial | None, str]:
         """The fastest trial that passes, and the verdict about it; else the smallest one."""
         passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
-        faster = [
-            trial for trial in passed if trial.speedup and any(ratio.low > 1.0 for ratio in trial.speedup.values())
-        ]
+        faster = [trial for trial in passed if _is_faster(list(trial.speedup.values()))]
         if faster:
             return max(faster, key=lambda trial: math.prod(r.median for r in trial.speedup.values())), "faster"
         smaller = [trial for trial in passed if trial.bytes < self.float_bytes]
@@ -279,18 +286,30 @@ class _Search:
             return min(smaller, key=lambda trial: (trial.bytes, trial.loss)), "smaller"
         return None, "no improvement"
 
-    def write(self, chosen: Trial, directory: Path) -> dict[str, int] | None:
-        """Writes the chosen model and its signature. Returns the peak memory of the float and the int8 model at the
-        largest batch, each in a process of its own; None for C code, which says its memory itself.
-        """
-        signature = signature_of(self.trained, chosen.value)
-        write_signature(signature, directory)
+    def write(self, chosen: Trial, directory: Path) -> None:
+        """Writes the chosen model and its signature."""
+        is_dynamic = isinstance(chosen.candidate, Candidate) and chosen.candidate.kind == "dynamic"
+        signature = signature_of(self.trained, chosen.value, max_batch=1 if is_dynamic else None)
+        finished = self.directory / "finished"
+        finished.mkdir()
+        files = [write_signature(signature, finished)]
         if isinstance(chosen.model, IntegerModel):
-            write_c(chosen.model, directory, signature.task, signature.classes)
+            files += write_c(chosen.model, finished, signature.task, signature.classes)
+        else:
+            files.append(Path(shutil.copyfile(chosen.model.path, finished / MODEL)))
+        publish(files, directory)
+
+    def peak_memory(self, chosen: Trial) -> dict[str, int] | None:
+        """Peak memory of the float and the int8 model at the largest batch, each in a process of its own; None for C
+        code, which states its memory itself, and where it cannot be measured.
+        """
+        if not isinstance(chosen.model, OnnxModel):
             return None
-        shutil.copyfile(chosen.model.path, directory / MODEL)
         inputs = dict(zip(self.float_model.inputs, self._inputs(LATENCY_BATCHES[-1]), strict=True))
-        return {"float": peak_memory(self.prepared, inputs), "int8": peak_memory(chosen.model.path, inputs)}
+        try:
+            return {"float": peak_memory(self.prepared, inputs), "int8": peak_memory(chosen.model.path, inputs)}
+        except (RunError, OSError):
+            return None
 
     def result(self) -> dict[str, Any]:
         """All but the choice."""
@@ -310,6 +329,7 @@ class _Search:
             "layers": self.layers,
             "not_tried": self.failed,
             "threads": THREADS,
+            "validation_samples": self.trained.validation_samples(),
             **machine_and_versions("cpu"),
             "seconds": time.monotonic() - self.began,
         }

@@ -1,5 +1,6 @@
 """The signature of an exported model: what it takes and returns, as JSON beside the model."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,6 +64,8 @@ class Signature(_Strict):
         classes: Names of the classes in the order of the scores; None for no classifier, or without names.
         image: How an image file becomes the only input; None if the input is no image.
         metric: The quality of the model.
+        max_batch: Samples that may be computed together; None: any number. 1 for a model whose int8 ranges follow from
+            the whole batch, so that samples would change each other's scores.
     """
 
     format: Literal[1] = 1
@@ -72,11 +75,25 @@ class Signature(_Strict):
     classes: tuple[str, ...] | None = None
     image: ImageSpec | None = None
     metric: MetricSpec | None = None
+    max_batch: Size | None = None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Signature":
+        if self.image is not None:
+            sizes = [size for size in self.inputs[0].shape[1:] if isinstance(size, int)]
+            pixels = self.image.height * self.image.width * self.image.channels
+            if len(self.inputs) > 1 or self.inputs[0].dtype != "float32" or math.prod(sizes) != pixels:
+                raise ValueError("the image does not fit the input")
+        if self.classes is not None and len(self.classes) != list(self.outputs[0].shape)[-1]:
+            raise ValueError("there are not as many classes as scores")
+        return self
 
 
-def write_signature(signature: Signature, directory: Path) -> None:
-    """Writes ``signature.json`` into a directory."""
-    (directory / SIGNATURE).write_text(signature.model_dump_json(indent=1) + "\n", encoding="utf-8")
+def write_signature(signature: Signature, directory: Path) -> Path:
+    """Writes ``signature.json`` into a directory; returns its path."""
+    path = directory / SIGNATURE
+    path.write_text(signature.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def read_signature(directory: Path) -> Signature:

@@ -17,6 +17,7 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.task import Task
 from hasten.core.types import Batch
+from hasten.deploy.onnx_model import OnnxModel
 from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef, workload_names
@@ -26,6 +27,11 @@ WEIGHTS = "model.safetensors"
 SEEN_BATCHES = 32  # whose shapes tell which dimensions vary
 
 Predict = Callable[[list[torch.Tensor]], torch.Tensor]  # input tensors of a batch -> logits
+
+
+def predictor_of(model: OnnxModel) -> Predict:
+    """A model of ONNX Runtime that takes and returns tensors."""
+    return lambda inputs: torch.from_numpy(model.run([tensor.numpy() for tensor in inputs]))
 
 
 class InferenceModel(nn.Module):
@@ -74,6 +80,13 @@ class TrainedModel:
             raise ConfigurationError(f"{self.task.name} has no validation data, with which the result would be checked")
         return self.program.validation
 
+    def first_inputs(self) -> list[torch.Tensor]:
+        """The inputs of the first validation batch; ConfigurationError if there is none."""
+        batch = next(iter(self.validation().epoch(0, 0)), None)
+        if batch is None:
+            raise ConfigurationError(f"the validation data of {self.task.name} are empty")
+        return self.inputs_of(batch)
+
     def training_batches(self, count: int) -> Iterator[Batch]:
         """The first batches of the training data, in the order of seed 0."""
         return islice(self.program.source.epoch(0, 0), count)
@@ -98,6 +111,10 @@ class TrainedModel:
                 loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
                 metric.update(output, target, loss, batch_size(batch))
             return metric.result().metric
+
+    def validation_samples(self) -> int:
+        """Number of validation samples, by which the metric was taken."""
+        return sum(batch_size(batch) for batch in self.validation().epoch(0, 0))
 
     def varying_dimensions(self) -> list[set[int]]:
         """For each input, its dimensions that differ between batches; 0, the batch, is always among them."""
@@ -146,7 +163,9 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
     module = program.export().eval()
     _load_weights(module, weights, loaded.name)
     trained = TrainedModel(directory, loaded, InferenceModel(module, (), False), program)
-    first = next(iter(trained.validation().epoch(0, 0)))
+    first = next(iter(trained.validation().epoch(0, 0)), None)
+    if first is None:
+        raise ConfigurationError(f"the validation data of {loaded.name} are empty")
     inference = InferenceModel(module, *_input_names(module, first, loaded)).eval()
     return TrainedModel(directory, loaded, inference, program)
 

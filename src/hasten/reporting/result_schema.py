@@ -494,6 +494,7 @@ class QuantizeResult(TypedDict):
     not_tried: Sequence[NotTried]
     peak_memory_bytes: Mapping[str, Amount] | None
     threads: Amount
+    validation_samples: Amount
     seconds: Amount
     out: Text
     machine: Mapping[str, Fact]

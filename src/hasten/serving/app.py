@@ -5,6 +5,7 @@ The event loop reads and checks requests; the batcher's thread computes. A body 
 
 import asyncio
 import hmac
+import logging
 import math
 import time
 from collections.abc import AsyncIterator
@@ -14,30 +15,38 @@ from functools import partial
 from typing import Any
 
 import numpy
+import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hasten.core.errors import RunError
 from hasten.deploy.signature import Signature
-from hasten.serving.batcher import Batcher, DeadlineExceededError, QueueFullError, Settings
+from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
 from hasten.serving.inputs import IMAGE_TYPES, RequestError, parse_image, parse_json
-from hasten.serving.models import ModelHolder
+from hasten.serving.models import ModelHolder, ServedModel
 from hasten.serving.shadow import Shadow
 
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-MAX_BODY_BYTES = 10_000_000
+MAX_BODY_BYTES = 4_000_000
+IMAGES_AT_ONCE = 2  # that are decoded
 BODY_TIMEOUT_S = 10.0
-OPEN_PATHS = ("/health", "/ready")  # that need no token
+# the files of Swagger UI come from a package, so that the page works without the internet
+SWAGGER_PAGE = """<!doctype html><title>REST interface</title><link rel="stylesheet" href="/swagger/swagger-ui.css">
+<div id="swagger-ui"></div><script src="/swagger/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui"})</script>"""
+OPEN_PATHS = ("/health", "/ready", "/", "/docs", "/openapi.json")  # that need no token
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """What a server may do: limits of its batcher, bytes of a body, and the token that requests must carry."""
 
-    settings: Settings
+    settings: BatcherSettings
     max_body: int = MAX_BODY_BYTES
     token: str | None = None
 
@@ -56,6 +65,10 @@ class Service:
         self.answers = Counter("hasten_answers", "Answers by status code", ["code"], registry=self.registry)
         waiting = Gauge("hasten_waiting_samples", "Samples in the queue", registry=self.registry)
         waiting.set_function(lambda: self.batcher.samples)
+        self.computed_by = holder.model  # the last batch; of the inference thread
+        self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
+        refused = Gauge("hasten_reload_failures", "Newer models that could not be loaded", registry=self.registry)
+        refused.set_function(lambda: holder.failures)
         reloads = Gauge("hasten_reloads", "Models loaded since the start", registry=self.registry)
         reloads.set_function(lambda: holder.reloads)
         if shadow is not None:
@@ -64,7 +77,8 @@ class Service:
         self.batcher = Batcher(self._compute, self._done, options.settings, self._observe)
 
     def _compute(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        scores = self.holder(inputs)
+        self.computed_by = self.holder.model
+        scores = self.computed_by(inputs)
         if self.shadow is not None:
             self.shadow.offer(inputs, scores)
         return scores
@@ -74,11 +88,15 @@ class Service:
         self.batch_samples.observe(samples)
 
     def _done(self, answers: list[tuple[Any, Any]]) -> None:
-        """Hands the answers of a batch to the event loop, in one call for all."""
+        """Hands the answers of a batch to the event loop, in one call for all, with the model that computed them."""
+        model = self.computed_by
+        answers = [(key, one if isinstance(one, Exception) else (one, model)) for key, one in answers]
         self.loop.call_soon_threadsafe(_resolve, answers)
 
-    async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        """The scores of a request; RequestError if there are too many of them, or the model cannot compute it."""
+    async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> tuple[numpy.ndarray, ServedModel]:
+        """The scores of a request and the model that computed them; RequestError if too many requests wait, or the
+        model cannot compute this one.
+        """
         future: asyncio.Future[Any] = self.loop.create_future()
         try:
             self.batcher.submit(future, inputs)
@@ -103,6 +121,10 @@ def _resolve(answers: list[tuple[Any, Any]]) -> None:
             future.set_result(answer)
 
 
+logger = logging.getLogger("hasten.serving")
+CLIENT_IS_GONE = 499  # as nginx counts it
+
+
 class Guard:
     """ASGI middleware: checks the token, counts answers, and turns an unexpected error into one line for the client."""
 
@@ -120,13 +142,16 @@ class Guard:
             await send(message)
 
         try:
-            if self.token is not None and scope["path"] not in OPEN_PATHS and not _has_token(scope, self.token):
+            if self.token is not None and not _is_open(scope["path"]) and not _has_token(scope, self.token):
                 headers = {"WWW-Authenticate": "Bearer"}
                 answer: ASGIApp = JSONResponse({"error": "a bearer token is needed"}, 401, headers)
             else:
                 answer = self.app
             await answer(scope, receive, count_and_send)
+        except ClientDisconnect:
+            code = CLIENT_IS_GONE
         except Exception:
+            logger.exception("a request failed")
             if code:  # too late for another answer
                 raise
             await JSONResponse({"error": "internal error"}, 500)(scope, receive, count_and_send)
@@ -155,7 +180,9 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
         if shadow is not None:
             shadow.close()
 
-    app = FastAPI(title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, redoc_url=None)
+    app = FastAPI(
+        title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
 
     app.add_middleware(partial(Guard, served=app), token=options.token)
 
@@ -165,8 +192,8 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
         try:
             body = await asyncio.wait_for(_read(request, options.max_body), BODY_TIMEOUT_S)
             began = time.perf_counter()
-            inputs = await _parse(request, body, holder.signature)
-            answer = _answer(await service.predict(inputs), holder)
+            inputs = await _parse(request, body, holder.signature, service.images)
+            answer = _answer(*await service.predict(inputs))
         except TimeoutError:
             return JSONResponse({"error": "the body did not arrive in time"}, 408)
         except RequestError as error:
@@ -191,6 +218,12 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
     async def signature() -> dict[str, Any]:
         return holder.signature.model_dump()
 
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> str:
+        return SWAGGER_PAGE
+
+    app.mount("/swagger", StaticFiles(directory=swagger_ui_bundle.swagger_ui_path))
+
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> str:
         return page
@@ -212,29 +245,34 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _parse(request: Request, body: bytes, signature: Signature) -> tuple[numpy.ndarray, ...]:
+async def _parse(
+    request: Request, body: bytes, signature: Signature, images: asyncio.Semaphore
+) -> tuple[numpy.ndarray, ...]:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind in IMAGE_TYPES:
-        return await asyncio.to_thread(parse_image, body, kind, signature)
+        async with images:
+            return await asyncio.to_thread(parse_image, body, kind, signature)
     if kind != "application/json":
         known = ", ".join(["application/json", *(IMAGE_TYPES if signature.image else ())])
         raise RequestError(415, f"the content type is {known}, not {kind[:60]}")
-    if len(body) > 100_000:  # so long that the event loop should not wait for it
-        return await asyncio.to_thread(parse_json, body, signature)
     return parse_json(body, signature)
 
 
-def _answer(scores: numpy.ndarray, holder: ModelHolder) -> Response:
+def _answer(scores: numpy.ndarray, model: ServedModel) -> Response:
     """The answer: scores and, for one score a class, the index and name of the largest."""
-    content: dict[str, Any] = {"scores": scores.tolist(), "model": round(holder.model.loaded, 3)}
+    content: dict[str, Any] = {"scores": scores.tolist(), "model": round(model.loaded, 3)}
     if scores.ndim == 2 and scores.shape[1] > 1:
         indices = scores.argmax(axis=1).tolist()
         content["indices"] = indices
-        if holder.signature.classes is not None:
-            content["classes"] = [holder.signature.classes[index] for index in indices]
+        if model.signature.classes is not None:
+            content["classes"] = [model.signature.classes[index] for index in indices]
     if not numpy.isfinite(scores).all():
         return JSONResponse({"error": "the model's scores are not finite for this input"}, 422)
     return JSONResponse(content)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith("/swagger/")
 
 
 def _has_token(scope: Scope, token: str) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy
 
+CLOSED_S = 5.0  # after which a client may try again while a server stops
+
 Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
 Compute = Callable[[Arrays], numpy.ndarray]
 Done = Callable[[list[tuple[Any, numpy.ndarray | Exception]]], None]  # (key of the request, its scores or the error)
@@ -31,7 +33,7 @@ class DeadlineExceededError(Exception):
 
 
 @dataclass
-class Settings:
+class BatcherSettings:
     """Limits of a batcher: samples of a batch, seconds to wait for more, waiting samples, seconds of a request."""
 
     max_batch: int = 64
@@ -59,7 +61,7 @@ class Batcher:
     """The inference thread.
 
     Args:
-        compute: Inputs of a batch -> scores. It is read anew for every batch, so that the model can be exchanged.
+        compute: Inputs of a batch -> scores. It is read anew for every batch, so that the model can be replaced.
         done: Called in the inference thread with the answers of a batch.
         settings: The limits.
         observe: Called after each batch with (samples, seconds).
@@ -69,7 +71,7 @@ class Batcher:
         self,
         compute: Compute,
         done: Done,
-        settings: Settings,
+        settings: BatcherSettings,
         observe: Callable[[int, float], None] = lambda samples, seconds: None,
     ):
         self.compute, self.done, self.settings, self.observe = compute, done, settings, observe
@@ -85,6 +87,8 @@ class Batcher:
         """Queues a request; ``done`` is called with its key. QueueFullError if too many samples wait."""
         request = _Request(time.monotonic(), key, inputs)
         with self.changed:
+            if self.is_closed:
+                raise QueueFullError(CLOSED_S)
             if self.waiting and self.samples + len(request) > self.settings.max_queue:
                 raise QueueFullError(self.samples * self.seconds_per_sample)
             self.waiting.append(request)
@@ -141,8 +145,9 @@ class Batcher:
             answers: list[tuple[Any, Any]] = [(request.key, part) for request, part in zip(batch, parts, strict=True)]
         except Exception as error:  # an answer for every request, whatever the model does
             if len(batch) > 1:  # one of them is wrong, such as an index that the model does not know
-                for request in batch:
-                    self._compute([request])
+                half = len(batch) // 2
+                self._compute(batch[:half])
+                self._compute(batch[half:])
                 return
             answers = [(batch[0].key, error)]
         seconds, samples = time.perf_counter() - began, sum(sizes)

@@ -34,7 +34,7 @@ def write_container(model: str | Path, out: str | Path) -> list[str]:
     jinja: Any = importlib.import_module("jinja2")
     loader = jinja.PackageLoader("hasten.serving", ".")
     templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)
-    name = re.sub(r"[^a-z0-9]+", "-", signature.task.lower()).strip("-")[:40] or "model"
+    name = "model-" + (re.sub(r"[^a-z0-9]+", "-", signature.task.lower())[:40].strip("-") or "0")
     with writable(directory):
         (directory / "model").mkdir(parents=True, exist_ok=True)
         for part in (MODEL, SIGNATURE):

@@ -10,7 +10,7 @@ import numpy
 from hasten.deploy.signature import ImageSpec, Signature, TensorSpec
 
 MAX_SAMPLES = 1024  # of a request
-MAX_PIXELS = 50_000_000  # of an image file, before it is resized
+MAX_PIXELS = 16_000_000  # of an image file, before it is resized
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
 
 
@@ -52,10 +52,10 @@ def parse_image(body: bytes, content_type: str, signature: Signature) -> tuple[n
         raise RequestError(415, "this model takes no images; send application/json")
     image: Any = importlib.import_module("PIL.Image")
     try:
-        with image.open(io.BytesIO(body), formats=[IMAGE_TYPES[content_type]]) as picture:
-            if picture.width * picture.height > MAX_PIXELS:
-                raise RequestError(413, f"the image has {picture.width} x {picture.height} pixels, too many")
-            pixels = picture.convert("L" if spec.channels == 1 else "RGB").resize((spec.width, spec.height))
+        with image.open(io.BytesIO(body), formats=[IMAGE_TYPES[content_type]]) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise RequestError(413, f"the image has {opened.width} x {opened.height} pixels, too many")
+            pixels = opened.convert("L" if spec.channels == 1 else "RGB").resize((spec.width, spec.height))
             values = numpy.asarray(pixels, dtype=numpy.float32)
     except RequestError:
         raise
@@ -77,35 +77,29 @@ def normalize(pixels: numpy.ndarray, spec: ImageSpec, tensor: TensorSpec) -> num
 
 def _array(value: Any, spec: TensorSpec) -> numpy.ndarray:
     try:
-        array = numpy.asarray(value)
-    except ValueError:
-        raise RequestError(422, f"{spec.name} has rows of different lengths") from None
-    if array.dtype == object or array.dtype.kind not in "bif":
-        raise RequestError(422, f"{spec.name} must be numbers")
-    expected = "[" + ", ".join(map(str, spec.shape)) + "]"
+        array = numpy.asarray(value, dtype=numpy.float64)  # never an array of texts, which one long text makes huge
+    except (ValueError, TypeError, OverflowError) as error:
+        what = "has rows of different lengths" if "inhomogeneous" in str(error) else "must be numbers"
+        raise RequestError(422, f"{spec.name} {what}") from None
     fits = array.ndim == len(spec.shape) and all(
         isinstance(wanted, str) or size == wanted for size, wanted in zip(array.shape, spec.shape, strict=True)
     )
     if not fits:
+        expected = "[" + ", ".join(map(str, spec.shape)) + "]"
         raise RequestError(422, f"{spec.name} has the shape {list(array.shape)}; it must be {expected}")
     if not array.size:
         raise RequestError(422, f"{spec.name} is empty")
     if len(array) > MAX_SAMPLES:
         raise RequestError(413, f"a request may have {MAX_SAMPLES} samples, not {len(array)}")
-    kind = numpy.dtype(spec.dtype).kind
-    if array.dtype.kind == "f" and not numpy.isfinite(array).all():
-        raise RequestError(422, f"{spec.name} contains NaN or infinity")
-    if kind in "iu" and array.dtype.kind == "f":
+    if not numpy.isfinite(array).all():
+        raise RequestError(422, f"{spec.name} contains NaN, infinity or null")
+    dtype = numpy.dtype(spec.dtype)
+    if dtype.kind in "iu" and (array != numpy.rint(array)).any():
         raise RequestError(422, f"{spec.name} must be whole numbers")
-    if kind in "iu" and array.size:
-        limits = numpy.iinfo(spec.dtype)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")
-    with numpy.errstate(over="ignore"):
-        converted = array.astype(spec.dtype)
-    if kind == "f" and not numpy.isfinite(converted).all():
+    limits: Any = numpy.iinfo(dtype) if dtype.kind in "iu" else numpy.finfo(dtype) if dtype.kind == "f" else None
+    if limits is not None and (array.min() < limits.min or array.max() > limits.max):
         raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")
-    return converted
+    return array.astype(dtype)
 
 
 def _check_together(arrays: tuple[numpy.ndarray, ...], signature: Signature) -> None:

@@ -1,4 +1,4 @@
-"""The served model: loaded from a directory, exchanged while requests are answered."""
+"""The served model: loaded from a directory, replaced while requests are answered."""
 
 import threading
 import time
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy
-import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL, OnnxModel
@@ -40,7 +39,7 @@ class ServedModel:
 
     def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
         """The scores of a batch."""
-        return self.model([torch.from_numpy(array) for array in inputs]).numpy()
+        return self.model.run(inputs)
 
 
 class ModelHolder:
@@ -48,7 +47,7 @@ class ModelHolder:
 
     Args:
         model: The first one.
-        report: Called with a line for people about every exchange.
+        report: Called with a line for people about every replacement.
     """
 
     def __init__(self, model: ServedModel, report: Callable[[str], None]):
@@ -88,12 +87,13 @@ class ModelHolder:
     def _reload(self, files: tuple[tuple[int, int] | None, ...]) -> None:
         try:
             new = ServedModel(self.model.directory, self.model.threads)
-            if new.signature.inputs != self.signature.inputs:
-                raise ConfigurationError("the new model takes other inputs")
+            parts = ("inputs", "outputs", "image", "max_batch")
+            if differ := [part for part in parts if getattr(new.signature, part) != getattr(self.signature, part)]:
+                raise ConfigurationError(f"its signature has other {' and '.join(differ)}")
         except ConfigurationError as error:
             self.failures += 1
             self.refused = files  # type: ignore[assignment]
-            self.report(f"the newer model was not loaded, the older one answers: {error}")
+            self.report(f"the newer model was not loaded, the older one still answers: {error}")
             return
         self.model, self.refused = new, None
         self.reloads += 1

@@ -2,6 +2,8 @@
 
 import importlib
 import ipaddress
+import os
+import re
 import signal
 import socket
 import stat
@@ -13,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
-from hasten.deploy.export import export_model
 from hasten.deploy.onnx_model import MODEL, require
-from hasten.deploy.trained_model import WEIGHTS
 from hasten.serving.app import MAX_BODY_BYTES, ServerOptions, example_inputs, make_app
-from hasten.serving.batcher import Settings
+from hasten.serving.batcher import BatcherSettings
 from hasten.serving.models import ModelHolder, ServedModel
 from hasten.serving.shadow import Shadow
 from hasten.serving.tune_batching import best_batching, measure_batches
 
 MIN_TOKEN = 16  # characters
+TOKEN_VARIABLE = "HASTEN_TOKEN"
+MAX_CONNECTIONS = 1000  # at once; more get 503
+WEIGHTS = "model.safetensors"
 GRACE_S = 30  # for the requests that are being answered when the server is stopped
 
 
@@ -34,7 +37,7 @@ def serve(
     token_file: str | Path | None = None,
     compare: str | Path | None = None,
     tune_batching: bool = False,
-    settings: Settings | None = None,
+    settings: BatcherSettings | None = None,
     max_body: int = MAX_BODY_BYTES,
     threads: int = 0,
     report: Callable[[str], None] = print,
@@ -46,7 +49,8 @@ def serve(
             ``hasten quantize`` write it. The run directory of a workload is exported first.
         host: Address to listen at; another than loopback needs a token.
         port: Port; 0 for a free one.
-        token_file: File with the bearer token that requests must carry; readable by its owner only.
+        token_file: File with the bearer token that requests must carry; readable by its owner only. None: the
+            environment variable HASTEN_TOKEN, if it is set.
         compare: Directory of a second model that gets the same requests and answers none.
         tune_batching: Whether to measure the batch size and the wait at the start.
         settings: Limits of batches, queue and deadline.
@@ -62,26 +66,32 @@ def serve(
             port that is in use.
     """
     uvicorn = require("uvicorn")
-    token = _read_token(Path(token_file)) if token_file is not None else None
+    token = _read_token(Path(token_file)) if token_file is not None else _check_token(os.environ.get(TOKEN_VARIABLE))
     if token is None and not _is_loopback(host):
-        raise ConfigurationError(f"--host {host} can be reached by others; give a --token-file, or serve on 127.0.0.1")
+        raise ConfigurationError(f"--host {host} can be reached by others; give a --token-file, or serve at 127.0.0.1")
     first = ServedModel(_directory_of(Path(model), report), threads)
     holder = ModelHolder(first, report)
-    second = ServedModel(Path(compare), threads) if compare is not None else None
+    second = ServedModel(Path(compare), 1) if compare is not None else None
     if second is not None and second.signature.inputs != first.signature.inputs:
         raise ConfigurationError(f"{compare} takes other inputs than {model}, so they cannot be compared")
-    settings = settings or Settings()
-    if tune_batching:
+    settings = settings or BatcherSettings()
+    if first.signature.max_batch is not None:  # whatever was asked for
+        settings = replace(settings, max_batch=min(settings.max_batch, first.signature.max_batch))
+    elif tune_batching:
         size, wait = best_batching(measure_batches(holder, holder.signature))
         settings = replace(settings, max_batch=size, max_wait=wait)
         report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
     sockets = [_listen(host, port)]
     address = f"http://{_url_host(host)}:{sockets[0].getsockname()[1]}"
-    app = make_app(
-        holder, ServerOptions(settings, max_body, token), make_page(holder), Shadow(holder, second) if second else None
-    )
+    shadow = Shadow(ServedModel(first.directory, 1), second) if second is not None else None
+    app = make_app(holder, ServerOptions(settings, max_body, token), make_page(holder, token is not None), shadow)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, server_header=False
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_S,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
     )
     server = uvicorn.Server(config)
     server.capture_signals = lambda: _stop_on_signals(server)  # uvicorn's own raises the signal again at the end
@@ -92,14 +102,14 @@ def serve(
     return {"address": address, "answers": answers, "reloads": holder.reloads, "settings": vars(settings)}
 
 
-def make_page(holder: ModelHolder) -> str:
+def make_page(holder: ModelHolder, needs_token: bool) -> str:
     """The HTML page on which a person tries the model."""
     jinja: Any = importlib.import_module("jinja2")
     loader = jinja.PackageLoader("hasten.serving", ".")
     environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
     signature = holder.signature
     return environment.get_template("page.html.j2").render(
-        signature=signature.model_dump(), example={"inputs": example_inputs(signature)}
+        signature=signature.model_dump(), needs_token=needs_token, example={"inputs": example_inputs(signature)}
     )
 
 
@@ -123,13 +133,14 @@ def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
         if path.name != MODEL:
             raise ConfigurationError(f"{path} is no {MODEL}; only ONNX models with a signature are served")
         return path.parent
-    if path.is_dir() and not (path / MODEL).exists() and (path / WEIGHTS).exists():
-        report(f"exporting {path}, which is done once")
-        export_model(path)
+    weights, exported = path / WEIGHTS, path / MODEL
+    if weights.exists() and (not exported.exists() or exported.stat().st_mtime < weights.stat().st_mtime):
+        report(f"exporting {path}")
+        importlib.import_module("hasten.deploy.export").export_model(path)  # only now, since it imports torch
     return path
 
 
-def _read_token(path: Path) -> str:
+def _read_token(path: Path) -> str | None:
     try:
         mode = path.stat().st_mode
         token = path.read_text(encoding="ascii").strip()
@@ -137,8 +148,12 @@ def _read_token(path: Path) -> str:
         raise ConfigurationError(f"the token file {path} cannot be read: {error}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigurationError(f"the token file {path} can be read by others; chmod 600 {path}")
-    if len(token) < MIN_TOKEN or any(character.isspace() for character in token):
-        raise ConfigurationError(f"the token in {path} must be one word of at least {MIN_TOKEN} characters")
+    return _check_token(token)
+
+
+def _check_token(token: str | None) -> str | None:
+    if token is not None and (len(token) < MIN_TOKEN or not re.fullmatch(r"[!-~]+", token)):
+        raise ConfigurationError(f"the token must be one word of at least {MIN_TOKEN} ASCII characters")
     return token
 
 

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 Compute = Callable[[tuple[numpy.ndarray, ...]], numpy.ndarray]
 
-MAX_WAITING = 16  # batches; more are left out, so that the shadow never slows the answers
+TOLERANCE = 0.01
+MAX_WAITING = 16  # batches; more are left out, so that the queue of answers never waits for them
 LATENCIES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # seconds
 
 
@@ -31,7 +32,7 @@ class Shadow:
         """Creates the figures and starts."""
         self.samples = Counter("hasten_shadow_samples", "Samples that both models computed", registry=registry)
         self.agreed = Counter("hasten_shadow_agreed", "Samples with the same largest score", registry=registry)
-        self.left_out = Counter("hasten_shadow_left_out", "Batches that were not compared", registry=registry)
+        self.dropped = Counter("hasten_shadow_dropped", "Batches that were not compared", registry=registry)
         self.failed = Counter(
             "hasten_shadow_failed", "Batches that the second model failed to compute", registry=registry
         )
@@ -44,7 +45,7 @@ class Shadow:
         try:
             self.waiting.put_nowait((inputs, scores))
         except queue.Full:
-            self.left_out.inc()
+            self.dropped.inc()
 
     def close(self) -> None:
         """Ends the thread after the batches that wait."""
@@ -62,13 +63,19 @@ class Shadow:
                     found = self.models[name](inputs)
                     self.seconds.labels(name).observe(time.perf_counter() - began)
                     if name == "second":
-                        self._compare(scores, found)
+                        self.agreed.inc(agreements(scores, found))
+                        self.samples.inc(len(scores))
             except Exception:  # of the second model; the first has answered
                 self.failed.inc()
             names.reverse()
 
-    def _compare(self, scores: numpy.ndarray, found: numpy.ndarray) -> None:
-        self.samples.inc(len(scores))
-        if scores.shape == found.shape:
-            same = scores.argmax(axis=-1) == found.argmax(axis=-1)
-            self.agreed.inc(int(same.reshape(len(scores), -1).all(axis=1).sum()))
+
+def agreements(scores: numpy.ndarray, others: numpy.ndarray) -> int:
+    """The samples on which two models agree: the same largest score; for one score a difference of at most 1 %."""
+    if scores.shape != others.shape:
+        return 0
+    if scores.ndim > 1 and scores.shape[-1] > 1:
+        same = scores.argmax(axis=-1) == others.argmax(axis=-1)
+    else:
+        same = numpy.abs(scores - others) <= TOLERANCE * numpy.maximum(numpy.abs(scores), numpy.abs(others))
+    return int(same.reshape(len(scores), -1).all(axis=1).sum())

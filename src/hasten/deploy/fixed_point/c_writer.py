@@ -1,6 +1,7 @@
 """Writes an integer model as C99: ``model.h`` holds the weights, ``model.c`` the program. No float, no malloc."""
 
 import importlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
     slots, sizes = _buffers(model)
     layers = [_describe(model, layer, index, slots) for index, layer in enumerate(model.layers)]
     context = {
-        "task": task,
-        "classes": classes,
+        "task": _comment(task),
+        "classes": [_comment(name) for name in classes or ()],
         "input": model.input,
         "output": model.output,
         "layers": layers,
@@ -84,6 +85,11 @@ def _describe(model: IntegerModel, layer: Any, index: int, slots: dict[str, str]
         described["bytes"] = layer.weight.size + 4 * layer.bias.size + 5 * count
     assert isinstance(layer, (Linear, Convolution, Pooling, Addition))
     return described
+
+
+def _comment(text: str) -> str:
+    """A text as part of a C comment: names come from data, and must not end it."""
+    return re.sub(r"[^A-Za-z0-9 _.,:-]", "_", text)
 
 
 def _numbers(values: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ from hasten.core.errors import ConfigurationError
 INT8_MIN, INT8_MAX = -128, 127
 WEIGHT_MAX = 127  # symmetric
 MAX_SUM = 2**31 - 1
+MAX_BIAS = 2**30
 LARGEST_DIFFERENCE = INT8_MAX - INT8_MIN  # of an activation and its zero point
 
 
@@ -129,10 +130,16 @@ def activation_of(name: str, shape: tuple[int, ...], low: float, high: float) ->
     return Activation(name, shape, scale, min(max(zero_point, INT8_MIN), INT8_MAX))
 
 
-def quantize_weight(weight: numpy.ndarray, per_channel: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(int8 weight, float64 scales: one a first dimension or a single one)."""
-    largest = numpy.abs(weight.reshape(len(weight), -1)).max(axis=1) if per_channel else numpy.abs(weight).max()[None]
-    scales = numpy.where(largest > 0, largest / WEIGHT_MAX, 1.0).astype(numpy.float64)
+def quantize_weight(
+    weight: numpy.ndarray, bias: numpy.ndarray, input_scale: float, per_channel: bool
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """(int8 weight, float64 scales: one a first dimension or a single one).
+
+    The scale of a channel whose weights are almost 0 follows from its bias, which must fit 31 bits.
+    """
+    largest = numpy.abs(weight.reshape(len(weight), -1)).max(axis=1)
+    least = numpy.maximum(largest / WEIGHT_MAX, numpy.abs(bias) / (input_scale * MAX_BIAS)).astype(numpy.float64)
+    scales = numpy.where(least > 0, least, 1.0) if per_channel else numpy.array([least.max() or 1.0])
     shape = (-1,) + (1,) * (weight.ndim - 1)
     integers = numpy.rint(weight / scales.reshape(shape))
     return numpy.clip(integers, -WEIGHT_MAX, WEIGHT_MAX).astype(numpy.int8), scales

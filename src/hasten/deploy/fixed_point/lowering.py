@@ -168,8 +168,9 @@ class _Lowering:
         bias: numpy.ndarray,
         clamp: tuple[int, int],
     ) -> tuple[numpy.ndarray, numpy.ndarray, Requantization]:
-        integers, scales = quantize_weight(weight.astype(numpy.float64), self.per_channel)
-        integer_bias = quantize_bias(bias.astype(numpy.float64), scales * source.scale, integers, node.name)
+        weight, bias = weight.astype(numpy.float64), bias.astype(numpy.float64)
+        integers, scales = quantize_weight(weight, bias, source.scale, self.per_channel)
+        integer_bias = quantize_bias(bias, scales * source.scale, integers, node.name)
         parts = [fixed_point(float(scale) * source.scale / output.scale) for scale in scales]
         multipliers, shifts = zip(*parts, strict=True)
         return integers, integer_bias, Requantization(multipliers, shifts, *clamp)
