@@ -127,7 +127,7 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
     proto = onnx.load(model)
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    conversions: dict[str, Any] = {}
+    conversions: dict[str, tuple[Any, Any]] = {}
     for node in graph.node:
         name = node.input[1] if node.op_type in QUANTIZED_OPS else ""
         if name not in weights or name in conversions or node.name in in_float:
@@ -140,13 +140,16 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
         integers = numpy.clip(numpy.rint(values / scale.reshape(shape)), -127, 127).astype(numpy.int8)
         graph.initializer.remove(weights[name])
         graph.initializer.append(numpy_helper.from_array(integers, f"{name}_int8"))
-        graph.initializer.append(numpy_helper.from_array(scale.astype(numpy.float32), f"{name}_scale"))
-        conversions[name] = helper.make_node(
-            "DequantizeLinear", [f"{name}_int8", f"{name}_scale"], [name], name=f"{name}_to_float", axis=axis
+        graph.initializer.append(numpy_helper.from_array(scale.reshape(shape).astype(numpy.float32), f"{name}_scale"))
+        # not DequantizeLinear, which ONNX Runtime would compute in every call; these two are folded at loading
+        cast = helper.make_node(
+            "Cast", [f"{name}_int8"], [f"{name}_float"], name=f"{name}_cast", to=onnx.TensorProto.FLOAT
         )
+        scaled = helper.make_node("Mul", [f"{name}_float", f"{name}_scale"], [name], name=f"{name}_scaled")
+        conversions[name] = (cast, scaled)
     if not conversions:
         raise RunError("the model has no layer with weights that can be quantized")
-    for node in reversed(conversions.values()):
+    for node in reversed([node for pair in conversions.values() for node in pair]):
         graph.node.insert(0, node)
     onnx.save(proto, out)
 

@@ -96,7 +96,7 @@ def quantize(
 
     Returns:
         ``verdict`` ("faster", "smaller" or "no improvement"), ``chosen`` (a trial, or None), ``float`` (metric, bytes,
-        seconds by batch size), ``trials``, ``layers`` (node -> loss of the metric that it causes), ``not_tried``,
+        seconds by batch size), ``trials``, ``layers`` (node -> loss if it alone is int8), ``not_tried``,
         ``peak_memory_bytes``, ``out``.
 
     Raises:
@@ -146,6 +146,7 @@ class _Search:
         self.layers: dict[str, float] = {}
         self.speed_of_torch: dict[int, Ratio] = {}
         self.float_seconds: dict[int, float] = {}
+        self.subset_value = 0.0  # metric of the float model over SUBSET_BATCHES
 
     def prepare(self, directory: Path) -> None:
         """Exports the float model and reads the calibration batches."""
@@ -212,32 +213,47 @@ class _Search:
         return worse / abs(reference) if reference else worse
 
     def keep_layers_in_float(self) -> None:
-        """If no static candidate passes: finds the layers of the best that hurt, and leaves the worst in float."""
+        """If no static candidate passes: finds the layers of the best that hurt, and leaves the worst in float.
+
+        The cost of a layer is the loss if it alone is int8.
+        """
         tried = [(trial, trial.candidate) for trial in self.trials]
         static = [(trial, one) for trial, one in tried if isinstance(one, Candidate) and one.kind == "static"]
         if not static or any(trial.loss <= self.max_loss for trial, _ in static):
             return
-        best, candidate = min(static, key=lambda pair: pair[0].loss)
-        assert isinstance(best.model, OnnxModel)
+        _, candidate = min(static, key=lambda pair: pair[0].loss)
         nodes = quantizable_nodes(self.prepared)
-        reference = self.trained.evaluate(predictor_of(self.float_model), SUBSET_BATCHES)
-        whole = self._loss(self.trained.evaluate(predictor_of(best.model), SUBSET_BATCHES), reference)
-        for index, node in enumerate(nodes):
-            if self._left(SEARCH_SHARE) <= 0.0:
+        for node in nodes:
+            others = [other for other in nodes if other != node]
+            if (loss := self._subset_loss(candidate.keeping(others), f"{node} in int8")) is None:
                 return
-            self.on_progress(f"{node} in float", index / len(nodes), self._left())
-            try:
-                trial = self._try(candidate.keeping([node]), SUBSET_BATCHES)
-            except (RunError, ConfigurationError):
-                continue
-            self.layers[node] = whole - self._loss(trial.value, reference)
-        worst = sorted(self.layers, key=lambda node: -self.layers[node])
-        for count in range(1, min(len(worst), max(1, int(MAX_IN_FLOAT * len(nodes)))) + 1):
-            if self._left(1.0 - LATENCY_SHARE) <= 0.0:
-                return
-            self.trials.append(self._try(candidate.keeping(worst[:count])))
+            self.layers[node] = loss
+        in_float: list[str] = []
+        while len(in_float) < max(1, int(MAX_IN_FLOAT * len(nodes))):
+            losses: dict[str, float] = {}
+            for node in nodes:
+                if node not in in_float:
+                    loss = self._subset_loss(candidate.keeping([*in_float, node]), f"{node} in float")
+                    if loss is None:
+                        return
+                    losses[node] = loss
+            # two layers may hurt only together; until one helps, the one that costs most alone is next
+            in_float.append(min(losses, key=lambda node: (round(losses[node], 4), -self.layers[node])))
+            self.trials.append(self._try(candidate.keeping(in_float)))
             if self.trials[-1].loss <= self.max_loss:
                 return
+
+    def _subset_loss(self, candidate: Candidate, what: str) -> float | None:
+        """The loss of a candidate over a part of the validation data; None once the budget for such trials is spent."""
+        if self._left(SEARCH_SHARE) <= 0.0:
+            return None
+        self.on_progress(what, 0.5, self._left())
+        if not self.subset_value:
+            self.subset_value = self.trained.evaluate(predictor_of(self.float_model), SUBSET_BATCHES)
+        try:
+            return self._loss(self._try(candidate, SUBSET_BATCHES).value, self.subset_value)
+        except (RunError, ConfigurationError):
+            return math.inf
 
     def compare(self) -> None:
         """Times the candidates that pass, the float model and eager PyTorch in turns, at both batch sizes."""
@@ -326,7 +342,7 @@ class _Search:
             },
             "torch_speedup": {str(size): ratio.to_json() for size, ratio in self.speed_of_torch.items()},
             "trials": [trial.to_json(self.max_loss) for trial in self.trials],
-            "layers": self.layers,
+            "layers": {node: loss for node, loss in self.layers.items() if math.isfinite(loss)},
             "not_tried": self.failed,
             "threads": THREADS,
             "validation_samples": self.trained.validation_samples(),

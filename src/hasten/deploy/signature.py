@@ -82,9 +82,9 @@ class Signature(_Strict):
         if self.image is not None:
             sizes = [size for size in self.inputs[0].shape[1:] if isinstance(size, int)]
             pixels = self.image.height * self.image.width * self.image.channels
-            if len(self.inputs) > 1 or self.inputs[0].dtype != "float32" or math.prod(sizes) != pixels:
+            if len(self.inputs) != 1 or self.inputs[0].dtype != "float32" or math.prod(sizes) != pixels:
                 raise ValueError("the image does not fit the input")
-        if self.classes is not None and len(self.classes) != list(self.outputs[0].shape)[-1]:
+        if self.classes is not None and (len(self.classes),) != next(iter(self.outputs)).shape[1:]:
             raise ValueError("there are not as many classes as scores")
         return self
 

@@ -52,7 +52,7 @@ def losses(trials: Sequence[Json], chosen: Json | None, max_loss: float | None, 
 
 
 def layers(costs: Mapping[str, float | None], width: int) -> Markup:
-    """Bars: how much less the int8 model loses if a layer stays in float."""
+    """Bars: how much the metric loses if a layer alone is int8."""
     shown = sorted(((name, cost or 0.0) for name, cost in costs.items()), key=lambda item: -item[1])[:MAX_LAYERS]
     left, right = (230, 80) if width > 500 else (0, 0)
     longest = max((cost for _, cost in shown), default=0.0) or 1.0
