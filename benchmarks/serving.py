@@ -239,7 +239,7 @@ def main() -> int:
 
 
 def with_reloads(run: Path, temporary: Path, requests: int) -> dict:
-    """Requests while the model is replaced every second."""
+    """Requests while the model is replaced every 2.5 seconds."""
     served = temporary / "served"
     served.mkdir()
     for name in ("model.onnx", "signature.json"):
@@ -286,7 +286,8 @@ def report(options, rates: dict, starts: list, calm: dict, over: dict, memories:
         ("what", "measured", "figure"),
         [
             ("p50 and p99 at 70 % load, ms", f"{p50:.2f}, {p99:.2f}", f"p99 at most {TAIL} x p50"),
-            ("answers at 3 x capacity", str(over["codes"]), "200 and 429 only"),
+            ("answers at 70 % load", str(calm["codes"]), "200 only"),
+            ("answers at 3 x capacity", str(over["codes"]), "200 and 429"),
             ("growth of memory under it", f"{growth:+.1%}", f"{GROWTH:.0%}"),
             ("answers with reloads", f"{reloaded['codes']}, {reloaded['replacements']} replacements", "200 only"),
             ("start to first answer, s", f"{interval(starts):.2f}", f"{START_S}"),
@@ -294,9 +295,11 @@ def report(options, rates: dict, starts: list, calm: dict, over: dict, memories:
     )
     reached = (
         p99 <= TAIL * p50
-        and set(over["codes"]) <= {200, 429}
+        and set(calm["codes"]) == {200}
+        and set(over["codes"]) == {200, 429}
         and abs(growth) <= GROWTH
         and set(reloaded["codes"]) == {200}
+        and sum(reloaded["codes"].values()) >= options.requests
         and interval(starts).median <= START_S
         and ratios["plain FastAPI"].median >= OVER_PLAIN
         and ("LitServe" not in ratios or ratios["LitServe"].median >= 1.0)
