@@ -118,7 +118,7 @@ def test_faster_is_surely_faster_somewhere_and_slower_nowhere(speedups, expected
     search = quantize_module._Search(None, 1.0, "cpu", 0.01, no_progress)
     search.float_bytes = 1000
     by_batch = dict(zip((1, 64), speedups, strict=False))
-    search.trials = [quantize_module.Trial(candidates.CANDIDATES[0], None, 0.9, 0.0, 300, by_batch)]
+    search.trials = [quantize_module.QuantizationTrial(candidates.CANDIDATES[0], None, 0.9, 0.0, 300, by_batch)]
     assert search.choose()[1] == ("faster" if expected else "smaller")
 
 

@@ -69,11 +69,11 @@ def test_full_queue_refuses_and_states_the_wait():
     assert 4 <= len(recorded.answers) <= 6
 
 
-def test_request_larger_than_the_queue_is_computed_alone():
+def test_request_larger_than_the_queue_is_computed_in_parts():
     recorded = Recorded(max_queue=4, max_batch=2)
     recorded.batcher.submit("large", of(1.0, size=10))
     recorded.wait_for(1)
-    assert recorded.sizes == [10]
+    assert recorded.sizes == [2] * 5  # in parts, as no batch is larger than max_batch
 
 
 def test_late_request_is_answered_without_being_computed():

@@ -25,7 +25,7 @@ Arrays = dict[str, numpy.ndarray]  # input name -> values of a batch
 
 
 @dataclass(frozen=True)
-class Candidate:
+class QuantizationCandidate:
     """One way to quantize a model.
 
     Attributes:
@@ -48,21 +48,21 @@ class Candidate:
         layers = f", {len(self.in_float)} layers in float" if self.in_float else ""
         return f"{self.kind} {scale}{ranges}{layers}"
 
-    def keeping(self, nodes: Sequence[str]) -> "Candidate":
+    def keeping(self, nodes: Sequence[str]) -> "QuantizationCandidate":
         """The candidate that also leaves ``nodes`` in float."""
         return replace(self, in_float=(*self.in_float, *nodes))
 
 
 CANDIDATES = (
-    Candidate("static", True, "minmax"),
-    Candidate("static", True, "percentile"),
-    Candidate("static", True, "entropy"),
-    Candidate("static", False, "minmax"),
-    Candidate("static", False, "percentile"),
-    Candidate("static", False, "entropy"),
-    Candidate("dynamic", True),
-    Candidate("dynamic", False),
-    Candidate("weights", True),
+    QuantizationCandidate("static", True, "minmax"),
+    QuantizationCandidate("static", True, "percentile"),
+    QuantizationCandidate("static", True, "entropy"),
+    QuantizationCandidate("static", False, "minmax"),
+    QuantizationCandidate("static", False, "percentile"),
+    QuantizationCandidate("static", False, "entropy"),
+    QuantizationCandidate("dynamic", True),
+    QuantizationCandidate("dynamic", False),
+    QuantizationCandidate("weights", True),
 )
 
 
@@ -81,7 +81,7 @@ def quantizable_nodes(model: Path) -> list[str]:
     return [node.name for node in graph.node if node.op_type in QUANTIZED_OPS and weights & set(node.input[1:2])]
 
 
-def quantize_model(model: Path, out: Path, candidate: Candidate, batches: Sequence[Arrays]) -> None:
+def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, batches: Sequence[Arrays]) -> None:
     """Writes the quantized model.
 
     Args:

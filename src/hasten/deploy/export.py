@@ -52,7 +52,7 @@ def export_model(
             files.append(temporary / MODEL)
             export_onnx(trained, files[-1])
             exported = OnnxModel(files[-1])
-            difference = _largest_difference(trained, exported)
+            difference = largest_difference(trained, exported)
             metric["exported"] = trained.evaluate(predictor_of(exported))
         if directory.resolve() != trained.directory.resolve():
             files.append(trained.directory / WEIGHTS)
@@ -160,8 +160,10 @@ def _shape(name: str, tensor: torch.Tensor, varying: set[int]) -> tuple[int | st
     )
 
 
-def _largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
-    """Largest difference of an output, relative to the largest output; RunError if it exceeds the tolerance."""
+def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
+    """Largest difference of an output from the trained model's, relative to its largest output; RunError if it exceeds
+    the tolerance, or if an output is no finite number.
+    """
     predict, difference, largest = predictor_of(exported), 0.0, 0.0
     with torch.inference_mode():
         for batch in trained.validation().epoch(0, 0):

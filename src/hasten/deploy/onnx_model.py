@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -22,6 +23,8 @@ def require(module: str, extra: str = "deploy") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None and error.name in (None, module):
+            raise RunError(f"{module} is installed and cannot be imported: {error}") from None
         raise ConfigurationError(f"{error.name or module} is not installed; pip install 'hasten[{extra}]'") from None
 
 

@@ -10,7 +10,9 @@ import math
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,17 @@ from typing import Any
 import torch
 
 from hasten.benchmarking.ratio import Ratio
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.deploy.candidates import CANDIDATES, Arrays, Candidate, prepare, quantizable_nodes, quantize_model
-from hasten.deploy.export import export_onnx, signature_of
+from hasten.deploy.candidates import (
+    CANDIDATES,
+    Arrays,
+    QuantizationCandidate,
+    prepare,
+    quantizable_nodes,
+    quantize_model,
+)
+from hasten.deploy.export import export_onnx, largest_difference, signature_of
 from hasten.deploy.fixed_point.c_writer import write_c
 from hasten.deploy.fixed_point.layers import IntegerModel
 from hasten.deploy.integer_search import INTEGER_CANDIDATES, IntegerCandidate, bytes_of, make_integer_model, predictor
@@ -41,17 +50,21 @@ LATENCY_SHARE = 0.15  # of the budget, for the final comparison of latencies
 SEARCH_SHARE = 0.6  # of the budget, after which no further layer is tried in float
 SUBSET_BATCHES = 16  # validation batches by which layers are compared
 MAX_IN_FLOAT = 0.5  # fraction of the layers that may stay in float
+NEARLY_SMALLEST = 1.2  # ratio of two sizes up to which speed and loss decide
 THREADS = 1
 RESULT = "result.json"
 OUTPUTS = (MODEL, SIGNATURE, "model.h", "model.c")
-TARGETS: dict[str, tuple[Candidate | IntegerCandidate, ...]] = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
+TARGETS: dict[str, tuple[QuantizationCandidate | IntegerCandidate, ...]] = {
+    "cpu": CANDIDATES,
+    "dsp": INTEGER_CANDIDATES,
+}
 
 
 @dataclass
-class Trial:
+class QuantizationTrial:
     """A quantized model: its candidate, itself, its metric, and what was measured of it."""
 
-    candidate: Candidate | IntegerCandidate
+    candidate: QuantizationCandidate | IntegerCandidate
     model: OnnxModel | IntegerModel
     value: float
     loss: float  # of the metric, as a fraction of the float model's
@@ -109,9 +122,10 @@ def quantize(
         raise ConfigurationError(f"target is one of {', '.join(TARGETS)}, not {target!r:.40}")
     search = _Search(load_trained_model(run, task), parse_budget(budget), target, max_loss, on_progress)
     directory = Path(out) if out is not None else Path(run, "int8" if target == "cpu" else f"int8-{target}")
+    is_new = not directory.exists()
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, _removed_if_it_fails(directory if is_new else None):
         search.prepare(Path(temporary))
         search.try_candidates()
         if target == "cpu":
@@ -131,6 +145,18 @@ def quantize(
     return result
 
 
+@contextmanager
+def _removed_if_it_fails(directory: Path | None) -> Iterator[None]:
+    """Context manager: an error or Ctrl-C removes a directory that was made for the result, if it is still empty."""
+    try:
+        yield
+    except BaseException:
+        if directory is not None:
+            with suppress(OSError):
+                directory.rmdir()
+        raise
+
+
 class _Search:
     """The trials of one call of ``quantize``."""
 
@@ -139,9 +165,9 @@ class _Search:
     ):
         self.trained, self.budget, self.target, self.max_loss = trained, budget, target, max_loss
         self.on_progress = on_progress
-        self.candidates: tuple[Candidate | IntegerCandidate, ...] = TARGETS[target]
+        self.candidates: tuple[QuantizationCandidate | IntegerCandidate, ...] = TARGETS[target]
         self.began = time.monotonic()
-        self.trials: list[Trial] = []
+        self.trials: list[QuantizationTrial] = []
         self.failed: list[dict[str, str]] = []
         self.layers: dict[str, float] = {}
         self.speed_of_torch: dict[int, Ratio] = {}
@@ -157,7 +183,12 @@ class _Search:
         prepare(exported, self.prepared)
         self.float_model = OnnxModel(self.prepared, THREADS)
         self.float_bytes = exported.stat().st_size
+        largest_difference(self.trained, self.float_model)
         self.value = self.trained.evaluate(predictor_of(self.float_model))
+        samples = self.trained.validation_samples()
+        if name_of(self.trained.task) in ("accuracy", "error") and self.max_loss * samples < 1.0:
+            text = f"the validation data have {samples} samples: one of them is more than {self.max_loss:.1%}"
+            warnings.warn(text, HastenWarning, stacklevel=4)
         if not math.isfinite(self.value):
             raise RunError(f"the metric of the float model is {self.value}, so that no loss can be compared with it")
         self.batches = list(self._calibration())
@@ -190,10 +221,12 @@ class _Search:
         if not self.trials:
             raise ConfigurationError(f"no int8 model of {self.trained.task.name} can be made: {self.failed[0]['why']}")
 
-    def _not_tried(self, candidate: Candidate | IntegerCandidate, why: str) -> None:
+    def _not_tried(self, candidate: QuantizationCandidate | IntegerCandidate, why: str) -> None:
         self.failed.append({"name": candidate.name, "why": why})
 
-    def _try(self, candidate: Candidate | IntegerCandidate, batches: int | None = None) -> Trial:
+    def _try(
+        self, candidate: QuantizationCandidate | IntegerCandidate, batches: int | None = None
+    ) -> QuantizationTrial:
         if isinstance(candidate, IntegerCandidate):
             model: OnnxModel | IntegerModel = make_integer_model(self.prepared, candidate, self.batches)
             value, size = self.trained.evaluate(predictor(model), batches), bytes_of(model)
@@ -202,7 +235,7 @@ class _Search:
             quantize_model(self.prepared, path, candidate, self.batches)
             model = OnnxModel(path, THREADS)
             value, size = self.trained.evaluate(predictor_of(model), batches), model.bytes
-        return Trial(candidate, model, value, self._loss(value), size)
+        return QuantizationTrial(candidate, model, value, self._loss(value), size)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
         """How much worse a value is than the float model's, as a fraction of that; infinite if it is not finite."""
@@ -218,7 +251,9 @@ class _Search:
         The cost of a layer is the loss if it alone is int8.
         """
         tried = [(trial, trial.candidate) for trial in self.trials]
-        static = [(trial, one) for trial, one in tried if isinstance(one, Candidate) and one.kind == "static"]
+        static = [
+            (trial, one) for trial, one in tried if isinstance(one, QuantizationCandidate) and one.kind == "static"
+        ]
         if not static or any(trial.loss <= self.max_loss for trial, _ in static):
             return
         _, candidate = min(static, key=lambda pair: pair[0].loss)
@@ -243,7 +278,7 @@ class _Search:
             if self.trials[-1].loss <= self.max_loss:
                 return
 
-    def _subset_loss(self, candidate: Candidate, what: str) -> float | None:
+    def _subset_loss(self, candidate: QuantizationCandidate, what: str) -> float | None:
         """The loss of a candidate over a part of the validation data; None once the budget for such trials is spent."""
         if self._left(SEARCH_SHARE) <= 0.0:
             return None
@@ -291,20 +326,22 @@ class _Search:
             tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.ndim - 1))[:size].contiguous() for tensor in batch
         ]
 
-    def choose(self) -> tuple[Trial | None, str]:
+    def choose(self) -> tuple[QuantizationTrial | None, str]:
         """The fastest trial that passes, and the verdict about it; else the smallest one."""
         passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
         faster = [trial for trial in passed if _is_faster(list(trial.speedup.values()))]
         if faster:
-            return max(faster, key=lambda trial: math.prod(r.median for r in trial.speedup.values())), "faster"
+            return max(faster, key=_mean_speed), "faster"
         smaller = [trial for trial in passed if trial.bytes < self.float_bytes]
-        if smaller:
-            return min(smaller, key=lambda trial: (trial.bytes, trial.loss)), "smaller"
+        if smaller:  # of nearly the smallest ones, the fastest, then the best
+            largest = NEARLY_SMALLEST * min(trial.bytes for trial in smaller)
+            small = [trial for trial in smaller if trial.bytes <= largest]
+            return min(small, key=lambda trial: (-_mean_speed(trial), trial.loss)), "smaller"
         return None, "no improvement"
 
-    def write(self, chosen: Trial, directory: Path) -> None:
+    def write(self, chosen: QuantizationTrial, directory: Path) -> None:
         """Writes the chosen model and its signature."""
-        is_dynamic = isinstance(chosen.candidate, Candidate) and chosen.candidate.kind == "dynamic"
+        is_dynamic = isinstance(chosen.candidate, QuantizationCandidate) and chosen.candidate.kind == "dynamic"
         signature = signature_of(self.trained, chosen.value, max_batch=1 if is_dynamic else None)
         finished = self.directory / "finished"
         finished.mkdir()
@@ -315,7 +352,7 @@ class _Search:
             files.append(Path(shutil.copyfile(chosen.model.path, finished / MODEL)))
         publish(files, directory)
 
-    def peak_memory(self, chosen: Trial) -> dict[str, int] | None:
+    def peak_memory(self, chosen: QuantizationTrial) -> dict[str, int] | None:
         """Peak memory of the float and the int8 model at the largest batch, each in a process of its own; None for C
         code, which states its memory itself, and where it cannot be measured.
         """
@@ -349,6 +386,11 @@ class _Search:
             **machine_and_versions("cpu"),
             "seconds": time.monotonic() - self.began,
         }
+
+
+def _mean_speed(trial: QuantizationTrial) -> float:
+    """Geometric mean of the speeds over the float model; 1 if none was measured."""
+    return math.prod(ratio.median for ratio in trial.speedup.values()) ** (1 / max(1, len(trial.speedup)))
 
 
 def _is_faster(speedups: Sequence[Ratio]) -> bool:

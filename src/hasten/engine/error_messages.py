@@ -69,14 +69,16 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 
 @contextmanager
-def writable(path: Path) -> Generator[None]:
-    """Context manager: an OSError from writing to --out becomes a RunError (disk full) or a ConfigurationError."""
+def writable(path: Path, option: str = "--out") -> Generator[None]:
+    """Context manager: an OSError from writing to what ``option`` names becomes a RunError (disk full) or a
+    ConfigurationError.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             reason = error.strerror or error
-            raise ConfigurationError(f"cannot write to {path}: {reason}; choose another --out") from None
+            raise ConfigurationError(f"cannot write to {path}: {reason}; choose another {option}") from None
         with translate_disk_errors(path, "free space, and start again"):
             raise
 

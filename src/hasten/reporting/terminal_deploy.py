@@ -32,6 +32,8 @@ def quantize_answer(result: Json) -> RenderableType:
     result = validate(result)
     chosen, name, original = chosen_trial(result), result["metric"]["name"], result["float"]
     allowed = f"{name} may lose {loss_percent(result['max_loss'])}"
+    if result["validation_samples"]:
+        allowed += f", on {formatting.count(result['validation_samples'], 'sample', 'samples')}"
     rows = [("float", f"{name} {formatting.metric(original['metric'])}, {file_size(original['bytes'])}")]
     if chosen:
         size = f"{file_size(chosen['bytes'])} ({_share(chosen, result)})"
@@ -46,7 +48,7 @@ def quantize_answer(result: Json) -> RenderableType:
         )
     if result["torch_speedup"]:
         ratios = (f"{formatting.with_interval(ratio)} at batch {n}" for n, ratio in result["torch_speedup"].items())
-        rows.append(("PyTorch", f"eager, over float: {', '.join(ratios)}"))
+        rows.append(("eager PyTorch", f"over the float model: {', '.join(ratios)}"))
     layers = sorted(result["layers"].items(), key=lambda item: -(item[1] or 0.0))[:MAX_LAYERS]
     rows += [
         ("costly layers" if not i else "", f"{layer}: {loss_percent(loss)}") for i, (layer, loss) in enumerate(layers)
@@ -57,7 +59,7 @@ def quantize_answer(result: Json) -> RenderableType:
             f"{formatting.seconds(result['seconds'])}, {formatting.count(result['threads'] or 1, 'thread', 'threads')}",
         )
     )
-    end = f"Result: {result['out']}" if chosen else f"Allow more with --max-loss; {_nearest(result['trials'], name)}"
+    end = f"Result: {result['out']}" if chosen else _nearest(result["trials"], name)
     return stack(
         headline(f"{quantize_headline(result)} ({allowed})", result["task"], bool(chosen)),
         pairs(rows),
@@ -73,11 +75,14 @@ def quantize_headline(result: Json) -> str:
     """The verdict as a headline, with the speed at the largest batch or the share of the size."""
     chosen = chosen_trial(result)
     if not chosen:
-        return "No int8 model passes"
+        passes = any(trial["passed"] for trial in result["trials"])
+        return "No int8 model is faster or smaller" if passes else "No int8 model passes"
     speeds = list(chosen["speedup"].values())
     if result["verdict"] == "faster" and speeds:
         return f"{formatting.ratio(speeds[-1]['median'])} as fast in int8"
-    return f"{_share(chosen, result)} of the size in int8"
+    slow = [ratio for ratio in speeds if ratio["high"] is not None and ratio["high"] < 1.0]
+    pace = f" and {formatting.ratio(min(ratio['median'] for ratio in slow))} of the speed" if slow else ""
+    return f"{_share(chosen, result)} of the size{pace} in int8"
 
 
 def _share(trial: Json, result: Json) -> str:
@@ -94,7 +99,7 @@ def chosen_trial(result: Json) -> Json | None:
 def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
     """A row for each trial: whether it passed, its loss, its size, and its speed over float ONNX Runtime."""
     has_speed = any(trial["speedup"] for trial in trials)
-    table = grid("int8", "", ">loss", ">size", *((">at batch 1", ">at batch 64") if has_speed else ()))
+    table = grid("int8", "", ">loss", ">size", *((">speed, batch 1", ">batch 64") if has_speed else ()))
     for trial in trials:
         speeds = [formatting.ratio(ratio["median"]) for ratio in trial["speedup"].values()] or ["", ""]
         is_chosen = chosen is not None and trial["name"] == chosen["name"]
@@ -106,7 +111,9 @@ def _trial_table(trials: Sequence[Json], chosen: Json | None) -> RenderableType:
 
 def _nearest(trials: Sequence[Json], metric: str) -> str:
     known = [trial for trial in trials if trial["loss"] is not None]
+    if any(trial["passed"] for trial in trials):
+        return "The float model is the best one to deploy"
     if not known:
-        return "none has a finite metric"
+        return "None has a finite metric"
     best = min(known, key=lambda trial: trial["loss"])
-    return f"{best['name']} loses {loss_percent(best['loss'])} of the {metric}"
+    return f"Allow more with --max-loss: {best['name']} loses {loss_percent(best['loss'])} of the {metric}"

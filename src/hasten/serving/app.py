@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -186,6 +187,10 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
 
     app.add_middleware(partial(Guard, served=app), token=options.token)
 
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
     @app.post("/predict", openapi_extra=_predict_description(holder.signature), summary="Scores of the inputs")
     async def predict(request: Request) -> Response:
         service: Service = app.state.service
@@ -260,14 +265,14 @@ async def _parse(
 
 def _answer(scores: numpy.ndarray, model: ServedModel) -> Response:
     """The answer: scores and, for one score a class, the index and name of the largest."""
-    content: dict[str, Any] = {"scores": scores.tolist(), "model": round(model.loaded, 3)}
+    content: dict[str, Any] = {"scores": scores.tolist(), "model": model.loaded}
     if scores.ndim == 2 and scores.shape[1] > 1:
         indices = scores.argmax(axis=1).tolist()
         content["indices"] = indices
         if model.signature.classes is not None:
             content["classes"] = [model.signature.classes[index] for index in indices]
     if not numpy.isfinite(scores).all():
-        return JSONResponse({"error": "the model's scores are not finite for this input"}, 422)
+        return JSONResponse({"error": "the scores of the model are not finite for this input"}, 500)
     return JSONResponse(content)
 
 
@@ -277,7 +282,8 @@ def _is_open(path: str) -> bool:
 
 def _has_token(scope: Scope, token: str) -> bool:
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    return hmac.compare_digest(given, f"Bearer {token}".encode())
+    scheme, _, word = given.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(word.strip(), token.encode())
 
 
 def example_inputs(signature: Signature) -> Any:

@@ -140,7 +140,9 @@ class Batcher:
         try:
             columns = zip(*(request.inputs for request in batch), strict=True)
             inputs = tuple(column[0] if len(batch) == 1 else numpy.concatenate(column) for column in columns)
-            scores = self.compute(inputs)
+            step = self.settings.max_batch  # of a single large request, too
+            chunks = [tuple(array[i : i + step] for array in inputs) for i in range(0, sum(sizes), step)]
+            scores = numpy.concatenate([self.compute(chunk) for chunk in chunks])
             parts = numpy.split(scores, numpy.cumsum(sizes)[:-1])
             answers: list[tuple[Any, Any]] = [(request.key, part) for request, part in zip(batch, parts, strict=True)]
         except Exception as error:  # an answer for every request, whatever the model does

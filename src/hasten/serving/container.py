@@ -35,7 +35,7 @@ def write_container(model: str | Path, out: str | Path) -> list[str]:
     loader = jinja.PackageLoader("hasten.serving", ".")
     templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)
     name = "model-" + (re.sub(r"[^a-z0-9]+", "-", signature.task.lower())[:40].strip("-") or "0")
-    with writable(directory):
+    with writable(directory, "--write"):
         (directory / "model").mkdir(parents=True, exist_ok=True)
         for part in (MODEL, SIGNATURE):
             shutil.copyfile(source / part, directory / "model" / part)

@@ -1,15 +1,16 @@
 """The served model: loaded from a directory, replaced while requests are answered."""
 
 import threading
-import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.deploy.onnx_model import MODEL, OnnxModel
-from hasten.deploy.signature import SIGNATURE, Signature, read_signature
+from hasten.deploy.signature import SIGNATURE, Signature, TensorSpec, read_signature
 
 POLL_S = 1.0
 
@@ -23,7 +24,7 @@ class ServedModel:
 
     Attributes:
         signature: What it takes and returns.
-        loaded: Time of ``time.time`` at which it was loaded; the version that answers carry.
+        loaded: Time at which it was loaded (ISO 8601), which answers carry as their version.
     """
 
     def __init__(self, directory: Path, threads: int = 0):
@@ -31,15 +32,44 @@ class ServedModel:
         self.files = _stamp(directory)
         self.signature = read_signature(directory)
         self.model = OnnxModel(directory / MODEL, threads)
-        expected = [spec.name for spec in self.signature.inputs]
-        if self.model.inputs != expected:
-            found = ", ".join(self.model.inputs)
-            raise ConfigurationError(f"{directory / MODEL} takes {found}, its signature {', '.join(expected)}")
-        self.loaded = time.time()
+        self._check()
+        self.loaded = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
         """The scores of a batch."""
         return self.model.run(inputs)
+
+    def _check(self) -> None:
+        """Raises ConfigurationError if the model is not what its signature says, or cannot compute one sample."""
+        session, path = self.model.session, self.directory / MODEL
+        pairs = zip(("inputs", "outputs"), (session.get_inputs(), session.get_outputs()[:1]), strict=True)
+        for kind, found in pairs:
+            specs = getattr(self.signature, kind)
+            if len(specs) != len(found) or not all(map(_fits, specs, found)):
+                text = "; ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in found)
+                raise ConfigurationError(f"the {kind} of {path} are not those of its signature: {text:.200}")
+        arrays = [
+            numpy.zeros([1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])], spec.dtype)
+            for spec in self.signature.inputs
+        ]
+        try:
+            scores = self.model.run(arrays)
+        except RunError as error:
+            raise ConfigurationError(str(error)) from None
+        if not numpy.isfinite(scores).all():
+            raise ConfigurationError(f"the scores of {path} are not finite numbers")
+
+
+def _fits(spec: TensorSpec, entry: Any) -> bool:
+    """Whether a tensor of an ONNX model has the dtype and the fixed sizes that its signature says."""
+    types = {"tensor(float)": "float32", "tensor(double)": "float64"}
+    dtype = types.get(entry.type, entry.type.removeprefix("tensor(").removesuffix(")"))
+    sizes = zip(spec.shape, entry.shape, strict=False)
+    return (
+        dtype == spec.dtype
+        and len(spec.shape) == len(entry.shape)
+        and all(a == b if isinstance(a, int) else not isinstance(b, int) for a, b in sizes)
+    )
 
 
 class ModelHolder:

@@ -119,7 +119,11 @@ def _stop_on_signals(server: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # a test runs the server in a thread
         yield
         return
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: Any) -> None:
+        server.should_exit = True  # a second signal does not drop what was accepted, as uvicorn's own handler does
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -136,7 +140,11 @@ def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
     weights, exported = path / WEIGHTS, path / MODEL
     if weights.exists() and (not exported.exists() or exported.stat().st_mtime < weights.stat().st_mtime):
         report(f"exporting {path}")
-        importlib.import_module("hasten.deploy.export").export_model(path)  # only now, since it imports torch
+        try:
+            importlib.import_module("hasten.deploy.export").export_model(path)  # only now, since it imports torch
+        except ConfigurationError as error:
+            advice = f"export it first: hasten export {path} --onnx --task TASK"
+            raise ConfigurationError(f"{str(error).partition(';')[0]}; {advice}") from None
     return path
 
 

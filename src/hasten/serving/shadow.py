@@ -58,13 +58,15 @@ class Shadow:
         while (batch := self.waiting.get()) is not None:
             inputs, scores = batch
             try:
+                found, seconds = dict[str, numpy.ndarray](), dict[str, float]()
                 for name in names:
                     began = time.perf_counter()
-                    found = self.models[name](inputs)
-                    self.seconds.labels(name).observe(time.perf_counter() - began)
-                    if name == "second":
-                        self.agreed.inc(agreements(scores, found))
-                        self.samples.inc(len(scores))
+                    found[name] = self.models[name](inputs)
+                    seconds[name] = time.perf_counter() - began
+                self.agreed.inc(agreements(scores, found["second"]))
+                self.samples.inc(len(scores))
+                for name in names:
+                    self.seconds.labels(name).observe(seconds[name])
             except Exception:  # of the second model; the first has answered
                 self.failed.inc()
             names.reverse()

@@ -30,7 +30,8 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
         "layers": layers,
         "buffers": sizes,
         "numbers": _numbers,
-        "bytes": sum(sizes) + sum(layer["bytes"] for layer in layers),
+        "weight_bytes": sum(layer["bytes"] for layer in layers),
+        "buffer_bytes": sum(sizes),
     }
     paths = []
     for name in ("model.h", "model.c"):
