@@ -21,6 +21,12 @@ from hasten.core.errors import RunError
 from hasten.deploy.onnx_model import quiet, require, strip
 
 QUANTIZED_OPS = ("Conv", "Gemm", "MatMul")
+WEIGHT_INPUT = {
+    "Conv": 1,
+    "Gemm": 1,
+    "MatMul": 1,
+    "Gather": 0,
+}  # index of the weight among the inputs; Gather: embedding
 Arrays = dict[str, numpy.ndarray]  # input name -> values of a batch
 
 
@@ -39,6 +45,11 @@ class QuantizationCandidate:
     per_channel: bool
     calibration: str = ""
     in_float: tuple[str, ...] = ()
+
+    @property
+    def computes_in_int8(self) -> bool:
+        """Whether it can be faster than the float model."""
+        return self.kind != "weights"
 
     @property
     def name(self) -> str:
@@ -129,10 +140,12 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
     weights = {tensor.name: tensor for tensor in graph.initializer}
     conversions: dict[str, tuple[Any, Any]] = {}
     for node in graph.node:
-        name = node.input[1] if node.op_type in QUANTIZED_OPS else ""
+        name = node.input[WEIGHT_INPUT[node.op_type]] if node.op_type in WEIGHT_INPUT else ""
         if name not in weights or name in conversions or node.name in in_float:
             continue
         values = numpy_helper.to_array(weights[name])
+        if values.dtype != numpy.float32 or values.ndim < 2:
+            continue
         axis = _channel_axis(node, onnx)
         others = tuple(dim for dim in range(values.ndim) if dim != axis)
         scale = numpy.maximum(numpy.abs(values).max(axis=others), numpy.finfo(numpy.float32).tiny) / 127
@@ -159,7 +172,7 @@ def _channel_axis(node: Any, onnx: Any) -> int:
     if node.op_type == "Gemm":
         transposed = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}.get("transB", 0)
         return 0 if transposed else 1
-    return 0 if node.op_type == "Conv" else 1
+    return 1 if node.op_type == "MatMul" else 0  # of a convolution; the rows of an embedding
 
 
 def has_vnni() -> bool:

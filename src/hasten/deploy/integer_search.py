@@ -23,6 +23,11 @@ class IntegerCandidate:
     in_float: tuple[str, ...] = ()  # an integer model has none
 
     @property
+    def computes_in_int8(self) -> bool:
+        """Whether it can be faster than the float model."""
+        return True
+
+    @property
     def name(self) -> str:
         """Its name in results."""
         scale = "per channel" if self.per_channel else "per tensor"
