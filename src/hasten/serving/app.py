@@ -22,6 +22,7 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hasten.core.errors import RunError
@@ -127,10 +128,13 @@ CLIENT_IS_GONE = 499  # as nginx counts it
 
 
 class Guard:
-    """ASGI middleware: checks the token, counts answers, and turns an unexpected error into one line for the client."""
+    """The outermost ASGI application: checks the token, counts answers, and turns an unexpected error into one line.
 
-    def __init__(self, app: ASGIApp, served: FastAPI, token: str | None):
-        self.app, self.served, self.token = app, served, token
+    Predictions go to their function at once: the middleware and routes of FastAPI take as long as all the rest.
+    """
+
+    def __init__(self, app: FastAPI, predict: ASGIApp, token: str | None):
+        self.app, self.predict, self.token = app, predict, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,7 +151,8 @@ class Guard:
                 headers = {"WWW-Authenticate": "Bearer"}
                 answer: ASGIApp = JSONResponse({"error": "a bearer token is needed"}, 401, headers)
             else:
-                answer = self.app
+                is_prediction = scope["path"] == "/predict" and scope["method"] == "POST"
+                answer = self.predict if is_prediction else self.app
             await answer(scope, receive, count_and_send)
         except ClientDisconnect:
             code = CLIENT_IS_GONE
@@ -156,10 +161,10 @@ class Guard:
             if code:  # too late for another answer
                 raise
             await JSONResponse({"error": "internal error"}, 500)(scope, receive, count_and_send)
-        self.served.state.service.answers.labels(str(code)).inc()
+        self.app.state.service.answers.labels(str(code)).inc()
 
 
-def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Shadow | None = None) -> FastAPI:
+def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Shadow | None = None) -> Guard:
     """The application that serves a model.
 
     Args:
@@ -185,17 +190,15 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
         title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
     )
 
-    app.add_middleware(partial(Guard, served=app), token=options.token)
-
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
-    @app.post("/predict", openapi_extra=_predict_description(holder.signature), summary="Scores of the inputs")
     async def predict(request: Request) -> Response:
         service: Service = app.state.service
         try:
-            body = await asyncio.wait_for(_read(request, options.max_body), BODY_TIMEOUT_S)
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _read(request, options.max_body)
             began = time.perf_counter()
             inputs = await _parse(request, body, holder.signature, service.images)
             answer = _answer(*await service.predict(inputs))
@@ -205,6 +208,8 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
             return JSONResponse({"error": error.reason}, error.status, error.headers)
         service.latency.observe(time.perf_counter() - began)
         return answer
+
+    app.post("/predict", openapi_extra=_predict_description(holder.signature), summary="Scores of the inputs")(predict)
 
     @app.get("/health", summary="Whether the process answers")
     async def health() -> dict[str, str]:
@@ -233,7 +238,7 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
     async def index() -> str:
         return page
 
-    return app
+    return Guard(app, request_response(predict), options.token)
 
 
 async def _read(request: Request, limit: int) -> bytes:

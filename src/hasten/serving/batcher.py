@@ -77,6 +77,7 @@ class Batcher:
         self.compute, self.done, self.settings, self.observe = compute, done, settings, observe
         self.waiting: deque[_Request] = deque()
         self.samples = 0  # that wait
+        self.wanted = 1  # samples for which the inference thread is woken; for each of them would be too often
         self.seconds_per_sample = 0.0  # of the last batches
         self.is_closed = False
         self.changed = threading.Condition()
@@ -93,7 +94,8 @@ class Batcher:
                 raise QueueFullError(self.samples * self.seconds_per_sample)
             self.waiting.append(request)
             self.samples += len(request)
-            self.changed.notify()
+            if self.samples >= self.wanted:
+                self.changed.notify()
 
     def close(self) -> None:
         """Computes what waits, then ends the thread."""
@@ -115,10 +117,12 @@ class Batcher:
     def _next_batch(self) -> list[_Request]:
         """Waits for requests of the same shapes: at most ``max_batch`` samples, or one request; [] at the end."""
         with self.changed:
+            self.wanted = 1
             while not self.waiting and not self.is_closed:
                 self.changed.wait()
             if not self.waiting:
                 return []
+            self.wanted = self.settings.max_batch
             until = self.waiting[0].arrived + self.settings.max_wait
             while self.samples < self.settings.max_batch and not self.is_closed:
                 left = until - time.monotonic()
