@@ -104,7 +104,7 @@ def write_onnx(
         path: The file.
     """
     require("onnxscript")
-    with quiet("torch.onnx"):
+    with quiet("torch.onnx", "onnxscript"):
         program: Any = torch.onnx.export(
             model,
             inputs,
