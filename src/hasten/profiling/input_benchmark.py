@@ -24,7 +24,7 @@ from hasten.data.workers.runners import InlineRunner
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
-from hasten.reporting.result_schema import InputThroughput
+from hasten.reporting.result_parts import InputThroughput
 from hasten.utils.batch import batch_size, map_tensors
 
 BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}

@@ -2,7 +2,7 @@
 
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
-from hasten.reporting.result_schema import EVIDENCE_LEVELS
+from hasten.reporting.result_parts import EVIDENCE_LEVELS
 from hasten.reporting.view_model import Json, gain_of
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from hasten.reporting import formatting
 from hasten.reporting.charts import ticks
 from hasten.reporting.labels import LETTER, LINE, Box, Point, best_box, text_box
-from hasten.reporting.result_schema import EVIDENCE_LEVELS
+from hasten.reporting.result_parts import EVIDENCE_LEVELS
 from hasten.reporting.svg import box, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import Json
 

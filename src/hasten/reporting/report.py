@@ -20,7 +20,7 @@ from hasten.reporting.frontier_chart import has_quality, legend, small_mark
 from hasten.reporting.losses_chart import layers as draw_layers
 from hasten.reporting.losses_chart import losses as draw_losses
 from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
-from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
+from hasten.reporting.result_parts import EVIDENCE_LEVELS, Fact
 from hasten.reporting.terminal_deploy import chosen_trial, quantize_headline
 from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json

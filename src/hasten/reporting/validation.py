@@ -13,7 +13,8 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from hasten.core.errors import ConfigurationError
-from hasten.reporting.result_schema import SCHEMAS, Amount, Boolean, Fact, Interval, Number, Option, Text
+from hasten.reporting.result_parts import Amount, Boolean, Fact, Interval, Number, Option, Text
+from hasten.reporting.result_schema import SCHEMAS
 
 MAX_FILE_BYTES = 32 << 20
 MAX_NUMBER = 1e18  # measured values are smaller than this and larger than its inverse
