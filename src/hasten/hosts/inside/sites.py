@@ -15,6 +15,7 @@ FRAMEWORKS = (
     "transformers",
     "accelerate",
     "keras",
+    "torch_geometric",
 )
 HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing", *FRAMEWORKS)  # packages whose frames are no site
 

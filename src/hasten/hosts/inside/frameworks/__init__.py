@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hasten.hosts.inside.frameworks import keras, lightning, transformers
+from hasten.hosts.inside.frameworks import keras, lightning, pyg, transformers
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.models import ModelSeam
@@ -22,6 +22,8 @@ WATCHED = {
     "pytorch_lightning.trainer.trainer": lightning.watch,
     "transformers.trainer": transformers.watch,
     "keras.src.backend.torch.trainer": keras.watch,
+    "torch_geometric.loader.neighbor_loader": pyg.watch,
+    "torch_geometric.loader.link_neighbor_loader": pyg.watch,
 }
 
 
