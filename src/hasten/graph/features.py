@@ -1,4 +1,4 @@
-"""Features of nodes: rows of a matrix that lies in memory or in a file; ``remote_features.py`` reads other ranks' rows."""
+"""Features of nodes: rows of a matrix in memory or in a file. ``remote_features.py`` reads rows of other ranks."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

@@ -109,7 +109,7 @@ def relabel_graph(partition: GraphPartition, indptr: Tensor, indices: Tensor) ->
 
 
 def take_part(partition: GraphPartition, indptr: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
-    """The edges into the nodes of one part of a relabeled graph: its own indptr, and indices with the ids of the graph."""
+    """The edges into the nodes of one part of a relabeled graph: an indptr of its own, and indices with all ids."""
     first, end = partition.bounds(part)
     own = indptr[first : end + 1]
     return own - own[0], indices[int(own[0]) : int(own[-1])]
@@ -147,7 +147,8 @@ def check_graph(indptr: Tensor, indices: Tensor) -> None:
         raise ConfigurationError("indptr and indices must have one dimension, and indptr must start with 0")
     if int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):
         raise ConfigurationError(f"indptr must ascend to the number of edges, which is {len(indices)}")
-    if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < len(indptr) - 1):
+    low, high = (int(value) for value in torch.aminmax(indices)) if len(indices) else (0, -1)
+    if low < 0 or high >= len(indptr) - 1:
         raise ConfigurationError(f"indices must be in [0, {len(indptr) - 1}), the ids of the nodes")
 
 

@@ -1,8 +1,9 @@
-"""Stores a partition in a directory: ``partition.json`` describes it and its graph, ``partition.safetensors`` has the ids."""
+"""Stores a partition in a directory: ``partition.json`` describes it, ``partition.safetensors`` has the ids."""
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -61,7 +62,7 @@ def load_partition(directory: str | Path, indptr: Tensor, indices: Tensor, num_p
     return partition
 
 
-def _check_files(directory: Path, described: object, arrays: dict[str, Tensor]) -> None:
+def _check_files(directory: Path, described: Any, arrays: dict[str, Tensor]) -> None:
     """Raises ConfigurationError unless the two files are complete and belong together."""
     complete = isinstance(described, dict) and all(isinstance(described.get(k), kind) for k, kind in FIELDS.items())
     if not complete or described["format"] != FORMAT or arrays.keys() != {"offsets", "old_ids"}:

@@ -1,4 +1,4 @@
-"""Batches of a graph whose features and labels are partitioned among ranks, fetched while the batch before is trained on.
+"""Batches of a graph whose features and labels are partitioned among ranks, fetched while earlier ones are trained on.
 
 Hybrid partitioning of FastSample (arXiv 2311.17847): with the graph on every rank a batch costs two rounds, where the
 usual partitioning (``VanillaSampler``) costs two rounds a layer.

@@ -108,9 +108,9 @@ class HybridSampler(PartitionedSampler):
 
 
 class VanillaSampler(PartitionedSampler):
-    """This rank has the edges into its own nodes only: each hop but the first takes two rounds. All ranks call it together.
+    """This rank has the edges into its own nodes only: each hop but the first takes two rounds.
 
-    The first hop starts at the seeds, which must be this rank's own.
+    All ranks must call it together. The seeds must be this rank's own.
 
     Args:
         indptr: int64, of shape (own nodes + 1,), from ``take_part``.
@@ -123,10 +123,9 @@ class VanillaSampler(PartitionedSampler):
     def __init__(self, indptr: Tensor, indices: Tensor, exchange: RankExchange, fanouts: Sequence[int], seed: int = 0):
         self._first, end = exchange.bounds
         if len(indptr) - 1 != end - self._first:
-            own = end - self._first
-            raise ConfigurationError(
-                f"rank {exchange.rank} owns {own} nodes, but got the edges of {len(indptr) - 1}; pass those of take_part"
-            )
+            owned, given = end - self._first, len(indptr) - 1
+            advice = "pass the result of take_part"
+            raise ConfigurationError(f"rank {exchange.rank} owns {owned} nodes, but got edges of {given}; {advice}")
         super().__init__(int(exchange.offsets[-1]), fanouts, seed)
         self.exchange = exchange
         self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())

@@ -26,17 +26,15 @@ class RemoteFeatures(FeatureSource):
     def __init__(self, local: FeatureSource, exchange: RankExchange):
         first, end = exchange.bounds
         if len(local) != end - first:
-            raise ConfigurationError(
-                f"rank {exchange.rank} owns {end - first} nodes (ids {first} to {end}, exclusive), but its features have "
-                f"{len(local)} rows; pass the rows of its own nodes"
-            )
+            owned = f"rank {exchange.rank} owns {end - first} nodes ({first} to {end}, exclusive)"
+            advice = "pass the rows of its own nodes"
+            raise ConfigurationError(f"{owned}, but its features have {len(local)} rows; {advice}")
         row_bytes = local.width * local.dtype.itemsize
         widest, narrowest = exchange.max_and_min(row_bytes)
         if widest != narrowest:
             advice = "all ranks must have features of one width and dtype"
-            raise ConfigurationError(
-                f"rank {exchange.rank} has features of width {local.width}, {local.dtype}; {advice}"
-            )
+            has = f"width {local.width} and dtype {local.dtype}"
+            raise ConfigurationError(f"rank {exchange.rank} has features of {has}; {advice}")
         self.local, self.exchange = local, exchange
 
     def rows(self, node_ids: Tensor) -> Tensor:
