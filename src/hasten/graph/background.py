@@ -55,10 +55,10 @@ class BackgroundProducer(Generic[T]):
         """Permits all items that are left, without waiting for them."""
         self._permit(self._total)
 
-    def finish(self) -> None:
-        """Waits until all permitted items are produced, and ends the thread."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits until all permitted items are produced, at most ``timeout`` seconds, and ends the thread."""
         self._permits.put(STOP)
-        self._thread.join()
+        self._thread.join(timeout)
         reported, self._error = self._error, None
         while not self._items.empty() and reported is None:
             item = self._items.get()

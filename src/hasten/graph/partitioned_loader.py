@@ -7,6 +7,7 @@ usual partitioning (``VanillaSampler``) costs two rounds a layer.
 import atexit
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ from hasten.graph.partitioned_sampler import PartitionedSampler, SampledNeighbor
 from hasten.graph.remote_features import RemoteFeatures
 
 Uneven = Literal["repeat", "drop", "keep"]
+EXIT_WAIT_S = 10.0  # for exchanges that had begun when this process failed
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,14 @@ class PartitionedLoader:
             finally:
                 self.exchange.holder = None
 
-    def close_if_complete(self) -> None:
-        """As ``close`` after a complete epoch; after one that was left early, or failed, it waits for nothing."""
-        if self._producer is not None and self._producer.is_fully_permitted:
-            self.close()
+    def close_at_exit(self) -> None:
+        """As ``close``. After an epoch that was left early, or failed, it waits for other ranks a short time only.
+
+        A thread that returns from a collective while Python ends would abort the process.
+        """
+        if self._producer is not None:
+            with suppress(RuntimeError):  # another rank has failed: it reports the cause, and this one is at its end
+                self._producer.finish(None if self._producer.is_fully_permitted else EXIT_WAIT_S)
 
     def _batches_of(self, epoch: int) -> list[Tensor]:
         """The seeds of each batch that this rank yields in an epoch."""
@@ -181,12 +187,12 @@ class PartitionedLoader:
 
 
 def _close_at_exit(loader: PartitionedLoader) -> None:
-    """Lets a rank that ends its last epoch first answer the others before its process ends."""
+    """Lets a rank that ends its last epoch first answer the others, and its thread end before the interpreter does."""
     reference = weakref.ref(loader)
 
     def close() -> None:
         living = reference()
         if living is not None:
-            living.close_if_complete()
+            living.close_at_exit()
 
     atexit.register(close)
