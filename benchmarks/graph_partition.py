@@ -207,9 +207,8 @@ def print_result(options) -> int:
             reached.append(equal and rounds == ({2}, {2 * len(FANOUTS)}) and ratio.median >= WANTED)
     show(("ranks", "batch", "scheme", "rounds", "calls", "MB", "s/epoch", "vanilla/hybrid", "losses"), rows)
     what = f"{options.nodes} nodes of mean degree {options.mean_degree}, {WIDTH} features, fanouts {FANOUTS}"
-    print_line(
-        f"\n{what}; {options.batches} batches an epoch. Rounds, calls and MB sent are those of a batch and rank."
-    )
+    print_line(f"\n{what}; {options.batches} batches an epoch.")
+    print_line("Rounds, collective calls and MB sent are those of a batch, MB of rank 0.")
     figure = f"2 rounds against {2 * len(FANOUTS)}, the same losses, at least {WANTED:g}x per epoch in every row"
     return finish(options, figure, all(reached), {"epochs": numbers})
 

@@ -1,14 +1,19 @@
 """Batches from partitioned graphs: real ranks over gloo."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch_geometric.data import Data
+from torch_geometric.sampler import NodeSamplerInput
 
 from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure
 from hasten.distributed.collectives import all_reduce_gradients
+from hasten.graph import NeighborSampler
 from hasten.graph.features import InMemoryFeatures
 from hasten.graph.partition import partition_graph
 from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
@@ -337,6 +342,58 @@ def test_vanilla_sampler_edges_of_another_part_are_refused():
         VanillaSampler(torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int64), exchange, [2])
 
     assert "rank 0 owns 5 nodes, but got edges of 3; pass the result of take_part" in str(run_ranks(2, run)[0])
+
+
+END_EARLY = """
+import sys, time
+import torch.distributed as dist
+from helpers.partitioned_graphs import partitioned_loader
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+for number, _ in enumerate(partitioned_loader(rank, 2, "vanilla", timeout=60)):
+    if number == 1 and how == "break":
+        break
+    if number == 1 and rank == 1:
+        sys.exit("an error of rank 1")
+    time.sleep(0.3 * (rank == 0))  # rank 1 waits in an exchange when it ends
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("break", 0), ("error", 1)])
+def test_loader_process_that_ends_early_is_not_aborted_in_an_exchange(how, code):
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", END_EARLY, how],
+            env=os.environ | job | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output = ranks[1].communicate(timeout=120)[1]
+        ranks[0].communicate(timeout=120)
+    finally:
+        for each in ranks:
+            each.kill()
+    assert ranks[1].returncode == code and ("an error of rank 1" in output) == (how == "error")
+    assert "terminate called" not in output
+
+
+def test_hybrid_sampler_draws_what_neighbor_sampler_draws():
+    indptr, indices = random_graph()
+    targets = torch.arange(NODES).repeat_interleave(indptr.diff())
+    data = Data(edge_index=torch.stack([indices, targets]), num_nodes=NODES)
+    seeds = torch.tensor([3, 200, 17])
+    sampler = NeighborSampler(data, [4, 3, 2], seed=7, is_sorted=True)  # else edges of a node change their order
+    expected = sampler.sample_from_nodes(NodeSamplerInput(None, seeds))
+    found = HybridSampler(indptr, indices, [4, 3, 2], seed=7).sample(seeds)
+    assert torch.equal(found.n_id, expected.node)
+    assert torch.equal(found.edge_index, torch.stack([expected.row, expected.col]))
+    assert found.num_sampled_nodes == expected.num_sampled_nodes
+    assert found.num_sampled_edges == expected.num_sampled_edges
 
 
 def lives_or_fails(rank: int, world: int, port: int, scheme: str, how: str, answers) -> None:

@@ -1,6 +1,7 @@
 """Samples neighbors of a rank's seed nodes where the graph is on every rank (hybrid) or partitioned too (vanilla).
 
-What is drawn for a node is a function of (key, hop, node), whichever rank draws it, so both give the same sample.
+What is drawn for a node is a function of (key, hop, node), whichever rank draws it, so both give the same sample, which
+is also that of ``hasten.graph.NeighborSampler`` with the same seed.
 """
 
 from abc import ABC, abstractmethod
