@@ -1,0 +1,136 @@
+"""Features of nodes: rows of a matrix in memory or in a file. ``remote_features.py`` reads rows of other ranks."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from hasten.core.errors import ConfigurationError, format_error
+
+
+class FeatureSource(ABC):
+    """A matrix with one row for each node."""
+
+    @abstractmethod
+    def rows(self, node_ids: Tensor) -> Tensor:
+        """The rows of some nodes.
+
+        Args:
+            node_ids: int64, of shape (N,), in any order; duplicates are allowed.
+
+        Returns:
+            A tensor of shape (N, width) that shares no memory with the source.
+
+        Raises:
+            ConfigurationError: an id is out of range, or is not an integer.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of nodes."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Elements per row."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+
+class InMemoryFeatures(FeatureSource):
+    """The rows of a tensor of shape (nodes, width), on the CPU."""
+
+    def __init__(self, features: Tensor, num_nodes: int | None = None):
+        _check_shape(tuple(features.shape), num_nodes)
+        self.features = features.contiguous()
+
+    def rows(self, node_ids: Tensor) -> Tensor:
+        check_node_ids(node_ids, len(self))
+        return self.features.index_select(0, node_ids)
+
+    def __len__(self) -> int:
+        return self.features.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.features.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
+
+class MemoryMappedFeatures(FeatureSource):
+    """The rows of a matrix in a ``.npy`` file, which need not fit into memory.
+
+    Args:
+        path: a file that ``numpy.save`` wrote.
+        num_nodes: number of nodes of the graph, to be checked.
+        first: the first row of the file that belongs to this source, and ``end`` the row after the last: a rank's part.
+        end: see ``first``; by default the number of rows.
+
+    Raises:
+        ConfigurationError: the file is no array of two dimensions, or has another number of rows than nodes.
+    """
+
+    def __init__(self, path: str | Path, num_nodes: int | None = None, first: int = 0, end: int | None = None):
+        try:
+            array = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path} is not a readable .npy file: {format_error(error)}") from None
+        if not isinstance(array, numpy.ndarray):
+            raise ConfigurationError(f"{path} is an archive of arrays; save one array with numpy.save")
+        end = len(array) if end is None else end
+        if not 0 <= first <= end <= len(array):
+            raise ConfigurationError(f"{path} has {len(array)} rows; got first={first}, end={end}")
+        self._array = array[first:end]
+        _check_shape(self._array.shape, num_nodes)
+        try:
+            self._dtype = torch.from_numpy(numpy.empty(0, self._array.dtype)).dtype
+        except TypeError:
+            raise ConfigurationError(
+                f"{path} has elements of type {array.dtype}, which PyTorch does not know"
+            ) from None
+
+    def rows(self, node_ids: Tensor) -> Tensor:
+        check_node_ids(node_ids, len(self))
+        unique, positions = torch.unique(
+            node_ids, return_inverse=True
+        )  # sorted: the file is read forward, each row once
+        found = torch.from_numpy(self._array[unique.numpy()])
+        return found.index_select(0, positions)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @property
+    def width(self) -> int:
+        return self._array.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+
+def check_node_ids(node_ids: Tensor, num_nodes: int, name: str = "node ids") -> None:
+    """Raises ConfigurationError unless the ids are one-dimensional int64 in [0, num_nodes)."""
+    if node_ids.dtype != torch.int64 or node_ids.ndim != 1:
+        shape = tuple(node_ids.shape)
+        raise ConfigurationError(f"{name} must be int64 of one dimension; got {node_ids.dtype} of shape {shape}")
+    if not len(node_ids):
+        return
+    low, high = (int(value) for value in torch.aminmax(node_ids))
+    if low < 0 or high >= num_nodes:
+        wrong = low if low < 0 else high
+        raise ConfigurationError(f"{name} must be in [0, {num_nodes}); got {wrong}: is it an id of another graph?")
+
+
+def _check_shape(shape: tuple[int, ...], num_nodes: int | None) -> None:
+    if len(shape) != 2:
+        raise ConfigurationError(f"features must have two dimensions (nodes, width); got shape {shape}")
+    if num_nodes is not None and shape[0] != num_nodes:
+        raise ConfigurationError(f"features have {shape[0]} rows, but there are {num_nodes} nodes; one row is a node")

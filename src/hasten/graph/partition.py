@@ -1,0 +1,195 @@
+"""Partitions of a graph: which rank owns which node. Nodes are renumbered, so that each part is a range of ids.
+
+METIS (Karypis and Kumar 1998) finds parts of equal size with few edges between them; contiguous ranges of the old ids
+are the fallback, and suffice where neighbors have ids near each other.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+from zlib import crc32
+
+import numpy
+import torch
+from torch import Tensor
+
+from hasten.core.errors import ConfigurationError
+
+Algorithm = Literal["auto", "metis", "ranges"]
+CHECKSUM_CHUNK = 1 << 22  # ids converted to int64 at once
+
+
+@dataclass(frozen=True)
+class GraphPartition:
+    """Part ``p`` owns the new ids ``offsets[p]`` to ``offsets[p + 1]`` (exclusive).
+
+    Attributes:
+        offsets: int64, of shape (parts + 1,).
+        old_ids: int64, of shape (nodes,): the old id of each new id.
+        num_edges: of the graph.
+        checksum: of the graph with its old ids, from ``graph_checksum``.
+        algorithm: "metis" or "ranges".
+    """
+
+    offsets: Tensor
+    old_ids: Tensor
+    num_edges: int
+    checksum: int
+    algorithm: str
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.old_ids)
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """The first new id of a part, and the id after its last."""
+        return int(self.offsets[part]), int(self.offsets[part + 1])
+
+    def new_ids(self) -> Tensor:
+        """The new id of each old id: int64, of shape (nodes,)."""
+        new_ids = torch.empty_like(self.old_ids)
+        new_ids[self.old_ids] = torch.arange(len(new_ids))
+        return new_ids
+
+
+def partition_graph(
+    indptr: Tensor, indices: Tensor, num_parts: int, algorithm: Algorithm = "auto", seed: int = 0
+) -> GraphPartition:
+    """Divides the nodes of a graph among ``num_parts`` ranks.
+
+    Args:
+        indptr: int64, of shape (nodes + 1,): the edges into node n are ``indptr[n]`` to ``indptr[n + 1]`` (exclusive).
+        indices: int64, of shape (edges,): their sources.
+        num_parts: number of ranks.
+        algorithm: "metis" takes pymetis; "auto" takes METIS where pymetis is installed, and ranges otherwise.
+        seed: of METIS.
+
+    Raises:
+        ConfigurationError: the arrays are no graph, there are fewer nodes than parts, or pymetis is missing.
+    """
+    check_graph(indptr, indices)
+    num_nodes = len(indptr) - 1
+    if not 1 <= num_parts <= max(num_nodes, 1):
+        raise ConfigurationError(f"a graph of {num_nodes} nodes cannot be divided into {num_parts} parts")
+    if algorithm not in ("auto", "metis", "ranges"):
+        raise ConfigurationError(f"algorithm must be auto, metis or ranges; got {algorithm!r}")
+    if algorithm == "auto":
+        algorithm = "metis" if _has_pymetis() else "ranges"
+    if algorithm == "metis" and num_parts > 1:
+        parts = _metis(indptr, indices, num_parts, seed)
+        old_ids = torch.argsort(parts, stable=True)
+        sizes = torch.bincount(parts, minlength=num_parts)
+    else:
+        old_ids = torch.arange(num_nodes)
+        ends = torch.arange(num_parts + 1) * num_nodes // num_parts
+        sizes = ends.diff()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    return GraphPartition(offsets, old_ids, len(indices), graph_checksum(indptr, indices), algorithm)
+
+
+def relabel_graph(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The graph with the new ids.
+
+    Returns:
+        indptr and indices in the new order of the nodes, and for each edge its old position. The edges of a node keep
+        their order.
+
+    Raises:
+        ConfigurationError: the partition is of another graph.
+    """
+    check_partition(partition, indptr, indices)
+    degrees = indptr.diff()[partition.old_ids]
+    new_indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    shifts = indptr[:-1][partition.old_ids] - new_indptr[:-1]
+    old_positions = torch.arange(len(indices)) + torch.repeat_interleave(shifts, degrees)
+    return new_indptr, partition.new_ids()[indices[old_positions]], old_positions
+
+
+def take_part(partition: GraphPartition, indptr: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """The edges into the nodes of one part of a relabeled graph: an indptr of its own, and indices with all ids."""
+    first, end = partition.bounds(part)
+    own = indptr[first : end + 1]
+    return own - own[0], indices[int(own[0]) : int(own[-1])]
+
+
+def edge_cut(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> float:
+    """The fraction of the edges of a relabeled graph whose ends belong to different parts."""
+    targets = torch.repeat_interleave(torch.arange(partition.num_nodes), indptr.diff())
+    ends = partition.offsets[1:]
+    differ = torch.bucketize(targets, ends, right=True) != torch.bucketize(indices, ends, right=True)
+    return float(differ.double().mean()) if len(indices) else 0.0
+
+
+def check_partition(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> None:
+    """Raises ConfigurationError unless the partition was made of this graph."""
+    check_graph(indptr, indices)
+    made_of, given = (partition.num_nodes, partition.num_edges), (len(indptr) - 1, len(indices))
+    if made_of != given:
+        raise ConfigurationError(
+            f"the partition is of another graph: it has {made_of[0]} nodes and {made_of[1]} edges, this graph has "
+            f"{given[0]} and {given[1]}; make a partition of this graph with partition_graph"
+        )
+    if partition.checksum != graph_checksum(indptr, indices):
+        raise ConfigurationError(
+            f"the partition is of another graph, of as many nodes ({given[0]}) and edges ({given[1]}); make a "
+            "partition of this graph with partition_graph"
+        )
+
+
+def check_graph(indptr: Tensor, indices: Tensor) -> None:
+    """Raises ConfigurationError unless the arrays are a graph in CSC form."""
+    if indptr.dtype != torch.int64 or indices.dtype != torch.int64:
+        raise ConfigurationError(f"indptr and indices must be int64; got {indptr.dtype} and {indices.dtype}")
+    if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
+        raise ConfigurationError("indptr and indices must have one dimension, and indptr must start with 0")
+    if int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):
+        raise ConfigurationError(f"indptr must ascend to the number of edges, which is {len(indices)}")
+    low, high = (int(value) for value in torch.aminmax(indices)) if len(indices) else (0, -1)
+    if low < 0 or high >= len(indptr) - 1:
+        raise ConfigurationError(f"indices must be in [0, {len(indptr) - 1}), the ids of the nodes")
+
+
+def graph_checksum(indptr: Tensor, indices: Tensor) -> int:
+    """CRC-32 of the arrays as int64, little-endian."""
+    checksum = 0
+    for array in (indptr, indices):
+        for chunk in array.split(CHECKSUM_CHUNK):
+            checksum = crc32(chunk.numpy().astype("<i8", copy=False).tobytes(), checksum)
+    return checksum
+
+
+def _has_pymetis() -> bool:
+    try:
+        import pymetis  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor:
+    """The part of each node, int64, of shape (nodes,)."""
+    try:
+        import pymetis
+    except ImportError:
+        advice = "pip install 'hasten[graph]' pymetis, or choose algorithm='ranges'"
+        raise ConfigurationError(f"a partition by METIS requires pymetis; {advice}") from None
+    first, neighbors = _undirected(indptr.numpy(), indices.numpy())
+    graph = pymetis.CSRAdjacency(first.astype(numpy.int64), neighbors.astype(numpy.int64))
+    _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
+    return torch.tensor(parts, dtype=torch.int64)
+
+
+def _undirected(indptr: numpy.ndarray, indices: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Every edge in both directions, once, without self loops, as METIS requires."""
+    from scipy.sparse import csr_array
+
+    num_nodes = len(indptr) - 1
+    matrix = csr_array((numpy.ones(len(indices), numpy.int8), indices, indptr), shape=(num_nodes, num_nodes))
+    both = (matrix.astype(bool) + matrix.T.astype(bool)).tocoo()
+    keep = both.row != both.col
+    ones = numpy.ones(int(keep.sum()), bool)
+    clean = csr_array((ones, (both.row[keep], both.col[keep])), shape=(num_nodes, num_nodes))
+    return clean.indptr, clean.indices

@@ -1,0 +1,198 @@
+"""Batches of a graph whose features and labels are partitioned among ranks, fetched while earlier ones are trained on.
+
+Hybrid partitioning of FastSample (arXiv 2311.17847): with the graph on every rank a batch costs two rounds, where the
+usual partitioning (``VanillaSampler``) costs two rounds a layer.
+"""
+
+import atexit
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy
+import torch
+from torch import Tensor
+
+from hasten.core.errors import ConfigurationError
+from hasten.graph import kernels
+from hasten.graph.background import BackgroundProducer
+from hasten.graph.features import check_node_ids
+from hasten.graph.partitioned_sampler import PartitionedSampler, SampledNeighborhood
+from hasten.graph.remote_features import RemoteFeatures
+
+Uneven = Literal["repeat", "drop", "keep"]
+EXIT_WAIT_S = 10.0  # for exchanges that had begun when this process failed
+
+
+@dataclass(frozen=True)
+class PartitionedBatch:
+    """A batch with the attributes of PyTorch Geometric's loaders.
+
+    Attributes:
+        x: features of the nodes, of shape (nodes, width).
+        y: labels of the seeds, of shape (batch_size, ...).
+        edge_index: int64, of shape (2, edges): positions of sources and targets.
+        n_id: int64: ids of the nodes; the first ``batch_size`` are the seeds.
+        batch_size: number of seeds.
+        num_sampled_nodes: nodes by hop, the seeds first.
+        num_sampled_edges: edges by hop.
+    """
+
+    x: Tensor
+    y: Tensor
+    edge_index: Tensor
+    n_id: Tensor
+    batch_size: int
+    num_sampled_nodes: list[int]
+    num_sampled_edges: list[int]
+
+
+class PartitionedLoader:
+    """Iterates over this rank's seed nodes in batches. A collective: all ranks iterate together.
+
+    Args:
+        sampler: ``HybridSampler``, or ``VanillaSampler`` on the exchange of the features.
+        features: of all nodes.
+        labels: of the nodes that this rank owns, in the order of their ids.
+        seeds: int64: distinct nodes that this rank owns.
+        batch_size: seeds per batch.
+        shuffle: whether each epoch has another order, drawn from (seed of the sampler, epoch, rank).
+        ahead: batches fetched while the training works on an earlier one; 0 fetches each when it is asked for.
+        uneven: what happens where ranks have different numbers of batches. "repeat": ranks with fewer batches repeat
+            their first ones. "drop": ranks with more batches leave out their last ones, others in each epoch. "keep":
+            each rank yields its own batches; a rank that has no more answers the others in the background, and the
+            training must allow for it (``torch.distributed.algorithms.Join``).
+
+    Raises:
+        ConfigurationError: a seed is not this rank's own or occurs twice, labels of another length than own nodes, a
+            batch size below 1, or a rank without seeds, unless ``uneven`` is "keep".
+    """
+
+    def __init__(
+        self,
+        sampler: PartitionedSampler,
+        features: RemoteFeatures,
+        labels: Tensor,
+        seeds: Tensor,
+        batch_size: int,
+        shuffle: bool = True,
+        ahead: int = 1,
+        uneven: Uneven = "repeat",
+    ):
+        self.sampler, self.features, self.labels, self.seeds = sampler, features, labels, seeds
+        self.batch_size, self.shuffle, self.ahead, self.uneven = batch_size, shuffle, ahead, uneven
+        self.exchange = features.exchange
+        self._check()
+        self.epoch = 0
+        self._own_batches = -(-len(seeds) // batch_size)
+        self._exchanged_batches, fewest = self.exchange.max_and_min(self._own_batches)
+        if uneven == "drop":
+            self._exchanged_batches = fewest
+        if uneven != "keep" and not fewest and self._exchanged_batches:
+            raise ConfigurationError("a rank has no seed nodes; use uneven='keep' or a partition that balances them")
+        self._producer: BackgroundProducer[PartitionedBatch] | None = None
+        _close_at_exit(self)
+
+    def __len__(self) -> int:
+        """Batches that this rank yields in an epoch."""
+        return self._own_batches if self.uneven == "keep" else self._exchanged_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the next epoch, as after a resume; each epoch that is iterated counts by itself."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[PartitionedBatch]:
+        self.close()
+        batches, epoch = self._batches_of(self.epoch), self.epoch
+        self.epoch += 1
+        nothing = self.seeds[:0]
+
+        def make(index: int) -> PartitionedBatch:
+            return self._make(batches[index] if index < len(batches) else nothing, epoch)
+
+        if not self.ahead:
+            for index in range(self._exchanged_batches):
+                batch = make(index)
+                if index < len(self):
+                    yield batch
+            return
+        self._producer = producer = BackgroundProducer(make, self._exchanged_batches, self.ahead)
+        self.exchange.holder = producer.thread_id
+        for _ in range(len(self)):
+            yield producer.get()
+        producer.permit_all()
+        if len(self) == self._exchanged_batches:  # else this rank still answers the others
+            self.close()
+
+    def close(self) -> None:
+        """Waits for the exchanges that the last epoch began.
+
+        Call it before the process group is destroyed, and before the exchange is used after a loop that was left early.
+        """
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            try:
+                producer.finish()
+            finally:
+                self.exchange.holder = None
+
+    def close_at_exit(self) -> None:
+        """As ``close``. After an epoch that was left early, or failed, it waits for other ranks a short time only.
+
+        A thread that returns from a collective while Python ends would abort the process.
+        """
+        if self._producer is not None:
+            with suppress(RuntimeError):  # another rank has failed: it reports the cause, and this one is at its end
+                self._producer.finish(None if self._producer.is_fully_permitted else EXIT_WAIT_S)
+
+    def _batches_of(self, epoch: int) -> list[Tensor]:
+        """The seeds of each batch that this rank yields in an epoch."""
+        seeds = self.seeds
+        if self.shuffle:
+            key = kernels.key_of(numpy.uint64(self.sampler.seed % 2**64), numpy.array([epoch, self.exchange.rank]))
+            seeds = seeds[torch.randperm(len(seeds), generator=torch.Generator().manual_seed(int(key) >> 1))]
+        batches = list(seeds.split(self.batch_size)) if len(seeds) else []
+        return [batches[index % len(batches)] for index in range(len(self))]
+
+    def _make(self, seeds: Tensor, epoch: int) -> PartitionedBatch:
+        found: SampledNeighborhood = self.sampler.sample(seeds, epoch)
+        return PartitionedBatch(
+            x=self.features.rows(found.n_id),
+            y=self.labels[seeds - self.exchange.bounds[0]],
+            edge_index=found.edge_index,
+            n_id=found.n_id,
+            batch_size=len(seeds),
+            num_sampled_nodes=found.num_sampled_nodes,
+            num_sampled_edges=found.num_sampled_edges,
+        )
+
+    def _check(self) -> None:
+        first, end = self.exchange.bounds
+        rank = f"rank {self.exchange.rank}"
+        if self.batch_size < 1 or self.ahead < 0:
+            given = f"got {self.batch_size} and {self.ahead}"
+            raise ConfigurationError(f"batch_size must be at least 1 and ahead at least 0; {given}")
+        if self.uneven not in ("repeat", "drop", "keep"):
+            raise ConfigurationError(f"uneven must be repeat, drop or keep; got {self.uneven!r}")
+        if len(self.labels) != end - first:
+            given = f"got {len(self.labels)} labels"
+            raise ConfigurationError(f"{rank} owns {end - first} nodes, but {given}; pass those of its own nodes")
+        check_node_ids(self.seeds, self.sampler.num_nodes, "seed nodes")
+        if len(self.seeds) and not bool(((self.seeds >= first) & (self.seeds < end)).all()):
+            raise ConfigurationError(f"the seed nodes of {rank} must be its own, {first} to {end} (exclusive)")
+        if len(self.seeds.unique()) != len(self.seeds):
+            raise ConfigurationError(f"a seed node of {rank} occurs twice; pass each once")
+
+
+def _close_at_exit(loader: PartitionedLoader) -> None:
+    """Lets a rank that ends its last epoch first answer the others, and its thread end before the interpreter does."""
+    reference = weakref.ref(loader)
+
+    def close() -> None:
+        living = reference()
+        if living is not None:
+            living.close_at_exit()
+
+    atexit.register(close)

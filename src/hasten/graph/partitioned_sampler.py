@@ -1,0 +1,171 @@
+"""Samples neighbors of a rank's seed nodes where the graph is on every rank (hybrid) or partitioned too (vanilla).
+
+What is drawn for a node is a function of (key, hop, node), whichever rank draws it, so both give the same sample, which
+is also that of ``hasten.graph.NeighborSampler`` with the same seed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from hasten.core.errors import ConfigurationError
+from hasten.graph import kernels
+from hasten.graph.features import check_node_ids
+from hasten.graph.numbering import NodeTable, Numbering
+from hasten.graph.partition import check_graph
+from hasten.graph.rank_exchange import RankExchange
+from hasten.graph.sampling import EdgeMatrix, sample_hop
+from hasten.graph.sampling import _key as hop_key
+
+
+@dataclass(frozen=True)
+class SampledNeighborhood:
+    """Nodes and edges around seed nodes, as PyTorch Geometric numbers them.
+
+    Attributes:
+        n_id: int64: ids of the nodes; the seeds come first, then the nodes that each hop found.
+        edge_index: int64, of shape (2, edges): positions in ``n_id`` of sources and targets.
+        num_sampled_nodes: nodes by hop, the seeds first.
+        num_sampled_edges: edges by hop.
+    """
+
+    n_id: Tensor
+    edge_index: Tensor
+    num_sampled_nodes: list[int]
+    num_sampled_edges: list[int]
+
+
+class PartitionedSampler(ABC):
+    """Samples hop by hop; subclasses differ in where the edges into a node are.
+
+    Args:
+        num_nodes: of the whole graph.
+        fanouts: edges to draw into each node, by hop; -1 takes all.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, num_nodes: int, fanouts: Sequence[int], seed: int = 0):
+        if not fanouts or any(fanout < -1 for fanout in fanouts):
+            raise ConfigurationError(f"fanouts must be numbers from -1 (all), one for each hop; got {list(fanouts)}")
+        self.num_nodes, self.fanouts, self.seed = num_nodes, tuple(fanouts), seed
+        self._table = NodeTable(num_nodes)
+
+    def sample(self, seeds: Tensor, epoch: int = 0) -> SampledNeighborhood:
+        """Samples around seed nodes: a function of (seed, epoch, seeds).
+
+        Args:
+            seeds: int64, distinct ids.
+            epoch: number of the epoch.
+
+        Raises:
+            ConfigurationError: a seed is out of range.
+        """
+        check_node_ids(seeds, self.num_nodes, "seed nodes")
+        key = self._key(seeds, epoch)
+        numbering = Numbering(seeds.numpy(), self._table)
+        rows, cols, first = [], [], 0
+        for hop, fanout in enumerate(self.fanouts):
+            nodes = numbering.by_hop[hop]
+            sources, counts = self._draw(nodes, fanout, hop_key(key, hop, 0), hop)
+            cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
+            rows.append(numbering.add(sources))
+            first += len(nodes)
+            numbering.end_hop()
+        edge_index = torch.from_numpy(numpy.stack([numpy.concatenate(rows), numpy.concatenate(cols)]))
+        by_hop = [len(nodes) for nodes in numbering.by_hop]
+        return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, by_hop, [len(row) for row in rows])
+
+    def _key(self, seeds: Tensor, epoch: int) -> int:
+        key = kernels.key_of(numpy.uint64(self.seed % 2**64), numpy.array([epoch]))
+        return int(kernels.key_of(numpy.uint64(key), seeds.numpy()))
+
+    @abstractmethod
+    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The sources of the edges drawn into ``nodes`` (int64 ids), and the number of edges of each node."""
+
+
+class HybridSampler(PartitionedSampler):
+    """The whole graph is on this rank: no communication.
+
+    Args:
+        indptr: int64, of shape (nodes + 1,): of the whole relabeled graph.
+        indices: int64, of shape (edges,).
+        fanouts: edges to draw into each node, by hop; -1 takes all.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, indptr: Tensor, indices: Tensor, fanouts: Sequence[int], seed: int = 0):
+        check_graph(indptr, indices)
+        super().__init__(len(indptr) - 1, fanouts, seed)
+        self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())
+
+    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        sources, _, counts = sample_hop(self._matrix, nodes, fanout, key)
+        return sources, counts
+
+
+class VanillaSampler(PartitionedSampler):
+    """This rank has the edges into its own nodes only: each hop but the first takes two rounds.
+
+    All ranks must call it together. The seeds must be this rank's own.
+
+    Args:
+        indptr: int64, of shape (own nodes + 1,), from ``take_part``.
+        indices: int64, of shape (own edges,), with the ids of the whole graph.
+        exchange: who owns which node, and the process group.
+        fanouts: edges to draw into each node, by hop; -1 takes all.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, indptr: Tensor, indices: Tensor, exchange: RankExchange, fanouts: Sequence[int], seed: int = 0):
+        self._first, end = exchange.bounds
+        if len(indptr) - 1 != end - self._first:
+            owned, given = end - self._first, len(indptr) - 1
+            advice = "pass the result of take_part"
+            raise ConfigurationError(f"rank {exchange.rank} owns {owned} nodes, but got edges of {given}; {advice}")
+        super().__init__(int(exchange.offsets[-1]), fanouts, seed)
+        self.exchange = exchange
+        self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())
+
+    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        if hop == 0:
+            return self._draw_own(nodes, fanout, key)
+        request = self.exchange.request(torch.from_numpy(nodes), numpy.uint64(key).astype(numpy.int64).item())
+        answers = [
+            self._draw_own(asked.numpy(), fanout, int(other) % 2**64)
+            for asked, other in zip(request.ids.split(request.received), request.keys, strict=True)
+        ]
+        sources, counts = (torch.from_numpy(numpy.concatenate(arrays)) for arrays in zip(*answers, strict=True))
+        found_counts, found = self.exchange.respond_varying(request, counts, sources)
+        own_sources, own_counts = self._draw_own(nodes[request.own.numpy()], fanout, key)
+        return _interleave(
+            torch.cat([request.own, request.order]),
+            torch.cat([torch.from_numpy(own_counts), found_counts]),
+            torch.cat([torch.from_numpy(own_sources), found]),
+        )
+
+    def _draw_own(self, nodes: numpy.ndarray, fanout: int, key: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Draws edges into this rank's own nodes; the random stream of a node is that of its id in the whole graph."""
+        sources, _, counts = sample_hop(self._matrix, nodes - self._first, fanout, key, streams=nodes)
+        return sources, counts
+
+
+def _interleave(positions: Tensor, counts: Tensor, rows: Tensor) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Brings groups of rows into the order of their positions.
+
+    Args:
+        positions: a permutation: group i belongs at ``positions[i]``.
+        counts: rows of each group.
+        rows: of all groups, one after the other.
+    """
+    ordered = torch.empty_like(counts)
+    ordered[positions] = counts
+    starts = ordered.cumsum(0) - ordered
+    shifts = starts[positions] - (counts.cumsum(0) - counts)
+    result = torch.empty_like(rows)
+    result[torch.arange(len(rows)) + torch.repeat_interleave(shifts, counts)] = rows
+    return result.numpy(), ordered.numpy()

@@ -1,0 +1,59 @@
+"""Features that are partitioned among ranks: this rank's rows are local, those of other ranks are fetched."""
+
+import torch
+from torch import Tensor
+
+from hasten.core.errors import ConfigurationError
+from hasten.graph.features import FeatureSource, check_node_ids
+from hasten.graph.rank_exchange import RankExchange
+
+
+class RemoteFeatures(FeatureSource):
+    """The features of all nodes, of which this rank holds those that it owns.
+
+    ``rows`` is a collective of two rounds, request and response, in three collective calls: all ranks must call it
+    equally often. Ids may be empty.
+
+    Args:
+        local: the rows of the nodes that this rank owns, in the order of their ids.
+        exchange: who owns which id, and the process group.
+
+    Raises:
+        ConfigurationError: ``local`` has another number of rows than this rank has nodes, or the ranks' features differ
+            in width or dtype.
+    """
+
+    def __init__(self, local: FeatureSource, exchange: RankExchange):
+        first, end = exchange.bounds
+        if len(local) != end - first:
+            owned = f"rank {exchange.rank} owns {end - first} nodes ({first} to {end}, exclusive)"
+            advice = "pass the rows of its own nodes"
+            raise ConfigurationError(f"{owned}, but its features have {len(local)} rows; {advice}")
+        row_bytes = local.width * local.dtype.itemsize
+        widest, narrowest = exchange.max_and_min(row_bytes)
+        if widest != narrowest:
+            advice = "all ranks must have features of one width and dtype"
+            has = f"width {local.width} and dtype {local.dtype}"
+            raise ConfigurationError(f"rank {exchange.rank} has features of {has}; {advice}")
+        self.local, self.exchange = local, exchange
+
+    def rows(self, node_ids: Tensor) -> Tensor:
+        check_node_ids(node_ids, len(self))
+        first, _ = self.exchange.bounds
+        request = self.exchange.request(node_ids)
+        found = self.exchange.respond(request, self.local.rows(request.ids - first))
+        result = torch.empty([len(node_ids), self.width], dtype=self.dtype)
+        result[request.own] = self.local.rows(node_ids[request.own] - first)
+        result[request.order] = found
+        return result
+
+    def __len__(self) -> int:
+        return int(self.exchange.offsets[-1])
+
+    @property
+    def width(self) -> int:
+        return self.local.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype

@@ -1,0 +1,440 @@
+"""Batches from partitioned graphs: real ranks over gloo."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_geometric.data import Data
+from torch_geometric.sampler import NodeSamplerInput
+
+from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure
+from hasten.distributed.collectives import all_reduce_gradients
+from hasten.graph import NeighborSampler
+from hasten.graph.features import InMemoryFeatures
+from hasten.graph.partition import partition_graph
+from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
+from hasten.graph.rank_exchange import RankExchange
+from hasten.graph.remote_features import RemoteFeatures
+from helpers.markers import first_quick, slow
+from helpers.partitioned_graphs import (
+    NODES,
+    WIDTH,
+    SmallGraphSage,
+    graph_features,
+    partitioned_loader,
+    random_graph,
+)
+from helpers.process import FORK
+from helpers.ranks import free_port, run_ranks
+
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+SCHEMES = pytest.mark.parametrize("scheme", ["hybrid", "vanilla"])
+HOPS = 3
+SILENCE_S = 3.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_loaded():
+    """Loads the compiled kernels into this process, of which ranks are forked."""
+    HybridSampler(*random_graph(), (2,)).sample(torch.tensor([0, 1]))
+
+
+def start() -> None:
+    dist.init_process_group("gloo")
+
+
+def contents(batch) -> tuple:
+    tensors = (batch.x, batch.y, batch.edge_index, batch.n_id)
+    return (*(tensor.clone() for tensor in tensors), batch.num_sampled_nodes, batch.num_sampled_edges)
+
+
+def same(first: tuple, second: tuple) -> bool:
+    tensors = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first[:4], second[:4], strict=True))
+    return tensors and first[4:] == second[4:]
+
+
+def epoch(rank: int, world: int, scheme: str, **options) -> dict:
+    """An epoch: its batches, and what it cost."""
+    start()
+    loader = partitioned_loader(rank, world, scheme, **options)
+    before = loader.exchange.rounds, loader.exchange.calls
+    batches = [contents(batch) for batch in loader]
+    loader.close()
+    rounds, calls = loader.exchange.rounds - before[0], loader.exchange.calls - before[1]
+    return {"batches": batches, "rounds": rounds, "calls": calls, "length": len(loader)}
+
+
+@pytest.mark.parametrize(("world", "ahead"), [(2, 1), (4, 1), slow(2, 0), slow(4, 0)])
+def test_loader_hybrid_batch_takes_2_rounds_and_vanilla_2_per_layer(world, ahead):
+    def run(rank: int, scheme: str) -> dict:
+        return epoch(rank, world, scheme, ahead=ahead)
+
+    hybrid, vanilla = run_ranks(world, run, "hybrid"), run_ranks(world, run, "vanilla")
+    assert [each["rounds"] for each in hybrid] == [2 * 4] * world
+    assert [each["rounds"] for each in vanilla] == [2 * HOPS * 4] * world
+    assert hybrid[0]["calls"] == 3 * 4 and vanilla[0]["calls"] == (3 + 4 * (HOPS - 1)) * 4
+
+
+@WORLDS
+def test_loader_both_schemes_give_the_same_batches(world):
+    for hybrid, vanilla in zip(
+        run_ranks(world, epoch, world, "hybrid"), run_ranks(world, epoch, world, "vanilla"), strict=True
+    ):
+        assert len(hybrid["batches"]) == len(vanilla["batches"]) == 4
+        assert all(map(same, hybrid["batches"], vanilla["batches"]))
+
+
+def test_loader_without_replacement_draws_distinct_edges_of_the_graph():
+    """A batch has exactly min(degree, fanout) edges into each node that a hop found, and all are of the graph."""
+    partition = partition_graph(*random_graph(), 2, "metis")
+    indptr, indices = random_graph()
+    degrees = indptr.diff()[partition.old_ids]
+    for rank_batches in run_ranks(2, epoch, 2, "vanilla"):
+        for _, _, edge_index, n_id, by_hop, edges_by_hop in rank_batches["batches"]:
+            expected = torch.zeros(len(n_id), dtype=torch.int64)
+            first = 0
+            for number, fanout in zip(by_hop, (4, 3, 2), strict=False):
+                expected[first : first + number] = degrees[n_id[first : first + number]].clamp(max=fanout)
+                first += number
+            assert torch.equal(torch.bincount(edge_index[1], minlength=len(n_id)), expected)
+            assert sum(edges_by_hop) == edge_index.shape[1] and sum(by_hop) == len(n_id)
+            old = partition.old_ids[n_id]
+            for source, target in old[edge_index].T.tolist():
+                assert source in indices[indptr[target] : indptr[target + 1]]
+
+
+@WORLDS
+def test_loader_features_and_labels_equal_those_of_one_process(world):
+    partition = partition_graph(*random_graph(), world, "metis")
+    everything = graph_features(partition.old_ids)
+    for answer in run_ranks(world, epoch, world, "hybrid"):
+        for x, y, _, n_id, *_ in answer["batches"]:
+            assert torch.equal(x, everything[n_id]) and torch.equal(y, partition.old_ids[n_id[: len(y)]] % 3)
+
+
+def losses(rank: int, world: int, scheme: str, ahead: int) -> list[float]:
+    """Loss by step of a small GraphSAGE, its gradients averaged over the ranks."""
+    start()
+    torch.manual_seed(0)
+    loader = partitioned_loader(rank, world, scheme, ahead=ahead)
+    model = SmallGraphSage()
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    curve = []
+    for _ in range(3):
+        for batch in loader:
+            loss = torch.nn.functional.cross_entropy(model(batch.x, batch.edge_index)[: batch.batch_size], batch.y)
+            optimizer.zero_grad()
+            loss.backward()
+            all_reduce_gradients(list(model.parameters()))
+            optimizer.step()
+            curve.append(loss.item())
+    return curve
+
+
+@pytest.mark.parametrize("world", [2, slow(4)])
+def test_training_loss_curve_is_the_same_for_both_schemes_and_with_overlap(world):
+    hybrid = run_ranks(world, losses, world, "hybrid", 1)
+    assert hybrid == run_ranks(world, losses, world, "vanilla", 1)
+    assert hybrid == run_ranks(world, losses, world, "hybrid", 0)
+    assert all(len(set(curve)) == 12 for curve in hybrid)  # a training, not a constant
+
+
+def overlapped(rank: int) -> list[int]:
+    """Rounds that were made when the training of each batch ends, while it waits without asking for more."""
+    start()
+    loader = partitioned_loader(rank, 2, "hybrid")
+    before, seen = loader.exchange.rounds, []
+    for number, _ in enumerate(loader):
+        wanted = 2 * min(number + 2, 4)
+        deadline = time.monotonic() + 10
+        while loader.exchange.rounds - before < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        seen.append(loader.exchange.rounds - before)
+    return seen
+
+
+def test_loader_fetches_the_next_batch_during_the_training_and_no_further():
+    assert run_ranks(2, overlapped) == [[4, 6, 8, 8]] * 2
+
+
+def test_loader_epochs_differ_and_a_resumed_epoch_is_the_same():
+    def two_epochs(rank: int) -> tuple:
+        start()
+        loader = partitioned_loader(rank, 2, "hybrid")
+        first, second = [[contents(batch) for batch in loader] for _ in range(2)]
+        loader.set_epoch(1)
+        again = [contents(batch) for batch in loader]
+        return first, second, again
+
+    for first, second, again in run_ranks(2, two_epochs):
+        assert all(map(same, second, again)) and not any(map(same, first, second))
+
+
+def uneven_seeds(rank: int, first: int, end: int) -> torch.Tensor:
+    return torch.arange(first, first + 10 * (rank + 1) + 3)
+
+
+@pytest.mark.parametrize(
+    ("uneven", "lengths", "exchanged"), [("repeat", [3, 3], 3), ("drop", [2, 2], 2), ("keep", [2, 3], 3)]
+)
+@SCHEMES
+def test_loader_uneven_numbers_of_batches_are_exchanged_to_the_end(uneven, lengths, exchanged, scheme):
+    def run(rank: int) -> dict:
+        return epoch(rank, 2, scheme, seeds_of=uneven_seeds, uneven=uneven, shuffle=False)
+
+    answers = run_ranks(2, run)
+    assert [each["length"] for each in answers] == [len(each["batches"]) for each in answers] == lengths
+    rounds = 2 if scheme == "hybrid" else 2 * HOPS
+    assert [each["rounds"] for each in answers] == [rounds * exchanged] * 2
+    if uneven == "repeat":
+        assert same(answers[0]["batches"][0], answers[0]["batches"][2])
+
+
+def test_loader_rank_without_seeds_answers_the_others():
+    def run(rank: int) -> int:
+        return len(epoch(rank, 2, "vanilla", seeds_of=seeds_of_rank_0, uneven="keep")["batches"])
+
+    assert run_ranks(2, run) == [3, 0]
+
+
+def seeds_of_rank_0(rank: int, first: int, end: int) -> torch.Tensor:
+    return torch.arange(first, first + 30 * (1 - rank))
+
+
+def test_loader_rank_without_seeds_is_refused_where_batches_must_be_equal():
+    def run(rank: int) -> None:
+        start()
+        partitioned_loader(rank, 2, "hybrid", seeds_of=seeds_of_rank_0)
+
+    errors = run_ranks(2, run)
+    assert all(isinstance(error, ConfigurationError) and "a rank has no seed nodes" in str(error) for error in errors)
+
+
+def test_loader_left_early_by_all_ranks_can_be_iterated_again():
+    def run(rank: int) -> tuple:
+        start()
+        loader = partitioned_loader(rank, 2, "hybrid")
+        next(iter(loader))
+        loader.set_epoch(0)
+        return [contents(batch) for batch in loader], len(loader)
+
+    for (batches, length), complete in zip(run_ranks(2, run), run_ranks(2, epoch, 2, "hybrid"), strict=True):
+        assert len(batches) == length and all(map(same, batches, complete["batches"]))
+
+
+def test_loader_exchange_used_by_two_threads_is_refused():
+    def run(rank: int) -> str:
+        start()
+        loader = partitioned_loader(rank, 2, "hybrid")
+        for _ in loader:
+            with pytest.raises(ConfigurationError) as refused:
+                loader.features.rows(torch.tensor([0]))
+            break
+        loader.close()
+        loader.features.rows(torch.tensor([0]))  # now it may be used again
+        return str(refused.value)
+
+    assert all("a loader still exchanges data" in text for text in run_ranks(2, run))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seeds_of": lambda rank, first, end: torch.tensor([first, first])}, "occurs twice"),
+        ({"seeds_of": lambda rank, first, end: torch.tensor([(end + 1) % NODES])}, "must be its own"),
+        ({"seeds_of": lambda rank, first, end: torch.tensor([NODES])}, "seed nodes must be in"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"uneven": "pad"}, "uneven must be repeat, drop or keep; got 'pad'"),
+        ({"fanouts": (3, -2)}, "fanouts must be"),
+        ({"fanouts": ()}, "fanouts must be"),
+    ],
+)
+def test_loader_wrong_arguments_are_refused(options, text):
+    def run(rank: int) -> None:
+        start()
+        partitioned_loader(rank, 2, "hybrid", **options)
+
+    assert all(isinstance(error, ConfigurationError) and text in str(error) for error in run_ranks(2, run))
+
+
+@pytest.mark.parametrize("fanouts", [(0, 3), (-1, -1)])
+def test_loader_fanouts_0_and_all_give_the_same_batches_in_both_schemes(fanouts):
+    def run(rank: int, scheme: str) -> list:
+        return epoch(rank, 2, scheme, fanouts=fanouts)["batches"]
+
+    for hybrid, vanilla in zip(run_ranks(2, run, "hybrid"), run_ranks(2, run, "vanilla"), strict=True):
+        assert all(map(same, hybrid, vanilla))
+        assert (hybrid[0][2].shape[1] == 0) == (fanouts[0] == 0)
+
+
+def fetched(rank: int, world: int, ids_of, dtype=torch.float32) -> torch.Tensor:
+    start()
+    partition = partition_graph(*random_graph(), world, "ranges")
+    first, end = partition.bounds(rank)
+    local = graph_features(torch.arange(first, end)).to(dtype)
+    return RemoteFeatures(InMemoryFeatures(local), RankExchange(partition.offsets, 20)).rows(ids_of(rank))
+
+
+@pytest.mark.parametrize(
+    "ids_of",
+    [
+        lambda rank: torch.tensor([239, 0, 100, 0, 121])[rank:],
+        lambda rank: torch.arange(5),  # nothing from the last rank
+        lambda rank: torch.empty(0, dtype=torch.int64) if rank == 0 else torch.arange(NODES),
+        lambda rank: torch.empty(0, dtype=torch.int64),
+    ],
+)
+@WORLDS
+def test_remote_features_any_requests_are_answered(world, ids_of):
+    for rank, rows in enumerate(run_ranks(world, fetched, world, ids_of)):
+        assert rows.shape == (len(ids_of(rank)), WIDTH) and torch.equal(rows, graph_features(ids_of(rank)))
+
+
+@pytest.mark.parametrize("dtype", first_quick([torch.bfloat16, torch.float64, torch.uint8]))
+def test_remote_features_any_dtype_is_exchanged(dtype):
+    ids = torch.tensor([239, 3, 120])
+    for rows in run_ranks(2, fetched, 2, lambda rank: ids, dtype):
+        assert torch.equal(rows, graph_features(ids).to(dtype))
+
+
+def test_remote_features_other_number_of_rows_than_own_nodes_is_refused():
+    def run(rank: int) -> None:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
+        RemoteFeatures(InMemoryFeatures(torch.zeros(6, 2)), exchange)
+
+    first, second = run_ranks(2, run)
+    assert "rank 0 owns 5 nodes (0 to 5, exclusive), but its features have 6 rows" in str(first)
+    assert "rank 1 owns 4 nodes" in str(second)
+
+
+def test_remote_features_of_different_width_are_refused():
+    def run(rank: int) -> None:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
+        RemoteFeatures(InMemoryFeatures(torch.zeros(5 - rank, 2 + rank)), exchange)
+
+    assert all("all ranks must have features of one width and dtype" in str(error) for error in run_ranks(2, run))
+
+
+def test_rank_exchange_partition_for_another_number_of_ranks_is_refused():
+    def run(rank: int) -> None:
+        start()
+        RankExchange(torch.tensor([0, 5, 9, 12]))
+
+    assert all("has 3 parts, but there are 2 ranks" in str(error) for error in run_ranks(2, run))
+
+
+def test_rank_exchange_without_a_process_group_is_refused():
+    with pytest.raises(ConfigurationError, match="require a process group; call torch"):
+        RankExchange(torch.tensor([0, 5]))
+
+
+def test_vanilla_sampler_edges_of_another_part_are_refused():
+    def run(rank: int) -> None:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
+        VanillaSampler(torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int64), exchange, [2])
+
+    assert "rank 0 owns 5 nodes, but got edges of 3; pass the result of take_part" in str(run_ranks(2, run)[0])
+
+
+END_EARLY = """
+import sys, time
+import torch.distributed as dist
+from helpers.partitioned_graphs import partitioned_loader
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+for number, _ in enumerate(partitioned_loader(rank, 2, "vanilla", timeout=60)):
+    if number == 1 and how == "break":
+        break
+    if number == 1 and rank == 1:
+        sys.exit("an error of rank 1")
+    time.sleep(0.3 * (rank == 0))  # rank 1 waits in an exchange when it ends
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("break", 0), ("error", 1)])
+def test_loader_process_that_ends_early_is_not_aborted_in_an_exchange(how, code):
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", END_EARLY, how],
+            env=os.environ | job | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output = ranks[1].communicate(timeout=120)[1]
+        ranks[0].communicate(timeout=120)
+    finally:
+        for each in ranks:
+            each.kill()
+    assert ranks[1].returncode == code and ("an error of rank 1" in output) == (how == "error")
+    assert "terminate called" not in output
+
+
+def test_hybrid_sampler_draws_what_neighbor_sampler_draws():
+    indptr, indices = random_graph()
+    targets = torch.arange(NODES).repeat_interleave(indptr.diff())
+    data = Data(edge_index=torch.stack([indices, targets]), num_nodes=NODES)
+    seeds = torch.tensor([3, 200, 17])
+    sampler = NeighborSampler(data, [4, 3, 2], seed=7, is_sorted=True)  # else edges of a node change their order
+    expected = sampler.sample_from_nodes(NodeSamplerInput(None, seeds))
+    found = HybridSampler(indptr, indices, [4, 3, 2], seed=7).sample(seeds)
+    assert torch.equal(found.n_id, expected.node)
+    assert torch.equal(found.edge_index, torch.stack([expected.row, expected.col]))
+    assert found.num_sampled_nodes == expected.num_sampled_nodes
+    assert found.num_sampled_edges == expected.num_sampled_edges
+
+
+def lives_or_fails(rank: int, world: int, port: int, scheme: str, how: str, answers) -> None:
+    """Rank 1 ends or falls silent in its second batch; the others report the error that ends them."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    start()
+    loader = partitioned_loader(rank, world, scheme, timeout=SILENCE_S)
+    try:
+        for number, _ in enumerate(loader):
+            if rank == 1 and number == 1:
+                if how == "dies":
+                    os._exit(1)
+                time.sleep(60)
+    except PeerFailure as error:
+        if rank != 1:
+            answers.send((rank, type(error), str(error)))
+    time.sleep(60)  # until it is killed: the end of this rank is not what the others shall notice
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("dies", PeerFailure, "another rank ended during an exchange of graph data"),
+        ("is silent", CollectiveTimeout, "another rank has not answered for 3 s"),
+    ],
+)
+@pytest.mark.parametrize("scheme", first_quick(["hybrid", "vanilla"]))
+def test_loader_rank_that_fails_ends_the_others_with_one_line(scheme, how, kind, text):
+    ours, theirs = FORK.Pipe()
+    arguments = (3, free_port(), scheme, how, theirs)
+    ranks = [FORK.Process(target=lives_or_fails, args=(rank, *arguments)) for rank in range(3)]
+    for each in ranks:
+        each.start()
+    try:
+        reports = [ours.recv() if ours.poll(30) else None for _ in range(2)]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.join()
+    assert None not in reports and sorted(rank for rank, *_ in reports) == [0, 2]
+    assert any(reported is kind and text in line for _, reported, line in reports)
+    assert all("\n" not in line for *_, line in reports)
