@@ -8,6 +8,27 @@ try:
 except ImportError as error:
     raise ConfigurationError(f"{error.name} is not installed; pip install 'hasten[graph]'") from None
 
+from hasten.graph.features import InMemoryFeatures, MemoryMappedFeatures
+from hasten.graph.partition import partition_graph, relabel_graph, take_part
+from hasten.graph.partition_file import load_partition, save_partition
+from hasten.graph.partitioned_loader import PartitionedLoader
+from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
+from hasten.graph.rank_exchange import RankExchange
+from hasten.graph.remote_features import RemoteFeatures
 from hasten.graph.sampler import NeighborSampler
 
-__all__ = ["NeighborSampler"]
+__all__ = [
+    "HybridSampler",
+    "InMemoryFeatures",
+    "MemoryMappedFeatures",
+    "NeighborSampler",
+    "PartitionedLoader",
+    "RankExchange",
+    "RemoteFeatures",
+    "VanillaSampler",
+    "load_partition",
+    "partition_graph",
+    "relabel_graph",
+    "save_partition",
+    "take_part",
+]

@@ -174,7 +174,7 @@ def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor
     try:
         import pymetis
     except ImportError:
-        advice = "pip install 'hasten[graph]' pymetis, or choose algorithm='ranges'"
+        advice = "pip install 'hasten[graph]', or choose algorithm='ranges'"
         raise ConfigurationError(f"a partition by METIS requires pymetis; {advice}") from None
     first, neighbors = _undirected(indptr.numpy(), indices.numpy())
     graph = pymetis.CSRAdjacency(first.astype(numpy.int64), neighbors.astype(numpy.int64))

@@ -18,8 +18,7 @@ from hasten.graph.features import check_node_ids
 from hasten.graph.numbering import NodeTable, Numbering
 from hasten.graph.partition import check_graph
 from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.sampling import EdgeMatrix, sample_hop
-from hasten.graph.sampling import _key as hop_key
+from hasten.graph.sampling import EdgeMatrix, hop_key, sample_hop
 
 
 @dataclass(frozen=True)

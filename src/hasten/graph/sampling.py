@@ -82,7 +82,7 @@ def sample(
                 matrix,
                 targets.by_hop[hop],
                 fanouts[kind][hop],
-                _key(key, hop, position),
+                hop_key(key, hop, position),
                 targets.streams(hop),
                 limits,
                 options,
@@ -167,7 +167,7 @@ def _call(kernel, inputs: tuple, outputs: tuple, begin: int, end: int) -> None:
     kernel(*inputs, begin, end, *outputs)
 
 
-def _key(key: int, hop: int, position: int) -> int:
+def hop_key(key: int, hop: int, position: int) -> int:
     """A key for one hop and type of edge."""
     return int(kernels.key_of(numpy.uint64(key), numpy.array([hop, position])))
 
