@@ -61,6 +61,7 @@ FACTS = {
     "distributed": "several processes train together",
     "multiple_epochs": "the run has more than one epoch",
     "repeated_blocks": "the model has a sequence of blocks of one type",
+    "graph_layers": "the model has layers of PyTorch Geometric",
     "matrix_weights": "some parameter has two or more dimensions",
 }
 
