@@ -24,6 +24,8 @@ class AdjacencyCache:
         self, tensors: tuple[torch.Tensor | None, ...], settings: Hashable, build: Callable[[], Adjacency]
     ) -> Adjacency:
         """The matrix that ``build`` made of the same tensors, unchanged since, under the same settings."""
+        if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # they do not count their changes
+            return build()
         key = (*((id(tensor), None if tensor is None else tensor._version) for tensor in tensors), settings)
         if key not in self._entries:
             self._entries[key] = tensors, build()  # holds the tensors, so that no other gets their id

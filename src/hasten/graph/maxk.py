@@ -72,11 +72,11 @@ def largest_columns(x: torch.Tensor, k: int) -> torch.Tensor:
 
     x = x.detach().contiguous() if x.dtype in FLOATS else x.detach().float().contiguous()
     bits = x.view(torch.int32 if x.dtype == torch.float32 else torch.int64).numpy()
-    columns = torch.empty(len(x), k, dtype=dtype)
+    columns = torch.empty(len(x), k, dtype=torch.int32)  # for any width, so that Numba compiles one kernel
     values, result = x.numpy(), columns.numpy()
     work = torch.arange(len(x) + 1).numpy() * (x.shape[1] * BISECTION_STEPS // 100 + 1)
     run_ranges(lambda begin, end: choose_columns(values, bits, result, begin, end), work, PARTS_PER_THREAD)
-    return columns
+    return columns.to(dtype)
 
 
 def aggregate(adjacency: Adjacency, cbsr: CBSR, reduce: str = "sum") -> torch.Tensor:
@@ -140,21 +140,19 @@ class _Aggregate(torch.autograd.Function):
         return sampled(gradient.contiguous(), columns.contiguous(), ctx.adjacency, ctx.mean), None, None, None, None
 
 
-def _product(
-    values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, width: int, mean: bool
-) -> torch.Tensor:
+def _product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, width: int, mean: bool) -> torch.Tensor:
     from hasten.graph.maxk_kernels import spgemm
 
     out = values.new_empty(adjacency.num_rows, width)
     matrix, k = _arrays(adjacency, values.dtype), values.shape[1]
     inputs = values.view(-1).numpy(), _unsigned(columns), k, out.numpy()
-    run_ranges(lambda begin, end: spgemm(*matrix, mean, *inputs, begin, end), adjacency.edges_before_row, PARTS_PER_THREAD)
+    run_ranges(
+        lambda begin, end: spgemm(*matrix, mean, *inputs, begin, end), adjacency.edges_before_row, PARTS_PER_THREAD
+    )
     return out
 
 
-def _sampled_product(
-    gradient: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, mean: bool
-) -> torch.Tensor:
+def _sampled_product(gradient: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, mean: bool) -> torch.Tensor:
     from hasten.graph.maxk_kernels import sspmm
 
     out = gradient.new_empty(columns.shape)

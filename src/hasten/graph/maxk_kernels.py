@@ -74,7 +74,7 @@ def choose_columns(x, bits, columns, begin, end):
 
 @jit
 def _kth_largest(keys, k):
-    """A key that at least k keys reach and less than k exceed; found by bisection, which counts by vector instructions."""
+    """A number that at least k keys reach and less than k exceed; bisection counts them by vector instructions."""
     low, high = keys.min(), keys.max()
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow

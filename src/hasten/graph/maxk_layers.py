@@ -40,7 +40,9 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
     layers = maxk_layers(model, k)
     calls, cache = Counter() if calls is None else calls, AdjacencyCache()
     for layer in layers.values():
-        layer.forward = partial(_forward, layer.forward, MaxK(k), calls, cache)  # survives deepcopy, as bound methods do
+        layer.forward = partial(
+            _forward, layer.forward, MaxK(k), calls, cache
+        )  # survives deepcopy, as bound methods do
     return list(layers)
 
 

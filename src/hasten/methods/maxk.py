@@ -68,4 +68,6 @@ def _observe(layers: int, k: int, calls: Counter[str]) -> Generator[None, None, 
     dense = "; ".join(reason for reason in calls if reason != SPARSE)
     if not calls[SPARSE]:
         return f"hidden features were masked to {k} values, but aggregated as dense rows: {dense}"
-    return f"{calls[SPARSE]} aggregations of a step read {k} values per row" + (f"; others were dense: {dense}" * bool(dense))
+    return f"{calls[SPARSE]} aggregations of a step read {k} values per row" + (
+        f"; others were dense: {dense}" * bool(dense)
+    )
