@@ -46,7 +46,7 @@ def spmm(indptr, indices, x, out, begin, end):
         for edge in range(indptr[row], indptr[row + 1]):
             ahead = numba.int64(indices[min(edge + AHEAD, len(indices) - 1)]) * width
             for offset in range(0, width, 16):
-                prefetch(flat, ahead + offset)
+                prefetch(flat, ahead + offset)  # pyright: ignore[reportCallIssue]
             source = x[indices[edge]]
             for column in range(width):
                 total[column] += source[column]

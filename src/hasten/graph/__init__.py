@@ -11,5 +11,6 @@ except ImportError as error:
 from hasten.graph.adjacency import Adjacency
 from hasten.graph.cbsr import CBSR
 from hasten.graph.maxk import MaxK, aggregate, compress, maxk
+from hasten.graph.maxk_layers import apply_maxk
 
-__all__ = ["CBSR", "Adjacency", "MaxK", "aggregate", "compress", "maxk"]
+__all__ = ["CBSR", "Adjacency", "MaxK", "aggregate", "apply_maxk", "compress", "maxk"]

@@ -53,16 +53,12 @@ def choose_columns(x, bits, columns, begin, end):
     width, k = x.shape[1], columns.shape[1]
     keys = numpy.empty(width, bits.dtype)
     found = numpy.empty(width + 1, columns.dtype)
-    largest = numpy.iinfo(bits.dtype).max
     for row in range(begin, end):
-        for column in range(width):
-            value, pattern = x[row, column], bits[row, column]
-            key = pattern ^ ((pattern >> (8 * bits.itemsize - 1)) & largest)
-            keys[column] = largest if value != value else (0 if value == 0 else key)
+        _order_keys(x[row], bits[row], keys)
         threshold = _kth_largest(keys, k)
         ties = k
-        for column in range(width):
-            ties -= keys[column] > threshold
+        for key in keys:
+            ties -= key > threshold
         place = 0
         for column in range(width):
             equal = (keys[column] == threshold) & (ties > 0)
@@ -73,18 +69,30 @@ def choose_columns(x, bits, columns, begin, end):
 
 
 @jit
+def _order_keys(x, bits, keys):
+    """Writes integers that have the order of the numbers: those of NaN are the largest, those of both zeros are 0."""
+    integer = keys.dtype.type  # without it, Numba computes in 64 bits, and a vector holds half as many
+    largest, sign = integer(numpy.iinfo(keys.dtype).max), integer(8 * keys.itemsize - 1)
+    for column in range(len(keys)):
+        value, pattern = x[column], bits[column]
+        key = integer(pattern ^ integer(integer(pattern >> sign) & largest))
+        keys[column] = largest if value != value else (integer(0) if value == 0 else key)
+
+
+@jit
 def _kth_largest(keys, k):
     """A number that at least k keys reach and less than k exceed; bisection counts them by vector instructions."""
+    integer = keys.dtype.type
     low, high = keys.min(), keys.max()
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-        count = 0
+        middle = integer((low | high) - ((low ^ high) >> 1))  # the mean, rounded up, without overflow
+        count = integer(0)
         for key in keys:
-            count += key >= middle
+            count = integer(count + integer(key >= middle))
         if count >= k:
             low = middle
         else:
-            high = middle - 1
+            high = integer(middle - 1)
         if count == k:
             break
     return low
@@ -160,8 +168,8 @@ def _prefetch_row(values, columns, row, k):
     """Starts to load row ``row`` of a CBSR matrix."""
     place, per_line = numba.int64(row) * numba.int64(k), LINE_BYTES // values.itemsize
     for offset in range(0, numba.int64(k), per_line):
-        prefetch(values, place + offset)
-    prefetch(columns, place)
+        prefetch(values, place + offset)  # pyright: ignore[reportCallIssue]
+    prefetch(columns, place)  # pyright: ignore[reportCallIssue]
 
 
 @jit

@@ -26,7 +26,7 @@ def product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, w
     masks = torch.empty(sources, words, dtype=torch.int32, device=values.device)
     starts = torch.empty_like(masks)
     lanes = triton.next_power_of_2(k)
-    _mask_kernel[(sources, words)](columns, masks, starts, k, words, LANES=lanes)
+    _mask_kernel[(sources, words)](columns, masks, starts, k, words, LANES=lanes)  # pyright: ignore[reportIndexIssue]
     out = values.new_empty(adjacency.num_rows, width)
     weights = _weights(adjacency, values)
     block = min(256, triton.next_power_of_2(width))
@@ -44,7 +44,7 @@ def sampled_product(gradient: torch.Tensor, columns: torch.Tensor, adjacency: Ad
     matrix = adjacency.indptr, adjacency.indices, _weights(adjacency, gradient)
     lanes = triton.next_power_of_2(k)
     options = {"WEIGHTED": adjacency.weights is not None, "MEAN": mean, "LANES": lanes, "EDGES": max(1, 256 // lanes)}
-    _sampled_kernel[(adjacency.num_rows,)](*matrix, gradient, columns, out, k, gradient.shape[1], **options)
+    _sampled_kernel[(adjacency.num_rows,)](*matrix, gradient, columns, out, k, gradient.shape[1], **options)  # pyright: ignore[reportIndexIssue]
     return out
 
 

@@ -35,4 +35,4 @@ def run_ranges(kernel: Callable[[int, int], object], cumulative: numpy.ndarray, 
 @functools.cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """A pool of this process: a forked process has the pool of its parent, but not its threads."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="hasten-maxk")
+    return ThreadPoolExecutor(threads, thread_name_prefix="hasten-graph")
