@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hasten._torch_compat import in_place_version
 from hasten.graph.adjacency import Adjacency
 
 ENTRIES = 16
@@ -26,7 +27,7 @@ class AdjacencyCache:
         """The matrix that ``build`` made of the same tensors, unchanged since, under the same settings."""
         if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # they do not count their changes
             return build()
-        key = (*((id(tensor), None if tensor is None else tensor._version) for tensor in tensors), settings)
+        key = (*((id(tensor), None if tensor is None else in_place_version(tensor)) for tensor in tensors), settings)
         if key not in self._entries:
             self._entries[key] = tensors, build()  # holds the tensors, so that no other gets their id
             if len(self._entries) > ENTRIES:

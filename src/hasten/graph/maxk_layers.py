@@ -91,7 +91,7 @@ def _forward(
         target = mask(target)
 
     def neighbors(adjacency: Adjacency) -> torch.Tensor:
-        return aggregate(adjacency, sparse, REDUCTIONS[layer.aggr])
+        return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
 
     return UPDATES[type(layer)](layer, neighbors, cache, source, target, edge_index, *args, **kwargs)
 
@@ -169,7 +169,8 @@ def _gcn(
     nodes = len(source)
 
     def normalized() -> Adjacency:
-        edges, weights = edge_index, edge_weight
+        edges: Any = edge_index
+        weights = edge_weight
         if layer.normalize:
             options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
             edges, weights = gcn_norm(edges, weights, nodes, *options)

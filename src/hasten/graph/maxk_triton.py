@@ -33,7 +33,7 @@ def product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, w
     grid = adjacency.num_rows, triton.cdiv(width, block)
     matrix = adjacency.indptr, adjacency.indices, weights
     options = {"WEIGHTED": adjacency.weights is not None, "MEAN": mean, "BLOCK": block}
-    _product_kernel[grid](*matrix, values, masks, starts, out, k, words, width, **options)
+    _product_kernel[grid](*matrix, values, masks, starts, out, k, words, width, **options)  # pyright: ignore[reportIndexIssue]
     return out
 
 
