@@ -61,6 +61,7 @@ FACTS = {
     "distributed": "several processes train together",
     "multiple_epochs": "the run has more than one epoch",
     "repeated_blocks": "the model has a sequence of blocks of one type",
+    "graph_layers": "the model has layers of PyTorch Geometric",
     "matrix_weights": "some parameter has two or more dimensions",
 }
 
@@ -114,8 +115,7 @@ class Card:
         search_space: Option -> SearchRange, or one value, for the joint search; empty: only the presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
-        on_gpu: On an NVIDIA GPU: ``presets`` to try before the others; whether it is part of the strong ``baseline``,
-            and of the ``composition`` that is tried first, as a whole.
+        on_gpu: On a GPU: ``presets`` to try first; is part of the strong ``baseline``, of the first ``composition``.
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
         trial_priority: The tuner tries methods with a high number first, such as those that shorten all later trials.
         not_searched: Why the tuner never tries it unless asked; empty if it does.

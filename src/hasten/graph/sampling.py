@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hasten.graph import kernels
 from hasten.graph.numbering import Ids, Numbering
-from hasten.graph.threads import in_ranges
+from hasten.graph.threads import run_equal_ranges
 
 EdgeType = tuple[str, str, str]  # (type of the sources, name, type of the targets)
 
@@ -135,7 +135,7 @@ def sample_hop(
         else:
             kernels.count_weighted(first, last, weights, fanout, replace, begin, end, counts)
 
-    in_ranges(limit, len(nodes), threads)
+    run_equal_ranges(limit, len(nodes), threads)
     offsets = numpy.zeros(len(nodes) + 1, numpy.int64)
     numpy.cumsum(counts, out=offsets[1:])
     edges, sources = (numpy.empty(offsets[-1], numpy.int64) for _ in range(2))
@@ -144,7 +144,7 @@ def sample_hop(
         pick = partial(_call, kernels.pick, (matrix.indices, *drawn), (offsets, edges, sources))
     else:
         pick = partial(_call, kernels.pick_weighted, (matrix.indices, weights, *drawn), (offsets, edges, sources))
-    in_ranges(pick, len(nodes), threads)
+    run_equal_ranges(pick, len(nodes), threads)
     return sources, edges, counts
 
 

@@ -20,6 +20,7 @@ def model_facts(model: nn.Module) -> frozenset[str]:
     facts = {
         "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
         "repeated_blocks": bool(repeated_blocks(model)),
+        "graph_layers": any(type(module).__module__.startswith("torch_geometric.nn") for module in model.modules()),
         "matrix_weights": any(parameter.ndim >= 2 for parameter in model.parameters()),
     }
     return frozenset(fact for fact, holds in facts.items() if holds)

@@ -1,0 +1,132 @@
+"""The sparse matrix A of an aggregation, by rows (CSR): row i holds the sources of the edges that end in node i."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+import torch
+
+from hasten.core.errors import ConfigurationError
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Adjacency:
+    """A sparse matrix in CSR form, checked once.
+
+    Attributes:
+        indptr: Row pointers, stored as int64, shape (rows + 1,).
+        indices: Source of each edge, ascending in every row, stored as int32, shape (edges,).
+        num_sources: Columns of the matrix.
+        weights: Value of each edge, float, shape (edges,); None for ones. They receive no gradient.
+
+    Raises:
+        ConfigurationError: The pointers or indices are not integers, not sorted, or out of range.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    num_sources: int
+    weights: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer(indptr=self.indptr, indices=self.indices)
+        if self.num_sources >= 2**31:
+            raise ConfigurationError(f"{self.num_sources} sources are too many for 32-bit indices; partition the graph")
+        object.__setattr__(self, "indptr", self.indptr.to(torch.int64).contiguous())
+        _check_pointers(self.indptr, self.indices)
+        _check_indices(self.indptr, self.indices, self.num_sources)
+        object.__setattr__(self, "indices", self.indices.to(torch.int32).contiguous())
+        if self.weights is not None:
+            _check_weights(self.weights, self.indices)
+
+    @classmethod
+    def from_edge_index(
+        cls, edge_index: torch.Tensor, num_sources: int, num_targets: int, weights: torch.Tensor | None = None
+    ) -> "Adjacency":
+        """The matrix of PyTorch Geometric's ``edge_index``, shape (2, edges): sources, then targets, in any order.
+
+        Equal edges stay separate entries, whose contributions add up.
+        """
+        _check_integer(edge_index=edge_index)
+        if edge_index.ndim != 2 or len(edge_index) != 2:
+            raise ConfigurationError(f"edge_index has the shape {tuple(edge_index.shape)}; expected (2, edges)")
+        _check_range("source", edge_index[0], num_sources)
+        _check_range("target", edge_index[1], num_targets)
+        if weights is not None:
+            _check_weights(weights, edge_index[0])
+        indptr, indices, order = _sorted(edge_index, num_sources, num_targets)
+        return cls(indptr, indices, num_sources, None if weights is None else weights.detach()[order])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def edges_before_row(self) -> numpy.ndarray:
+        """Work of a forward pass before each row; on the CPU."""
+        return self.indptr.numpy()
+
+    @cached_property
+    def edges_before_source(self) -> numpy.ndarray:
+        """Work of a backward pass before each source; on the CPU."""
+        counts = torch.bincount(self.indices, minlength=self.num_sources)
+        return numpy.concatenate([[0], counts.cumsum(0).numpy()])
+
+
+def _sorted(edge_index: torch.Tensor, num_sources: int, num_targets: int) -> tuple[torch.Tensor, ...]:
+    if edge_index.device.type == "cpu":
+        from hasten.graph.maxk_kernels import sort_edges
+
+        sources, targets = edge_index.contiguous().numpy()
+        return tuple(map(torch.from_numpy, sort_edges(sources, targets, num_sources, num_targets)))
+    sources, targets = edge_index.long()
+    order = torch.argsort(targets * num_sources + sources, stable=True)
+    counts = torch.bincount(targets, minlength=num_targets)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), sources[order], order
+
+
+def _check_integer(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in INTEGERS:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigurationError(f"{name} is of type {dtype}; expected integers: node ids or positions")
+
+
+def _check_range(kind: str, nodes: torch.Tensor, bound: int) -> None:
+    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= bound):
+        wrong = nodes[(nodes < 0) | (nodes >= bound)][0]
+        raise ConfigurationError(f"{kind} {int(wrong)} of an edge is out of range: there are {bound} {kind} nodes")
+
+
+def _check_pointers(indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
+        raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
+    if int(indptr[-1]) != len(indices):
+        raise ConfigurationError(f"indptr ends with {int(indptr[-1])}; expected {len(indices)}, the number of indices")
+    if bool((indptr[1:] < indptr[:-1]).any()):
+        raise ConfigurationError("indptr decreases; expected the row pointers of a CSR matrix")
+
+
+def _check_indices(indptr: torch.Tensor, indices: torch.Tensor, num_sources: int) -> None:
+    _check_range("source", indices, num_sources)
+    descends = indices[1:] < indices[:-1]
+    starts = indptr[(indptr > 0) & (indptr < len(indices))]
+    descends[starts - 1] = False  # the first edge of a row may have a smaller source than the row before
+    if bool(descends.any()):
+        edge = int(descends.nonzero()[0]) + 1
+        row = int(torch.searchsorted(indptr, edge, right=True)) - 1
+        raise ConfigurationError(
+            f"the sources of row {row} are not in ascending order; sort each row, or use Adjacency.from_edge_index"
+        )
+
+
+def _check_weights(weights: torch.Tensor, indices: torch.Tensor) -> None:
+    if weights.shape != indices.shape or not weights.is_floating_point():
+        shape, dtype = tuple(weights.shape), str(weights.dtype).removeprefix("torch.")
+        raise ConfigurationError(
+            f"edge weights of shape {shape} and type {dtype}; expected one float per edge, shape {tuple(indices.shape)}"
+        )
+    if weights.requires_grad:
+        raise ConfigurationError("the edge weights require a gradient, which aggregate does not compute; detach them")

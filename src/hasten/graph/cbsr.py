@@ -1,0 +1,56 @@
+"""Compressed balanced sparse rows (CBSR): a matrix with exactly k values per row, hence without row pointers.
+
+Format of MaxK-GNN, arXiv 2312.08656. The columns take one byte up to a width of 256, two up to 32,768,
+otherwise four.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hasten.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, eq=False)
+class CBSR:
+    """A matrix of shape (n, width) with k values per row.
+
+    Attributes:
+        values: Float, shape (n, k). Gradients of an aggregation arrive here.
+        columns: Column of each value, ascending in every row, of the type ``column_dtype(width)``, shape (n, k).
+        width: Columns of the matrix.
+
+    Raises:
+        ConfigurationError: The shapes differ, or the columns are of another type.
+    """
+
+    values: torch.Tensor
+    columns: torch.Tensor
+    width: int
+
+    def __post_init__(self) -> None:
+        shape, dtype = tuple(self.values.shape), column_dtype(self.width)
+        if self.values.ndim != 2 or self.columns.shape != self.values.shape or shape[1] > self.width:
+            raise ConfigurationError(
+                f"values of shape {shape} and columns of shape {tuple(self.columns.shape)}; expected both (n, k), "
+                f"k at most the width {self.width}"
+            )
+        if self.columns.dtype != dtype:
+            raise ConfigurationError(f"columns of type {self.columns.dtype}; expected {dtype} for width {self.width}")
+
+    @property
+    def k(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), self.width
+
+    def to_dense(self) -> torch.Tensor:
+        """The matrix with its zeros, shape (n, width); gradients pass to ``values``."""
+        return self.values.new_zeros(self.shape).scatter(1, self.columns.long(), self.values)
+
+
+def column_dtype(width: int) -> torch.dtype:
+    """The smallest type that holds the columns of a matrix: uint8, int16 or int32."""
+    return torch.uint8 if width <= 256 else torch.int16 if width <= 2**15 else torch.int32

@@ -1,0 +1,193 @@
+"""MaxK in models of PyTorch Geometric: ``apply_maxk`` alters the layers that aggregate hidden features.
+
+A layer's class stays as it is. The instance gets a ``forward`` that keeps the k largest values of each input row and
+aggregates them in CBSR form. State dicts are unchanged. Where the layer does something that the kernel cannot compute,
+such as a maximum over the neighbors, the input is masked and the layer's own ``forward`` does the rest.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch_geometric.nn import GCNConv, GINConv, SAGEConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from hasten.graph.adjacency import Adjacency
+from hasten.graph.adjacency_cache import AdjacencyCache
+from hasten.graph.maxk import FLOATS, MaxK, aggregate, compress
+
+REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
+SPARSE = "aggregations in CBSR form"  # key of the counter; the other keys are reasons for a dense aggregation
+
+
+def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None) -> list[str]:
+    """Puts MaxK before the aggregation of ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers of hidden features.
+
+    Altered is every such layer (of exactly these classes) that is wider than k and that the model registers after
+    another layer with parameters. A layer that receives features without a gradient while training passes them
+    unchanged, as the first layer does. ``GCNConv`` aggregates before its linear map, which gives the same result.
+
+    Args:
+        model: Altered in place.
+        k: Values that stay in each row.
+        calls: Counts how the altered layers aggregated; see ``SPARSE``.
+
+    Returns:
+        The names of the altered layers.
+    """
+    layers = maxk_layers(model, k)
+    calls, cache = Counter() if calls is None else calls, AdjacencyCache()
+    for layer in layers.values():
+        layer.forward = partial(
+            _forward, layer.forward, MaxK(k), calls, cache
+        )  # survives deepcopy, as bound methods do
+    return list(layers)
+
+
+def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
+    """Name -> layer that ``apply_maxk`` alters."""
+    layers: dict[str, Any] = {}
+    after_another = False
+    for name, module in model.named_modules():
+        if type(module) in UPDATES:
+            width = getattr(module, "in_channels", None)
+            width = width[0] if isinstance(width, tuple) else width
+            if after_another and (not isinstance(width, int) or width < 0 or width > k):
+                layers[name] = module
+            after_another = True
+        elif any(True for _ in module.parameters(recurse=False)):
+            after_another = True
+    return layers
+
+
+@torch.compiler.disable
+def _forward(
+    original: Callable[..., torch.Tensor],
+    mask: MaxK,
+    calls: Counter[str],
+    cache: AdjacencyCache,
+    x: Any,
+    edge_index: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    layer: Any = original.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    source, target = x if isinstance(x, (tuple, list)) else (x, x)
+    if _is_input_feature(layer, source) or source.shape[-1] <= mask.k:
+        return original(x, edge_index, *args, **kwargs)
+    obstacle = _obstacle(layer, source, edge_index, args, kwargs)
+    if obstacle:
+        calls[obstacle] += 1
+        masked = mask(source)
+        target = masked if target is source else None if target is None else mask(target)
+        return original((masked, target) if isinstance(x, (tuple, list)) else masked, edge_index, *args, **kwargs)
+    calls[SPARSE] += 1
+    sparse = compress(source, mask.k)
+    if target is source and not isinstance(layer, GCNConv):
+        target = sparse.to_dense()
+    elif target is not source and target is not None:
+        target = mask(target)
+
+    def neighbors(adjacency: Adjacency) -> torch.Tensor:
+        return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
+
+    return UPDATES[type(layer)](layer, neighbors, cache, source, target, edge_index, *args, **kwargs)
+
+
+def _is_input_feature(layer: Any, source: torch.Tensor) -> bool:
+    """Whether the layer reads features that no layer before it computed; decided while training, and remembered."""
+    if layer.training and torch.is_grad_enabled():
+        layer.reads_input_features = not source.requires_grad
+    return getattr(layer, "reads_input_features", False)
+
+
+def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
+    """Why the kernel cannot compute this aggregation; empty if it can."""
+    if type(edge_index) is not torch.Tensor or edge_index.layout != torch.strided:
+        return "the graph is not a tensor of shape (2, edges)"
+    if not isinstance(layer.aggr, str) or layer.aggr not in REDUCTIONS:
+        return f"the aggregation is {layer.aggr}, neither a sum nor a mean"
+    if source.dtype not in FLOATS or source.ndim != 2:
+        return f"the features are {str(source.dtype).removeprefix('torch.')} of shape {tuple(source.shape)}"
+    if source.device.type not in ("cpu", "cuda"):
+        return f"there is no kernel for {source.device.type}"
+    if source.device.type == "cuda" and not _has_triton():
+        return "Triton is not installed"
+    if layer.flow != "source_to_target" or getattr(layer, "project", False) or layer.explain:
+        return "the layer has flow=target_to_source, project=True or is being explained"
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+        return "the edge weights are trained"
+    return ""
+
+
+def _has_triton() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def _sage(
+    layer: Any,
+    neighbors: Callable[[Adjacency], torch.Tensor],
+    cache: AdjacencyCache,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    edge_index: torch.Tensor,
+    size: Any = None,
+) -> torch.Tensor:
+    out = layer.lin_l(neighbors(_plain(cache, source, target, edge_index, size)))
+    if layer.root_weight and target is not None:
+        out = out + layer.lin_r(target)
+    return torch.nn.functional.normalize(out, p=2.0, dim=-1) if layer.normalize else out
+
+
+def _gin(
+    layer: Any,
+    neighbors: Callable[[Adjacency], torch.Tensor],
+    cache: AdjacencyCache,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    edge_index: torch.Tensor,
+    size: Any = None,
+) -> torch.Tensor:
+    out = neighbors(_plain(cache, source, target, edge_index, size))
+    return layer.nn(out if target is None else out + (1 + layer.eps) * target)
+
+
+def _gcn(
+    layer: Any,
+    neighbors: Callable[[Adjacency], torch.Tensor],
+    cache: AdjacencyCache,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    edge_index: torch.Tensor,
+    edge_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Aggregation, then the linear map: A (X W) = (A X) W."""
+    nodes = len(source)
+
+    def normalized() -> Adjacency:
+        edges: Any = edge_index
+        weights = edge_weight
+        if layer.normalize:
+            options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
+            edges, weights = gcn_norm(edges, weights, nodes, *options)
+        return Adjacency.from_edge_index(edges, nodes, nodes, weights)
+
+    settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype
+    out = layer.lin(neighbors(cache.get((edge_index, edge_weight), settings, normalized)))
+    return out if layer.bias is None else out + layer.bias
+
+
+def _plain(
+    cache: AdjacencyCache, source: torch.Tensor, target: torch.Tensor | None, edge_index: torch.Tensor, size: Any
+) -> Adjacency:
+    """The matrix of ``edge_index`` without weights."""
+    targets = len(target) if target is not None else len(source) if size is None else size[1]
+    build = partial(Adjacency.from_edge_index, edge_index, len(source), targets)
+    return cache.get((edge_index,), (len(source), targets), build)
+
+
+UPDATES: dict[type, Callable[..., torch.Tensor]] = {SAGEConv: _sage, GCNConv: _gcn, GINConv: _gin}

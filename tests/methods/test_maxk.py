@@ -1,0 +1,86 @@
+"""The method maxk: which layers it alters, what it reports, and that a task with graph layers trains."""
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GCNConv, SAGEConv
+
+from hasten import Task
+from hasten.core.recipe import Recipe
+from hasten.engine.loop import train_steps
+from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
+from hasten.testing import check_method, tasks
+from hasten.testing.effects import observe_effect
+from hasten.utils.run_facts import model_facts
+
+NODES, FEATURES, HIDDEN, CLASSES = 40, 10, 24, 3
+GRAPH = torch.randint(NODES, (2, 300), generator=torch.Generator().manual_seed(0))
+
+
+class GraphModel(nn.Module):
+    """Two layers with a ReLU between them, on one graph of all samples: a batch is a set of features of all nodes."""
+
+    def __init__(self, layer: type[nn.Module] = SAGEConv, aggr: str = "mean"):
+        super().__init__()
+        self.first, self.second = layer(FEATURES, HIDDEN, aggr=aggr), layer(HIDDEN, CLASSES, aggr=aggr)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graph = GRAPH[:, GRAPH.amax(0) < len(x)]
+        return self.second(self.first(x, graph).relu(), graph)
+
+
+def graph_task(model=GraphModel, **changes) -> Task:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4 * NODES, FEATURES, generator=generator)
+    data = torch.utils.data.TensorDataset(x, x[:, :CLASSES].argmax(1))
+    return Task(
+        model=model,
+        train_data=data,
+        validation_data=data,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        metric="accuracy",
+        **{"batch_size": NODES, "epochs": 2, **changes},
+    )
+
+
+def built(task: Task, k: int):
+    return build(task, make_methods(Recipe({"maxk": {"k": k}})))
+
+
+@pytest.mark.slow  # a dozen trainings each
+@pytest.mark.parametrize("layer", [SAGEConv, GCNConv])
+def test_method_passes_the_contract_suite(layer):
+    aggr = "mean" if layer is SAGEConv else "sum"
+    results = check_method("maxk", graph_task(lambda: GraphModel(layer, aggr)), k=4)
+    assert set(results.values()) - {"passed"} == {"skipped: maxk has an effect on every task"}, results
+
+
+@pytest.mark.parametrize(("aggr", "evidence"), [("mean", "1 aggregations of a step"), ("max", "aggregated as dense")])
+def test_effect_states_how_the_layers_aggregated(aggr, evidence):
+    effect = observe_effect(graph_task(lambda: GraphModel(aggr=aggr)), Recipe({"maxk": {"k": 4}}))
+    assert effect.acts and evidence in effect.text
+
+
+@pytest.mark.parametrize(
+    ("task", "k", "why"),
+    [
+        (tasks.perceptron, 4, "the model has no SAGEConv, GCNConv or GINConv of PyTorch Geometric"),
+        (graph_task, HIDDEN, "no SAGEConv, GCNConv or GINConv of PyTorch Geometric after the first is wider than k=24"),
+    ],
+)
+def test_model_without_a_layer_to_alter_has_no_effect(task, k, why):
+    ((name, reason),) = built(task(), k).run.no_effect
+    assert name == "maxk" and why in reason
+
+
+def test_graph_layers_are_a_fact_of_the_model():
+    assert "graph_layers" in model_facts(GraphModel())
+    assert "graph_layers" not in model_facts(nn.Linear(2, 2))
+
+
+def test_training_with_maxk_learns():
+    program = built(graph_task(epochs=30), 8)
+    losses = [loss.item() for loss in train_steps(program)]
+    assert losses[-1] < 0.9 * losses[0] and not program.run.no_effect
