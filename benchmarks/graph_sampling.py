@@ -74,10 +74,11 @@ def dgl_arm(graph: Data, threads: int):
 
 def torch_arm(graph: Data, threads: int):
     """The vectorized sampler that a user writes: random keys for all edges of the frontier, sorted by node and key."""
-    target, order = graph.edge_index[1].sort(stable=True)
-    source = graph.edge_index[0][order]
-    indptr = torch.zeros(graph.num_nodes + 1, dtype=torch.int64)
-    indptr[1:] = torch.bincount(target, minlength=graph.num_nodes).cumsum(0)
+    row, col = graph.edge_index
+    target, order = col.sort(stable=True)
+    source = row[order]
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(target).cumsum(0)])
+    indptr = torch.nn.functional.pad(indptr, (0, (graph.num_nodes or 0) + 1 - len(indptr)), value=len(source))
 
     def sample(seeds: torch.Tensor) -> int:
         frontier, known, drawn = seeds, seeds, 0

@@ -24,7 +24,7 @@ def run_equal_ranges(kernel: Kernel, rows: int, threads: int) -> None:
 
 
 def run_equal_work(kernel: Kernel, cumulative: numpy.ndarray, parts_per_thread: int = 1) -> None:
-    """Calls ``kernel(begin, end)`` for ranges of equal work that cover all rows, in ``torch.get_num_threads()`` threads.
+    """Calls ``kernel(begin, end)`` for ranges of equal work that cover all rows, in as many threads as PyTorch has.
 
     Args:
         kernel: writes to the rows of its range only.
