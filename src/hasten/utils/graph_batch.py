@@ -70,13 +70,14 @@ def inputs_and_target(model: torch.nn.Module, graph: Any) -> tuple[tuple[Any, ..
 
 
 def of_seeds(output: Any, graph: Any) -> Any:
-    """The rows of the seed nodes, of a tensor with a row for each node; anything else as it is."""
-    if not isinstance(output, torch.Tensor) or not output.ndim or output.shape[0] != graph.num_nodes:
-        return output
-    if hasattr(graph, "num_graphs"):
+    """The rows of the seed nodes, of a tensor with a row for each node; anything else as it is.
+
+    A model that is given the numbers of sampled nodes may leave out the last ones, but never seed nodes.
+    """
+    if not isinstance(output, torch.Tensor) or not output.ndim or hasattr(graph, "num_graphs"):
         return output
     if "seed_nodes" in graph:
-        return output[graph.seed_nodes]
+        return output[graph.seed_nodes] if output.shape[0] == graph.num_nodes else output
     return output[: num_seeds(graph)]
 
 
