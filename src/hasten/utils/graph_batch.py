@@ -105,7 +105,7 @@ def _fields(graph: Any, parameters: dict[str, bool]) -> Iterator[tuple[str, Any]
     """The fields of the graph that the parameters (name -> whether it is required) name."""
     for name, required in parameters.items():
         field = FIELD_OF_PARAMETER.get(name, name)
-        value = graph[field] if field in graph else None
+        value = graph.stores[0].get(field)
         if value is not None:
             yield name, value
         elif required:

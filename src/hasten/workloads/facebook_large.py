@@ -9,6 +9,7 @@ are for training, the other 4,470 for validation. Validation uses all neighbors 
 import csv
 import io
 import json
+from typing import Any
 
 import numpy
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from hasten import ConfigurationError, Task
 from hasten.workloads._data import File, download
 
-ADDRESS = "https://raw.githubusercontent.com/benedekrozemberczki/datasets/ca6ad595ef93473106b3909e087be364032ce56b/facebook_large/"
+ADDRESS = "https://raw.githubusercontent.com/benedekrozemberczki/datasets/"
+FOLDER = "ca6ad595ef93473106b3909e087be364032ce56b/facebook_large/"  # a later commit removed it
 FILES = {
     "facebook_edges.csv": "7c50d8f02a75cc0829577814a1fc14535164daa38d79c3612340c9e9cdbd4022",
     "facebook_features.json": "ea870537646a93642a0008d38aa9bfeff02018070ba97b1f3f469d9622626436",
@@ -33,26 +35,32 @@ BATCH_SIZE = 512
 
 def facebook_large() -> Task:
     """The class of a page from its neighbors' features, by GraphSAGE on sampled neighborhoods."""
-    from torch_geometric.data import Data
     from torch_geometric.loader import NodeLoader
     from torch_geometric.nn import GraphSAGE
 
     from hasten.graph import FullGraph, NeighborSampler
 
-    labels = _labels()
-    data = Data(_features(len(labels)), _edges(), y=labels)
-    order = torch.from_numpy(numpy.random.default_rng(0).permutation(len(labels)))
+    data, train_nodes, validation_nodes = page_graph()
     sampler = NeighborSampler(data, NUM_NEIGHBORS, seed=0)
     return Task(
         model=lambda: GraphSAGE(WIDTH, 64, num_layers=2, out_channels=len(CLASSES), dropout=0.5),
-        train_data=NodeLoader(data, sampler, order[:TRAINING_NODES], batch_size=BATCH_SIZE, shuffle=True),
-        validation_data=FullGraph(data, order[TRAINING_NODES:]),
+        train_data=NodeLoader(data, sampler, train_nodes, batch_size=BATCH_SIZE, shuffle=True),
+        validation_data=FullGraph(data, validation_nodes),
         loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=3e-3),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
         metric="accuracy",
         target=0.9,
         epochs=10,
     )
+
+
+def page_graph() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """(``Data`` with ``x``, ``edge_index`` and ``y``, nodes for training, nodes for validation)."""
+    from torch_geometric.data import Data
+
+    labels = _labels()
+    order = torch.from_numpy(numpy.random.default_rng(0).permutation(len(labels)))
+    return Data(_features(len(labels)), _edges(), y=labels), order[:TRAINING_NODES], order[TRAINING_NODES:]
 
 
 def _labels() -> torch.Tensor:
@@ -80,5 +88,5 @@ def _features(pages: int) -> torch.Tensor:
 
 
 def _read(name: str) -> str:
-    file = File(f"graph-facebook-large/{name}", ADDRESS + name, FILES[name], REDUCED.get(name, ""))
+    file = File(f"graph-facebook-large/{name}", ADDRESS + FOLDER + name, FILES[name], REDUCED.get(name, ""))
     return download(file).read_text(encoding="utf-8")
