@@ -1,0 +1,217 @@
+"""Numba kernels for the sampling of neighbors: draw edges for each node of a hop, then number the nodes found.
+
+The first two steps of FastSample's fused kernel (arXiv 2311.17847), without its races: what is drawn for a node is a
+function of (key, node) alone, and nodes are numbered in the order in which they are found first. So the bits are the
+same for any number of threads. All functions release the GIL; ``threads.py`` calls them for ranges of nodes.
+"""
+
+import numba
+import numpy
+
+jit = numba.njit(nogil=True, cache=True)
+
+WEYL = numpy.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64 (Steele, Lea and Flood 2014)
+EMPTY = -1
+
+
+@jit
+def mix(value):
+    """The finalizer of SplitMix64: uint64 -> uint64, a bijection that changes half of the bits for any change."""
+    value = (value ^ (value >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return value ^ (value >> numpy.uint64(31))
+
+
+@jit
+def key_of(seed, nodes):
+    """A uint64 hash of ``seed`` (uint64) and the node ids (int64 array), in their order."""
+    key = mix(seed + WEYL)
+    for node in nodes:
+        key = mix((key ^ numpy.uint64(node)) + WEYL)
+    return key
+
+
+@jit
+def uniform(state, counter):
+    """Draw number ``counter`` of the stream ``state`` (uint64): a float64 in [0, 1)."""
+    bits = mix(state + numpy.uint64(counter) * WEYL) >> numpy.uint64(11)
+    return numpy.float64(numpy.int64(bits)) * 2.0**-53
+
+
+@jit
+def below(state, counter, limit):
+    """Draw number ``counter`` of the stream: an int64 in [0, limit)."""
+    return numpy.int64(uniform(state, counter) * limit)
+
+
+@jit
+def count(first, last, fanout, replace, begin, end, counts):
+    """``counts[i]``: edges to draw for node i of [begin, end), whose edges are [first[i], last[i]); fanout -1: all."""
+    for i in range(begin, end):
+        degree = last[i] - first[i]
+        if degree <= 0:
+            counts[i] = 0
+        elif fanout < 0 or (degree <= fanout and not replace):
+            counts[i] = degree
+        else:
+            counts[i] = fanout
+
+
+@jit
+def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
+    """As ``count``, where edges of weight 0 are never drawn."""
+    for i in range(begin, end):
+        positive = 0
+        for edge in range(first[i], last[i]):
+            positive += weights[edge] > 0
+        if positive == 0:
+            counts[i] = 0
+        elif fanout < 0 or (positive <= fanout and not replace):
+            counts[i] = positive
+        else:
+            counts[i] = fanout
+
+
+@jit
+def edges_of(indptr, nodes, begin, end, first, last):
+    """The edges of node ``nodes[i]`` are ``first[i]`` to ``last[i]`` (exclusive) of the CSC matrix."""
+    for i in range(begin, end):
+        node = nodes[i]
+        first[i] = indptr[node]
+        last[i] = indptr[node + 1]
+
+
+@jit
+def end_at_times(times, limits, first, begin, end, last):
+    """Lowers ``last[i]`` to the edges whose time is at most ``limits[i]``; the edges of a node are sorted by time."""
+    for i in range(begin, end):
+        low, high = first[i], last[i]
+        while low < high:
+            middle = (low + high) // 2
+            if times[middle] <= limits[i]:
+                low = middle + 1
+            else:
+                high = middle
+        last[i] = low
+
+
+@jit
+def pick(indices, streams, first, last, replace, key, begin, end, offsets, edges, neighbors):
+    """Draws ``offsets[i + 1] - offsets[i]`` edges for each node i of [begin, end), uniformly.
+
+    ``streams[i]`` (int64) selects the random stream. Without replacement by Floyd's method (Bentley and Floyd 1987):
+    as many draws as edges, none of which is rejected.
+    """
+    for i in range(begin, end):
+        start, at = first[i], offsets[i]
+        degree, number = last[i] - start, offsets[i + 1] - at
+        if number == degree and not replace:
+            for t in range(number):
+                edges[at + t] = start + t
+        else:
+            state = mix(key ^ mix(numpy.uint64(streams[i])))
+            if replace:
+                for t in range(number):
+                    edges[at + t] = start + below(state, t, degree)
+            else:
+                seen = numpy.uint64(0)  # bit e % 64 of each edge e drawn: most edges are new by this test alone
+                for t in range(number):
+                    top = degree - number + t
+                    edge = below(state, t, top + 1)
+                    bit = numpy.uint64(1) << numpy.uint64(edge & 63)
+                    if seen & bit:
+                        for earlier in range(at, at + t):
+                            if edges[earlier] == start + edge:
+                                edge = top
+                                bit = numpy.uint64(1) << numpy.uint64(edge & 63)
+                                break
+                    seen |= bit
+                    edges[at + t] = start + edge
+        for t in range(at, at + number):
+            neighbors[t] = indices[edges[t]]
+
+
+@jit
+def pick_weighted(indices, weights, streams, first, last, replace, key, begin, end, offsets, edges, neighbors):
+    """As ``pick``, an edge with a probability proportional to its weight.
+
+    Without replacement by exponential keys (Efraimidis and Spirakis 2006): those with the smallest -log(u) / weight.
+    """
+    for i in range(begin, end):
+        start, stop, at = first[i], last[i], offsets[i]
+        number = offsets[i + 1] - at
+        if number == 0:
+            continue
+        state = mix(key ^ mix(numpy.uint64(streams[i])))
+        if replace:
+            cumulative = numpy.cumsum(weights[start:stop].astype(numpy.float64))
+            for t in range(number):
+                drawn = numpy.searchsorted(cumulative, uniform(state, t) * cumulative[-1], side="right")
+                edges[at + t] = start + drawn
+        else:
+            keys = numpy.empty(number, numpy.float64)
+            filled = 0
+            for edge in range(start, stop):
+                if weights[edge] <= 0:
+                    continue
+                value = -numpy.log(1.0 - uniform(state, edge - start)) / weights[edge]
+                if filled == number and value >= keys[number - 1]:
+                    continue
+                place = min(filled, number - 1)
+                while place > 0 and keys[place - 1] > value:
+                    keys[place] = keys[place - 1]
+                    edges[at + place] = edges[at + place - 1]
+                    place -= 1
+                keys[place] = value
+                edges[at + place] = edge
+                filled = min(filled + 1, number)
+        for t in range(at, at + number):
+            neighbors[t] = indices[edges[t]]
+
+
+@jit
+def number_nodes(table, round_, nodes, base, found, local):
+    """Numbers nodes in the order in which they are found first, from ``base`` on; returns how many are new.
+
+    Args:
+        table: int64, an entry ``round_ << 32 | number`` for each node of the graph. Entries of other rounds count as
+            empty, so that the table is never cleared.
+        round_: number of this sample, above 0.
+        nodes: int64 ids of the nodes found, duplicates included.
+        base: how many nodes have a number already.
+        found: int64, as long as ``nodes``; gets the ids of the new nodes.
+        local: int64, as long as ``nodes``; gets the number of each.
+    """
+    new = 0
+    for position in range(len(nodes)):
+        node = nodes[position]
+        entry = table[node]
+        if entry >> 32 != round_:
+            entry = round_ << 32 | (base + new)
+            table[node] = entry
+            found[new] = node
+            new += 1
+        local[position] = entry & 0xFFFFFFFF
+    return new
+
+
+@jit
+def number_pairs(keys, numbers, pairs, base, found, local):
+    """As ``number_nodes``, by a hash table, for pairs (seed, node) as one int64 each.
+
+    ``keys`` (EMPTY at first) and ``numbers`` are the table: int64, as long as a power of two, longer than all pairs.
+    """
+    mask = numpy.uint64(len(keys) - 1)
+    new = 0
+    for position in range(len(pairs)):
+        pair = pairs[position]
+        slot = mix(numpy.uint64(pair)) & mask
+        while keys[slot] != EMPTY and keys[slot] != pair:
+            slot = (slot + numpy.uint64(1)) & mask
+        if keys[slot] == EMPTY:
+            keys[slot] = pair
+            numbers[slot] = base + new
+            found[new] = pair
+            new += 1
+        local[position] = numbers[slot]
+    return new
