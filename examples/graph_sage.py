@@ -14,7 +14,8 @@ from torch_geometric.nn import SAGEConv
 
 import hasten
 from hasten import Task
-from hasten.graph import FullGraph, NeighborSampler
+from hasten.graph import NeighborSampler
+from hasten.graph.full_graph import FullGraph
 from hasten.workloads.facebook_large import page_graph
 
 

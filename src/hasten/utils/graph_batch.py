@@ -89,6 +89,16 @@ def collate_of(loader: Any) -> Callable[[list[Any]], Any]:
     return loader if _sampler(loader) is not None else loader.collate_fn
 
 
+def sampling_and_fetch(collate: Any) -> tuple[Callable[[list[Any]], Any], Callable[[Any], Any]] | None:
+    """The two parts of what a loader of sampled nodes does as a collate function: sampling, then the fetch of features
+    and labels. None for any other collate function.
+    """
+    sampler = getattr(collate, "node_sampler", None)
+    if sampler is None:
+        return None
+    return (lambda indices: sampler.sample_from_nodes(collate.input_data[indices])), collate.filter_fn
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tells the graph sampler of a DataLoader, or of its collate function, which epoch begins."""
     for owner in (loader, getattr(loader, "collate_fn", None)):

@@ -39,7 +39,7 @@ def citation_task(name: str, sha256: dict[str, str], target: float) -> Task:
     """The task of a citation graph, ``ind.NAME.*``; ``sha256`` is by the ending of the files."""
     from torch_geometric.data import Data
 
-    from hasten.graph import FullGraph
+    from hasten.graph.full_graph import FullGraph
 
     graph = citations(name, sha256)
     data = Data(*map(torch.from_numpy, (graph.features, graph.edges)), y=torch.from_numpy(graph.labels))
@@ -74,7 +74,7 @@ def gcn(words: int, classes: int) -> nn.Module:
     return GCN()
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: Any) -> torch.optim.Optimizer:
     """Adam; weight decay for the first layer only, as in the paper."""
     first, second = model.conv1, model.conv2
     groups = [{"params": first.parameters(), "weight_decay": 5e-4}, {"params": second.parameters(), "weight_decay": 0}]

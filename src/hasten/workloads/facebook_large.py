@@ -38,7 +38,8 @@ def facebook_large() -> Task:
     from torch_geometric.loader import NodeLoader
     from torch_geometric.nn import GraphSAGE
 
-    from hasten.graph import FullGraph, NeighborSampler
+    from hasten.graph import NeighborSampler
+    from hasten.graph.full_graph import FullGraph
 
     data, train_nodes, validation_nodes = page_graph()
     sampler = NeighborSampler(data, NUM_NEIGHBORS, seed=0)
