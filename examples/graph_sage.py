@@ -2,7 +2,7 @@
 
 Everything but ``Task`` and the sampler is PyTorch Geometric as in its own examples. hasten's ``NeighborSampler`` needs
 neither pyg-lib nor torch-sparse, and returns the same sample for the same seed, epoch and batch. Requires
-``pip install 'hasten[graph]'``. Less than two minutes on a CPU::
+``pip install 'hasten[graph]'``. About 20 seconds on a CPU::
 
     python examples/graph_sage.py
 """
