@@ -19,8 +19,7 @@ def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
     def forward(batch: Batch) -> torch.Tensor:
         if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, without a function call
             return loss(model(batch[0]), batch[1])
-        args, kwargs, target = batches.split_inputs_target(batch)
-        return loss(model(*args, **kwargs), target)
+        return loss(*batches.call_model(model, batch, own=False))
 
     return forward
 

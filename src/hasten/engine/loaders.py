@@ -19,6 +19,7 @@ from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import BatchIndices
 from hasten.utils.denormals import flushes_denormals
+from hasten.utils.graph_batch import collate_of, set_epoch
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
 SampleFinder = Callable[[int, Exception], int | None]  # (batch index, error) -> index of the sample that raised it
@@ -51,6 +52,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
         return built
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+        set_epoch(spec.loader, epoch)
         keyed = ((epoch, batch, indices) for batch, indices in enumerate(spec.batch_sampler(epoch)))
         return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
 
@@ -92,7 +94,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         loader = DataLoader(
             loader.dataset,
             batch_sampler=BatchSampler(loader.sampler, batch_size, loader.drop_last),
-            collate_fn=loader.collate_fn,
+            collate_fn=collate_of(loader),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             generator=loader.generator,
@@ -105,6 +107,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+        set_epoch(loader, epoch)
         # resumed: the workers' seed is drawn once
         if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
@@ -181,7 +184,7 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
         dataset=loader.dataset,
         batch_sampler=order,
         length=len(loader),
-        collate=loader.collate_fn,
+        collate=collate_of(loader),
         training=training,
         seed=seed,
         num_workers=loader.num_workers,

@@ -50,6 +50,8 @@ class CacheDataset(Method):
         """Why these samples cannot be cached, such as random ones; empty if they can."""
         if batches.spec is None:
             return "the data cannot be read sample by sample"
+        if isinstance(batches.spec.dataset, range):
+            return "the samples are numbers, from which the task's own collate function makes batches"
         if type(batches.spec.dataset) is TensorDataset:
             return "the samples are in memory already"
         return "" if is_deterministic(batches.spec) else "the samples are random: they differ each time they are read"

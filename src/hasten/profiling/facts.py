@@ -7,8 +7,9 @@ from hasten.utils.run_facts import hardware_facts, model_facts
 def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
     run, plan, source = program.run, program.plan, program.train
+    has_samples = source.spec is not None and not isinstance(source.spec.dataset, range)  # numbers hold no data
     facts = {
-        "indexed_samples": source.spec is not None or (run.device.type == "cuda" and source.on_device is not None),
+        "indexed_samples": has_samples or (run.device.type == "cuda" and source.on_device is not None),
         "workers": source.spec is not None or source.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,
         "distributed": not run.ranks.is_single_process,

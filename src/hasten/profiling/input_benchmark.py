@@ -26,6 +26,7 @@ from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
 from hasten.reporting.result_parts import InputThroughput
 from hasten.utils.batch import batch_size, map_tensors
+from hasten.utils.graph_batch import sampling_and_fetch
 
 BUDGET_SHARES = {"step_throughput": 0.25, "stages": 0.3, "copy": 0.1, "end_to_end": 0.35}
 WARM_UP_STEPS = 3
@@ -177,6 +178,10 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
         why = "the batches are not read sample by sample from a map-style dataset"
         not_measured["stages"] = f"{why}; end_to_end measures them"
         return {}
+    graph_parts = sampling_and_fetch(samples.collate)
+    if graph_parts is not None:
+        not_measured["decode"] = "a graph in memory is not decoded: its batches are sampled, and their features fetched"
+        return _graph_stages(samples, *graph_parts, seconds)
     not_measured["decode"] = "read includes it, and the dataset's own transforms"
     return _dataset_stages(samples, seconds)
 
@@ -207,6 +212,13 @@ def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
     read = watches["read"].time_calls(read)
     collate = watches["batch"].time_calls(samples.collate or default_collate)
     drawn, _ = _draw((collate(read(indices)) for epoch in count() for indices in samples.batch_sampler(epoch)), seconds)
+    return {name: drawn / watch.seconds for name, watch in watches.items()}
+
+
+def _graph_stages(samples: LoaderSpec, sample: Callable, fetch: Callable, seconds: float) -> dict:
+    watches = {"sampling": Stopwatch(), "features": Stopwatch()}
+    sample, fetch = watches["sampling"].time_calls(sample), watches["features"].time_calls(fetch)
+    drawn, _ = _draw((fetch(sample(indices)) for epoch in count() for indices in samples.batch_sampler(epoch)), seconds)
     return {name: drawn / watch.seconds for name, watch in watches.items()}
 
 

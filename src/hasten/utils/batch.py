@@ -1,4 +1,4 @@
-"""Batches of any nesting: tuples, lists, mappings and dataclasses of tensors.
+"""Batches of any nesting: tuples, lists, mappings and dataclasses of tensors, and graphs (see ``graph_batch``).
 
 How a batch is passed to the model and the loss::
 
@@ -7,6 +7,8 @@ How a batch is passed to the model and the loss::
     {"labels": y, **inputs}     model(**inputs),   loss(output, y)    for a task with a loss
     {...} and loss=None         model(**batch)     the model returns its own loss, as in Transformers
     dataclass                   as the dict of its fields; with loss=None the model gets the object
+    graph of PyG                model(data), or model(x=..., edge_index=..., ...) by the names of its parameters;
+                                loss(output and y of the seed nodes); with loss=None the model gets the object
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ import torch
 
 from hasten.core.errors import RunError
 from hasten.core.types import Batch
+from hasten.utils.graph_batch import inputs_and_target, is_graph, num_seeds, of_seeds
 from hasten.utils.tree import tree_leaves, tree_map
 
 SMALL_COPY_BYTES = 2**16  # CUDA stages a smaller copy from pageable memory without waiting for the stream
@@ -46,9 +49,13 @@ def batch_tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples: the first dimension of the first tensor that is not a scalar; 1 without one."""
+    """Number of samples: the first dimension of the first tensor that is not a scalar; 1 without one. Of a graph, the
+    number of its seed nodes.
+    """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: one tensor is touched once
+    if is_graph(batch):
+        return num_seeds(batch)
     return next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
 
 
@@ -69,9 +76,15 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def chunk_batch(batch: Batch, count: int) -> list[Batch]:
-    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty."""
+    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty.
+
+    RunError for a graph, whose samples share their neighbors.
+    """
     total = batch_size(batch)
     count = max(1, min(count, total))
+    if is_graph(batch) and count > 1:
+        advice = "leave out what accumulates gradients, or sample smaller batches"
+        raise RunError(f"a graph cannot be cut into microbatches, because its nodes share their neighbors; {advice}")
     edges = [total * i // count for i in range(count + 1)]
 
     def cut(low: int, high: int) -> Batch:
@@ -100,12 +113,22 @@ def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], 
 
 def call_model(model: torch.nn.Module, batch: Batch, own: bool) -> tuple[Any, Any]:
     """(output, target) of a batch; with ``own`` the model gets the target, too, and its output holds the loss."""
+    if is_graph(batch):
+        return _call_with_graph(model, batch, own)
     if not own:
         args, kwargs, target = split_inputs_target(batch)
         return model(*args, **kwargs), target
     if hasattr(batch, "keys"):
         return model(**batch), target_of(batch)
     return (model(*batch) if isinstance(batch, (tuple, list)) else model(batch)), target_of(batch)
+
+
+def _call_with_graph(model: torch.nn.Module, graph: Any, own: bool) -> tuple[Any, Any]:
+    """As ``call_model``; output and target are those of the seed nodes."""
+    if own:
+        return model(graph), of_seeds(getattr(graph, "y", None), graph)
+    args, kwargs, target = inputs_and_target(model, graph)
+    return of_seeds(model(*args, **kwargs), graph), target
 
 
 def target_of(batch: Batch) -> Any:

@@ -1,4 +1,4 @@
-"""Maps and compares nested containers: tuples, named tuples, lists, mappings and dataclass instances.
+"""Maps and compares nested containers: tuples, named tuples, lists, mappings, dataclass instances, graphs of PyG.
 
 ``torch.utils._pytree`` and ``optree`` are not used, because this runs several times in a training step: ``map_tensors``
 of ``(x, y)`` takes 0.6 µs, with optree 2.6 µs and with ``torch.utils._pytree`` at least 14 µs (torch 2.13, one core).
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy
 import torch
+
+from hasten.utils.graph_batch import is_graph, map_graph
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -30,6 +32,8 @@ def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
         return dataclasses.replace(tree, **{name: tree_map(function, value, is_leaf) for name, value in fields.items()})
+    if is_graph(tree):
+        return map_graph(lambda value: tree_map(function, value, is_leaf), tree)
     return function(tree)
 
 

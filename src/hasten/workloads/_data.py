@@ -27,11 +27,15 @@ TAR_BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set: its path in the data directory, its official address, and the SHA-256 of its content."""
+    """A file of a data set: its path in the data directory, its official address, and the SHA-256 of its content.
+
+    ``reduced``: the SHA-256 of a smaller form of the file, which is accepted where it exists.
+    """
 
     path: str
     address: str
     sha256: str
+    reduced: str = ""
 
 
 def download(file: File) -> Path:
@@ -43,7 +47,7 @@ def download(file: File) -> Path:
     path = find_file(file.path)
     if path is None:
         return create_file(file.path, lambda partial: _download(file, partial))
-    if (actual := _sha256(path)) != file.sha256:
+    if (actual := _sha256(path)) not in (file.sha256, file.reduced):
         problem = f"{path} is not the expected file (sha256 {actual[:12]}…, not {file.sha256[:12]}…)"
         raise ConfigurationError(f"{problem}; remove it, or replace it with {file.address}")
     return path

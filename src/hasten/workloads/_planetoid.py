@@ -1,0 +1,157 @@
+"""Cora and CiteSeer in the form of Planetoid (Yang, Cohen and Salakhutdinov 2016): citations between papers.
+
+The task is that of Kipf and Welling (2017): the class of a paper, from the words in it and its citations, with 20
+labeled papers a class, by a graph convolutional network of two layers. The published accuracies on the 1,000 test
+papers, 81.5 % for Cora and 70.3 % for CiteSeer, are those that ``validation_data`` measures; the 500 papers after the
+training papers, with which the authors chose their settings, are not used.
+"""
+
+import io
+import pickle
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from hasten import ConfigurationError, Task
+from hasten.workloads._data import File, download
+
+ADDRESS = "https://github.com/kimiyoung/planetoid/raw/master/data/"
+LABELED_PER_CLASS = 20
+
+
+class Citations(NamedTuple):
+    """``features``: (papers, words) float32, rows sum to 1; ``edges``: (2, links) int64, each link in both directions;
+    ``labels``: (papers,) int64; ``train`` and ``test``: numbers of papers.
+    """
+
+    features: numpy.ndarray
+    edges: numpy.ndarray
+    labels: numpy.ndarray
+    train: numpy.ndarray
+    test: numpy.ndarray
+
+
+def citation_task(name: str, sha256: dict[str, str], target: float) -> Task:
+    """The task of a citation graph, ``ind.NAME.*``; ``sha256`` is by the ending of the files."""
+    from torch_geometric.data import Data
+
+    from hasten.graph.full_graph import FullGraph
+
+    graph = citations(name, sha256)
+    data = Data(*map(torch.from_numpy, (graph.features, graph.edges)), y=torch.from_numpy(graph.labels))
+    words, classes = graph.features.shape[1], int(graph.labels.max()) + 1
+    return Task(
+        model=lambda: gcn(words, classes),
+        train_data=FullGraph(data, torch.from_numpy(graph.train)),
+        validation_data=FullGraph(data, torch.from_numpy(graph.test)),
+        loss=nn.functional.cross_entropy,
+        optimizer=adam,
+        metric="accuracy",
+        target=target,
+        epochs=200,
+    )
+
+
+def gcn(words: int, classes: int) -> nn.Module:
+    """Two graph convolutions with 16 hidden units; dropout before each."""
+    from torch_geometric.nn import GCNConv
+
+    class GCN(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+            self.conv1 = GCNConv(words, 16)
+            self.conv2 = GCNConv(16, classes)
+
+        def forward(self, x, edge_index):
+            x = self.conv1(self.dropout(x), edge_index).relu()
+            return self.conv2(self.dropout(x), edge_index)
+
+    return GCN()
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    """Adam; weight decay for the first layer only, as in the paper."""
+    first, second = model.conv1, model.conv2
+    groups = [{"params": first.parameters(), "weight_decay": 5e-4}, {"params": second.parameters(), "weight_decay": 0}]
+    return torch.optim.Adam(groups, lr=0.01)
+
+
+def citations(name: str, sha256: dict[str, str]) -> Citations:
+    """Reads ``ind.NAME.*``. Papers without a row have no words, class 0, and belong to no split."""
+    paths = {end: download(File(f"planetoid/{end}", f"{ADDRESS}{end}", sha256[end])) for end in sha256}
+    allx, tx, ally, ty, links = (
+        load_restricted(paths[f"ind.{name}.{end}"]) for end in ("allx", "tx", "ally", "ty", "graph")
+    )
+    test = numpy.array([int(line) for line in paths[f"ind.{name}.test.index"].read_text().split()])
+    papers, classes = max(len(links), test.max() + 1), ally.shape[1]
+    features = numpy.zeros((papers, allx.shape[1]), numpy.float32)
+    labels = numpy.zeros(papers, numpy.int64)
+    features[: allx.shape[0]], features[test] = allx.toarray(), tx.toarray()
+    labels[: len(ally)], labels[test] = ally.argmax(axis=1), ty.argmax(axis=1)
+    features /= numpy.maximum(features.sum(axis=1, keepdims=True), 1)
+    train = numpy.arange(LABELED_PER_CLASS * classes)
+    return Citations(features, _edges(links, papers), labels, train, test)
+
+
+def _edges(links: dict[int, list[int]], papers: int) -> numpy.ndarray:
+    """The links in both directions, each once, sorted by target and without self loops."""
+    pairs = [(a, b) for a, others in links.items() for b in others if a != b]
+    source, target = numpy.array(pairs, numpy.int64).T
+    keys = numpy.unique(numpy.concatenate([source * papers + target, target * papers + source]))
+    return numpy.stack([keys % papers, keys // papers])
+
+
+def load_restricted(path: Path) -> Any:
+    """The object in a pickle of Python 2 that holds arrays, sparse matrices, lists and dicts only.
+
+    ConfigurationError if it names anything else: nothing is imported or called for it.
+    """
+    try:
+        return _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}; replace it with {ADDRESS}{path.name}") from None
+
+
+class SparseRows:
+    """Stands in for ``scipy.sparse.csr_matrix``, of which the pickle holds the attributes."""
+
+    indptr: numpy.ndarray
+    indices: numpy.ndarray
+    data: numpy.ndarray
+    _shape: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    def toarray(self) -> numpy.ndarray:
+        """The dense matrix."""
+        dense = numpy.zeros(self.shape, self.data.dtype)
+        dense[numpy.repeat(numpy.arange(self.shape[0]), numpy.diff(self.indptr)), self.indices] = self.data
+        return dense
+
+
+_RECONSTRUCT: Any = numpy.empty(0).__reduce__()[0]  # numpy's function for unpickling an array; its module moves
+ALLOWED = {
+    ("numpy", "ndarray"): numpy.ndarray,
+    ("numpy", "dtype"): numpy.dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("scipy.sparse.csr", "csr_matrix"): SparseRows,
+    ("collections", "defaultdict"): defaultdict,
+    ("__builtin__", "list"): list,  # the default of that dict, as Python 2 and 3 name it
+    ("builtins", "list"): list,
+}
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Knows the names in ``ALLOWED`` only."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which these data do not need")
+        return ALLOWED[module_name, global_name]
