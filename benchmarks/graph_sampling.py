@@ -47,7 +47,8 @@ def generated(nodes: int, edges: int) -> Data:
     """An R-MAT graph with that many nodes and directed edges."""
     from hasten.graph.generate import rmat
 
-    return Data(edge_index=rmat(nodes, edges, seed=0), num_nodes=nodes)
+    graph = rmat(nodes, edges, num_features=1, seed=0)
+    return Data(edge_index=torch.from_numpy(graph.edge_index), num_nodes=nodes)
 
 
 def hasten_arm(graph: Data, threads: int):
