@@ -8,10 +8,14 @@ same for any number of threads. All functions release the GIL; ``threads.py`` ca
 import numba
 import numpy
 
+from hasten.graph.prefetch import prefetch
+
 jit = numba.njit(nogil=True, cache=True)
 
 WEYL = numpy.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64 (Steele, Lea and Flood 2014)
 EMPTY = -1
+NODES_AHEAD = 4  # nodes between the prefetch of the sources of their edges and its use
+AHEAD = 16  # reads between a prefetch and its use
 
 
 @jit
@@ -102,6 +106,7 @@ def pick(indices, streams, first, last, replace, key, begin, end, offsets, edges
     ``streams[i]`` (int64) selects the random stream. Without replacement by Floyd's method (Bentley and Floyd 1987):
     as many draws as edges, none of which is rejected.
     """
+    done = offsets[begin]  # the sources of the edges before are written
     for i in range(begin, end):
         start, at = first[i], offsets[i]
         degree, number = last[i] - start, offsets[i + 1] - at
@@ -128,7 +133,13 @@ def pick(indices, streams, first, last, replace, key, begin, end, offsets, edges
                     seen |= bit
                     edges[at + t] = start + edge
         for t in range(at, at + number):
+            prefetch(indices, edges[t])
+        ready = offsets[max(begin, i - NODES_AHEAD)]
+        for t in range(done, ready):
             neighbors[t] = indices[edges[t]]
+        done = max(done, ready)
+    for t in range(done, offsets[end]):
+        neighbors[t] = indices[edges[t]]
 
 
 @jit
@@ -182,8 +193,9 @@ def number_nodes(table, round_, nodes, base, found, local):
         found: int64, as long as ``nodes``; gets the ids of the new nodes.
         local: int64, as long as ``nodes``; gets the number of each.
     """
-    new = 0
+    new, last = 0, len(nodes) - 1
     for position in range(len(nodes)):
+        prefetch(table, nodes[min(position + AHEAD, last)])
         node = nodes[position]
         entry = table[node]
         if entry >> 32 != round_:

@@ -1,0 +1,22 @@
+"""The instruction that starts to load a place in memory, for kernels whose next reads are at random places."""
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def prefetch(typing_context, array, position):
+    """Starts to load ``array[position]`` of a one-dimensional array into the cache."""
+
+    def emit(context, builder, signature, arguments):
+        struct = context.make_array(signature.args[0])(context, builder, arguments[0])
+        number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        pointer = builder.bitcast(builder.gep(struct.data, [arguments[1]]), byte_pointer)
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [pointer, number(0), number(3), number(1)])  # a read, for all cache levels, of data
+        return context.get_dummy_value()
+
+    return numba.types.void(array, numba.types.intp), emit
