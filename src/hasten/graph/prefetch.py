@@ -1,13 +1,14 @@
 """The instruction that starts to load a place in memory, for kernels whose next reads are at random places."""
 
+from typing import Any
+
 import numba
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-@intrinsic
-def prefetch(typing_context, array, position):
+def _prefetch(typing_context, array, position):
     """Starts to load ``array[position]`` of a one-dimensional array into the cache."""
 
     def emit(context, builder, signature, arguments):
@@ -20,3 +21,6 @@ def prefetch(typing_context, array, position):
         return context.get_dummy_value()
 
     return numba.types.void(array, numba.types.intp), emit
+
+
+prefetch: Any = intrinsic(_prefetch)
