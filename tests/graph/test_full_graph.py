@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Predecessor(BaseSampler):
-    """Samples the one neighbor of each seed, and notes the epoch that it is told."""
+    """Samples the one neighbor of each seed, and notes the epochs that are set."""
 
     edge_permutation = None
 

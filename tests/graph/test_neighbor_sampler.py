@@ -52,9 +52,10 @@ def test_sampler_without_disjoint_has_each_node_once():
         assert len(torch.unique(batch.n_id)) == batch.num_nodes
 
 
-def test_sampler_with_minus_one_draws_all_edges():
+@pytest.mark.parametrize("options", [{}, {"replace": True}, {"weight_attr": "weight", "replace": True}])
+def test_sampler_with_minus_one_draws_all_edges(options):
     graph = random_graph()
-    batch = batches(graph, NeighborSampler(graph, [-1], seed=1), batch_size=500)[0]
+    batch = batches(graph, NeighborSampler(graph, [-1], seed=1, **options), batch_size=500)[0]
     assert torch.equal(batch.e_id.sort().values, torch.arange(graph.num_edges))
 
 

@@ -49,16 +49,20 @@ def below(state, counter, limit):
 
 
 @jit
+def edges_to_draw(available, fanout, replace):
+    """How many edges are drawn from those available; a fanout of -1 draws all."""
+    if available <= 0:
+        return 0
+    if fanout < 0 or (available <= fanout and not replace):
+        return available
+    return fanout
+
+
+@jit
 def count(first, last, fanout, replace, begin, end, counts):
-    """``counts[i]``: edges to draw for node i of [begin, end), whose edges are [first[i], last[i]); fanout -1: all."""
+    """``counts[i]``: edges to draw for node i of [begin, end), whose edges are [first[i], last[i])."""
     for i in range(begin, end):
-        degree = last[i] - first[i]
-        if degree <= 0:
-            counts[i] = 0
-        elif fanout < 0 or (degree <= fanout and not replace):
-            counts[i] = degree
-        else:
-            counts[i] = fanout
+        counts[i] = edges_to_draw(last[i] - first[i], fanout, replace)
 
 
 @jit
@@ -68,12 +72,7 @@ def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
         positive = 0
         for edge in range(first[i], last[i]):
             positive += weights[edge] > 0
-        if positive == 0:
-            counts[i] = 0
-        elif fanout < 0 or (positive <= fanout and not replace):
-            counts[i] = positive
-        else:
-            counts[i] = fanout
+        counts[i] = edges_to_draw(positive, fanout, replace)
 
 
 @jit

@@ -119,7 +119,7 @@ def sample_hop(
     Returns:
         The sources of the edges, their positions in the matrix, and the number of edges of each node.
     """
-    threads, replace = options.threads, options.replace
+    threads, replace = options.threads, options.replace and fanout >= 0  # all edges are all, not as many draws
     streams = nodes if streams is None else streams
     first, last, counts = (numpy.empty(len(nodes), numpy.int64) for _ in range(3))
     weights = matrix.weights
