@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from hasten.distributed.collectives import all_reduce_gradients
 from hasten.graph.features import InMemoryFeatures
-from hasten.graph.partition import GraphPartition, edge_cut, partition_graph, relabel_graph, take_part
-from hasten.graph.partitioned_loader import PartitionedLoader
-from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
-from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.remote_features import RemoteFeatures
+from hasten.graph.partitions.exchange import RankExchange
+from hasten.graph.partitions.loader import PartitionedLoader
+from hasten.graph.partitions.partition import GraphPartition, edge_cut, partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.remote_features import RemoteFeatures
+from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 
 WANTED = 1.5
 MEGABITS, MILLISECONDS = 1000, 1

@@ -28,8 +28,8 @@ import torch
 from _common import finish, in_turns, installed, interval, parser, print_line, show
 
 from hasten.graph import CBSR, Adjacency, aggregate, compress
-from hasten.graph.maxk import largest_columns
-from hasten.graph.maxk_kernels import AHEAD, prefetch
+from hasten.graph.aggregation.kernels import AHEAD, prefetch
+from hasten.graph.aggregation.maxk import largest_columns
 from hasten.graph.threads import run_equal_work
 
 WIDTH, WANTED = 256, {16: 3.0, 32: 2.0}

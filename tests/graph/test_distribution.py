@@ -6,7 +6,7 @@ import numpy
 import pytest
 from scipy import stats
 
-from hasten.graph.sampling import DrawOptions, EdgeMatrix, sample_hop
+from hasten.graph.sampling.hops import DrawOptions, EdgeMatrix, sample_hop
 
 DRAWS = 200_000
 WEIGHTS = numpy.array([1.0, 2.0, 3.0, 4.0, 10.0, 0.5])

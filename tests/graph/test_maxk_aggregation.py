@@ -10,7 +10,7 @@ from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 
 from hasten import ConfigurationError
 from hasten.graph import Adjacency, MaxK, aggregate, compress, maxk
-from hasten.graph.maxk_layers import SPARSE, apply_maxk
+from hasten.graph.aggregation.layers import SPARSE, apply_maxk
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
 

@@ -12,7 +12,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 PROGRAM = """
 import torch
 from hasten.graph import Adjacency, compress
-from hasten.graph.maxk_triton import product, sampled_product
+from hasten.graph.aggregation.triton_kernels import product, sampled_product
 
 generator = torch.Generator().manual_seed(0)
 edges = torch.stack([torch.randint(bound, (60,), generator=generator) for bound in (9, 6)])  # row 6 is isolated

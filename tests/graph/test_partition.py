@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.graph.partition import check_partition, edge_cut, partition_graph, relabel_graph, take_part
-from hasten.graph.partition_file import DESCRIPTION, IDS, load_partition, save_partition
+from hasten.graph.partitions.file import DESCRIPTION, IDS, load_partition, save_partition
+from hasten.graph.partitions.partition import check_partition, edge_cut, partition_graph, relabel_graph, take_part
 from helpers.partitioned_graphs import random_graph
 
 GRAPH = random_graph()

@@ -15,10 +15,10 @@ from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailur
 from hasten.distributed.collectives import all_reduce_gradients
 from hasten.graph import NeighborSampler
 from hasten.graph.features import InMemoryFeatures
-from hasten.graph.partition import partition_graph
-from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
-from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.remote_features import RemoteFeatures
+from hasten.graph.partitions.exchange import RankExchange
+from hasten.graph.partitions.partition import partition_graph
+from hasten.graph.partitions.remote_features import RemoteFeatures
+from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 from helpers.markers import first_quick, slow
 from helpers.partitioned_graphs import (
     NODES,

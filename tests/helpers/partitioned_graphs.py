@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from hasten.graph.features import InMemoryFeatures
-from hasten.graph.partition import partition_graph, relabel_graph, take_part
-from hasten.graph.partitioned_loader import PartitionedLoader
-from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
-from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.remote_features import RemoteFeatures
+from hasten.graph.partitions.exchange import RankExchange
+from hasten.graph.partitions.loader import PartitionedLoader
+from hasten.graph.partitions.partition import partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.remote_features import RemoteFeatures
+from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 
 NODES, WIDTH, CLASSES = 240, 5, 3
 

@@ -8,18 +8,18 @@ try:
 except ImportError as error:
     raise ConfigurationError(f"{error.name} is not installed; pip install 'hasten[graph]'") from None
 
-from hasten.graph.adjacency import Adjacency
-from hasten.graph.cbsr import CBSR
+from hasten.graph.aggregation.adjacency import Adjacency
+from hasten.graph.aggregation.cbsr import CBSR
+from hasten.graph.aggregation.layers import apply_maxk
+from hasten.graph.aggregation.maxk import MaxK, aggregate, compress, maxk
 from hasten.graph.features import InMemoryFeatures, MemoryMappedFeatures
-from hasten.graph.maxk import MaxK, aggregate, compress, maxk
-from hasten.graph.maxk_layers import apply_maxk
-from hasten.graph.partition import partition_graph, relabel_graph, take_part
-from hasten.graph.partition_file import load_partition, save_partition
-from hasten.graph.partitioned_loader import PartitionedLoader
-from hasten.graph.partitioned_sampler import HybridSampler, VanillaSampler
-from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.remote_features import RemoteFeatures
-from hasten.graph.sampler import NeighborSampler
+from hasten.graph.partitions.exchange import RankExchange
+from hasten.graph.partitions.file import load_partition, save_partition
+from hasten.graph.partitions.loader import PartitionedLoader
+from hasten.graph.partitions.partition import partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.remote_features import RemoteFeatures
+from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
+from hasten.graph.sampling.sampler import NeighborSampler
 
 __all__ = [
     "CBSR",

@@ -44,7 +44,7 @@ class MaxKAggregation(Method):
         if "torch_geometric" not in sys.modules:  # importing it takes seconds, and the model can have no layer of it
             run.report_no_effect(self, f"the model has no {LAYERS}")
             return model
-        from hasten.graph.maxk_layers import apply_maxk, maxk_layers
+        from hasten.graph.aggregation.layers import apply_maxk, maxk_layers
 
         calls: Counter[str] = Counter()
         layers = apply_maxk(model, self.k, calls)
@@ -59,7 +59,7 @@ class MaxKAggregation(Method):
 
 def _observe(layers: int, k: int, calls: Counter[str]) -> Generator[None, None, str]:
     """Effect check: how the altered layers aggregated in one step."""
-    from hasten.graph.maxk_layers import SPARSE
+    from hasten.graph.aggregation.layers import SPARSE
 
     calls.clear()
     yield

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph.partition import GraphPartition, check_partition
+from hasten.graph.partitions.partition import GraphPartition, check_partition
 
 DESCRIPTION, IDS = "partition.json", "partition.safetensors"
 FORMAT = 1

@@ -17,9 +17,9 @@ from torch_geometric import sampler as pyg
 from torch_geometric.sampler.base import SubgraphType
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph import checks, kernels
-from hasten.graph.numbering import DisjointNumbering, Ids, NodeTable, Numbering
-from hasten.graph.sampling import DrawOptions, EdgeMatrix, EdgeType, SampledEdges, induce, sample
+from hasten.graph.sampling import checks, kernels
+from hasten.graph.sampling.hops import DrawOptions, EdgeMatrix, EdgeType, SampledEdges, induce, sample
+from hasten.graph.sampling.numbering import DisjointNumbering, Ids, NodeTable, Numbering
 
 NODE = ""  # the type of the nodes of a homogeneous graph
 EDGE = (NODE, "", NODE)

@@ -14,9 +14,9 @@ import torch
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from hasten.graph.adjacency import Adjacency
-from hasten.graph.adjacency_cache import AdjacencyCache
-from hasten.graph.maxk import FLOATS, MaxK, aggregate, compress
+from hasten.graph.aggregation.adjacency import Adjacency
+from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
+from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
 
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
 SPARSE = "aggregations in CBSR form"  # key of the counter; the other keys are reasons for a dense aggregation

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hasten.graph.adjacency import Adjacency
+from hasten.graph.aggregation.adjacency import Adjacency
 
 WORD = 32  # bits of a word of the mask
 

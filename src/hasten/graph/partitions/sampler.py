@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph import kernels
 from hasten.graph.features import check_node_ids
-from hasten.graph.numbering import NodeTable, Numbering
-from hasten.graph.partition import check_graph
-from hasten.graph.rank_exchange import RankExchange
-from hasten.graph.sampling import EdgeMatrix, hop_key, sample_hop
+from hasten.graph.partitions.exchange import RankExchange
+from hasten.graph.partitions.partition import check_graph
+from hasten.graph.sampling import kernels
+from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample_hop
+from hasten.graph.sampling.numbering import NodeTable, Numbering
 
 
 @dataclass(frozen=True)

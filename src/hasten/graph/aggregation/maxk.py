@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph.adjacency import Adjacency
-from hasten.graph.cbsr import CBSR, column_dtype
+from hasten.graph.aggregation.adjacency import Adjacency
+from hasten.graph.aggregation.cbsr import CBSR, column_dtype
 from hasten.graph.threads import run_equal_work
 
 FLOATS = (torch.float32, torch.float64)
@@ -69,7 +69,7 @@ def largest_columns(x: torch.Tensor, k: int) -> torch.Tensor:
     if x.device.type != "cpu":  # topk may return any of several equal values; a stable sort returns the first
         order = x.detach().sort(dim=1, descending=True, stable=True).indices[:, :k]
         return order.sort(dim=1).values.to(dtype)
-    from hasten.graph.maxk_kernels import choose_columns
+    from hasten.graph.aggregation.kernels import choose_columns
 
     x = x.detach().contiguous() if x.dtype in FLOATS else x.detach().float().contiguous()
     bits = x.view(torch.int32 if x.dtype == torch.float32 else torch.int64).numpy()
@@ -142,7 +142,7 @@ class _Aggregate(torch.autograd.Function):
 
 
 def _product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, width: int, mean: bool) -> torch.Tensor:
-    from hasten.graph.maxk_kernels import spgemm
+    from hasten.graph.aggregation.kernels import spgemm
 
     out = values.new_empty(adjacency.num_rows, width)
     matrix, k = _arrays(adjacency, values.dtype), values.shape[1]
@@ -154,7 +154,7 @@ def _product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, 
 
 
 def _sampled_product(gradient: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, mean: bool) -> torch.Tensor:
-    from hasten.graph.maxk_kernels import sspmm
+    from hasten.graph.aggregation.kernels import sspmm
 
     out = gradient.new_empty(columns.shape)
     matrix, k = _arrays(adjacency, gradient.dtype), columns.shape[1]
@@ -175,6 +175,5 @@ def _unsigned(columns: torch.Tensor) -> Any:
 
 
 def _gpu() -> Any:
-    return import_module(
-        "hasten.graph.maxk_triton"
-    )  # by name: `hasten eject` copies imports, and triton may be missing
+    # By name: `hasten eject` copies import statements, and triton may be missing.
+    return import_module("hasten.graph.aggregation.triton_kernels")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hasten._torch_compat import in_place_version
-from hasten.graph.adjacency import Adjacency
+from hasten.graph.aggregation.adjacency import Adjacency
 
 ENTRIES = 16
 

@@ -3,7 +3,7 @@
 import numpy
 from numpy.typing import NDArray
 
-from hasten.graph import kernels
+from hasten.graph.sampling import kernels
 
 Ids = NDArray[numpy.int64]
 LAST_ROUND = 2**31 - 1

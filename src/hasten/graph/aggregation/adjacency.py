@@ -77,7 +77,7 @@ class Adjacency:
 
 def _sorted(edge_index: torch.Tensor, num_sources: int, num_targets: int) -> tuple[torch.Tensor, ...]:
     if edge_index.device.type == "cpu":
-        from hasten.graph.maxk_kernels import sort_edges
+        from hasten.graph.aggregation.kernels import sort_edges
 
         sources, targets = edge_index.contiguous().numpy()
         return tuple(map(torch.from_numpy, sort_edges(sources, targets, num_sources, num_targets)))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph import kernels
-from hasten.graph.background import BackgroundProducer
 from hasten.graph.features import check_node_ids
-from hasten.graph.partitioned_sampler import PartitionedSampler, SampledNeighborhood
-from hasten.graph.remote_features import RemoteFeatures
+from hasten.graph.partitions.background import BackgroundProducer
+from hasten.graph.partitions.remote_features import RemoteFeatures
+from hasten.graph.partitions.sampler import PartitionedSampler, SampledNeighborhood
+from hasten.graph.sampling import kernels
 
 Uneven = Literal["repeat", "drop", "keep"]
 EXIT_WAIT_S = 10.0  # for exchanges that had begun when this process failed

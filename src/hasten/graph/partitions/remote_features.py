@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
 from hasten.graph.features import FeatureSource, check_node_ids
-from hasten.graph.rank_exchange import RankExchange
+from hasten.graph.partitions.exchange import RankExchange
 
 
 class RemoteFeatures(FeatureSource):

@@ -10,8 +10,8 @@ from functools import partial
 import numpy
 from numpy.typing import NDArray
 
-from hasten.graph import kernels
-from hasten.graph.numbering import Ids, Numbering
+from hasten.graph.sampling import kernels
+from hasten.graph.sampling.numbering import Ids, Numbering
 from hasten.graph.threads import run_equal_ranges
 
 EdgeType = tuple[str, str, str]  # (type of the sources, name, type of the targets)

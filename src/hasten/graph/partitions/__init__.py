@@ -1,0 +1,1 @@
+"""Graphs whose features are divided over ranks: partitions, exchange, sampling and batches."""

@@ -1,0 +1,1 @@
+"""Neighbor sampling: ``NeighborSampler``, the draws of a hop, and the kernels behind them."""
