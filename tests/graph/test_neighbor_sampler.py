@@ -1,5 +1,6 @@
 """The neighbor sampler: what is drawn is right, a function of (seed, epoch, batch), and serves PyG's loaders."""
 
+import copy
 import pickle
 import re
 import warnings
@@ -93,6 +94,28 @@ def test_sampler_without_seed_follows_the_seed_of_pytorch():
         drawn.append(batches(graph, NeighborSampler(graph, [3])))
     assert same(drawn[0], drawn[1])
     assert not same(drawn[0], drawn[2])
+
+
+def test_sampler_later_samples_of_any_size_leave_a_sample_as_it_is():
+    graph = random_graph(nodes=3_000, edges=30_000)
+    sampler = NeighborSampler(graph, [5, 5, 5], seed=1)
+    first = batches(graph, sampler, batch_size=10, input_nodes=torch.arange(30))
+    expected = copy.deepcopy(first)
+    large = batches(graph, sampler, batch_size=2_000)
+    assert same(first, expected)
+    assert same(batches(graph, sampler, batch_size=10, input_nodes=torch.arange(30)), expected)
+    assert same(batches(graph, NeighborSampler(graph, [5, 5, 5], seed=1), batch_size=2_000), large)
+
+
+def test_sampler_after_two_billion_numbers_samples_the_same():
+    graph = random_graph()
+    sampler = NeighborSampler(graph, [3, 3], seed=1)
+    expected = batches(graph, sampler)
+    for distance in (5_000, 1_500, 400):  # from the largest start: the five samples end before it, or pass it
+        (table,) = sampler._tables[0].values()
+        table.start = 2**31 - 1 - distance
+        assert same(batches(graph, sampler), expected)
+    assert table.start < 5_000
 
 
 def test_sampler_pickled_samples_the_same():

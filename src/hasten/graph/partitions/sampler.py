@@ -71,7 +71,8 @@ class PartitionedSampler(ABC):
             nodes = numbering.by_hop[hop]
             sources, counts = self._draw(nodes, fanout, hop_key(key, hop, 0), hop)
             cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
-            rows.append(numbering.add(sources))
+            numbering.number(sources)
+            rows.append(sources)
             first += len(nodes)
             numbering.end_hop()
         edge_index = torch.from_numpy(numpy.stack([numpy.concatenate(rows), numpy.concatenate(cols)]))

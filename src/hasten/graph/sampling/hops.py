@@ -3,9 +3,8 @@
 ``sample`` is the whole algorithm; ``sampler.py`` gives it the interface of PyTorch Geometric.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy
 from numpy.typing import NDArray
@@ -21,12 +20,12 @@ EdgeType = tuple[str, str, str]  # (type of the sources, name, type of the targe
 class EdgeMatrix:
     """The edges of one type in CSC form: those into node n are ``indptr[n]`` to ``indptr[n + 1]`` (exclusive).
 
-    ``indices``: their sources. ``weights``: edges are drawn in proportion to them. ``times``: edges later than the time
-    of the seed are not drawn; sorted for each node.
+    ``indices``: their sources, int32 or int64. ``weights``: edges are drawn in proportion to them. ``times``: edges
+    later than the time of the seed are not drawn; sorted for each node.
     """
 
     indptr: Ids
-    indices: Ids
+    indices: NDArray
     weights: NDArray | None = None
     times: NDArray | None = None
 
@@ -50,6 +49,33 @@ class SampledEdges:
     by_hop: list[int]
 
 
+class EdgeBuffer:
+    """Edges of one type while hops are added. New memory takes as long as the draws, so that nothing is copied later.
+
+    ``capacity``: edges that are expected.
+    """
+
+    def __init__(self, capacity: int = 0):
+        self._arrays = numpy.empty((3, capacity), numpy.int64)  # in one piece: large enough for huge pages
+        self._by_hop: list[int] = []
+
+    def add_hop(self, edges: int) -> tuple[Ids, Ids, Ids]:
+        """Space for the sources, targets and positions of so many edges."""
+        first = sum(self._by_hop)
+        if first + edges > self._arrays.shape[1]:
+            larger = numpy.empty((3, max(first + edges, 2 * self._arrays.shape[1])), numpy.int64)
+            larger[:, :first] = self._arrays[:, :first]
+            self._arrays = larger
+        self._by_hop.append(edges)
+        row, col, positions = self._arrays[:, first : first + edges]
+        return row, col, positions
+
+    def sampled(self) -> SampledEdges:
+        """All edges so far."""
+        row, col, positions = self._arrays[:, : sum(self._by_hop)]
+        return SampledEdges(row, col, positions, self._by_hop)
+
+
 DEFAULT = DrawOptions()
 
 
@@ -60,6 +86,7 @@ def sample(
     key: int,
     seed_times: NDArray | None = None,
     options: DrawOptions = DEFAULT,
+    expected: Mapping[EdgeType, int] | None = None,
 ) -> dict[EdgeType, SampledEdges]:
     """Draws ``fanouts[type][hop]`` edges into each node that the hop before found first, for each hop and type of edge.
 
@@ -70,30 +97,26 @@ def sample(
         key: a number below 2**64. The sample is a function of the key, the graph and the seeds.
         seed_times: the time of each tree of the numberings, where edges have times.
         options: how edges are drawn.
+        expected: about how many edges will be sampled, by type; saves time alone.
     """
     hops = max((len(by_hop) for by_hop in fanouts.values()), default=0)
-    parts: dict[EdgeType, list[tuple[Ids, Ids, Ids]]] = {kind: [] for kind in matrices}
+    buffers = {kind: EdgeBuffer((expected or {}).get(kind, 0)) for kind in matrices}
     for hop in range(hops):
         for position, (kind, matrix) in enumerate(matrices.items()):
             targets = numberings[kind[2]]
             trees = targets.trees(hop)
             limits = seed_times[trees] if matrix.times is not None and seed_times is not None else None
-            sources, edges, counts = sample_hop(
-                matrix,
-                targets.by_hop[hop],
-                fanouts[kind][hop],
-                hop_key(key, hop, position),
-                targets.streams(hop),
-                limits,
-                options,
+            draws = _limit(matrix, targets.by_hop[hop], fanouts[kind][hop], limits, options)
+            sources, col, edges = buffers[kind].add_hop(draws.total)
+            base = sum(len(nodes) for nodes in targets.by_hop[:hop])
+            _draw(matrix, draws, targets.streams(hop), hop_key(key, hop, position), options.threads, sources, edges)
+            run_equal_ranges(
+                _call(kernels.repeat_positions, (draws.offsets, base), (col,)), len(draws), options.threads
             )
-            first = sum(len(nodes) for nodes in targets.by_hop[:hop])
-            col = numpy.repeat(numpy.arange(first, first + len(counts)), counts)
-            row = numberings[kind[0]].add(sources, None if trees is None else numpy.repeat(trees, counts))
-            parts[kind].append((row, col, edges))
+            numberings[kind[0]].number(sources, None if trees is None else trees[col - base])
         for numbering in numberings.values():
             numbering.end_hop()
-    return {kind: _joined(by_hop) for kind, by_hop in parts.items()}
+    return {kind: buffer.sampled() for kind, buffer in buffers.items()}
 
 
 def sample_hop(
@@ -119,10 +142,35 @@ def sample_hop(
     Returns:
         The sources of the edges, their positions in the matrix, and the number of edges of each node.
     """
-    threads, replace = options.threads, options.replace and fanout >= 0  # all edges are all, not as many draws
-    streams = nodes if streams is None else streams
-    first, last, counts = (numpy.empty(len(nodes), numpy.int64) for _ in range(3))
-    weights = matrix.weights
+    draws = _limit(matrix, nodes, fanout, limits, options)
+    sources, edges = (numpy.empty(draws.total, numpy.int64) for _ in range(2))
+    _draw(matrix, draws, nodes if streams is None else streams, key, options.threads, sources, edges)
+    return sources, edges, numpy.diff(draws.offsets)
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """``offsets[i + 1] - offsets[i]`` edges are drawn from those from ``first[i]`` to ``last[i]`` (exclusive)."""
+
+    first: Ids
+    last: Ids
+    offsets: Ids
+    replace: bool
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def total(self) -> int:
+        return int(self.offsets[-1])
+
+
+def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, options: DrawOptions) -> _Draws:
+    """Which edges may be drawn into each node, and how many are."""
+    replace = options.replace and fanout >= 0  # all edges are all, not as many draws
+    first, last = (numpy.empty(len(nodes), numpy.int64) for _ in range(2))
+    offsets = numpy.zeros(len(nodes) + 1, numpy.int64)
+    counts, weights = offsets[1:], matrix.weights
 
     def limit(begin: int, end: int) -> None:
         kernels.edges_of(matrix.indptr, nodes, begin, end, first, last)
@@ -135,17 +183,20 @@ def sample_hop(
         else:
             kernels.count_weighted(first, last, weights, fanout, replace, begin, end, counts)
 
-    run_equal_ranges(limit, len(nodes), threads)
-    offsets = numpy.zeros(len(nodes) + 1, numpy.int64)
-    numpy.cumsum(counts, out=offsets[1:])
-    edges, sources = (numpy.empty(offsets[-1], numpy.int64) for _ in range(2))
-    drawn = (streams, first, last, replace, numpy.uint64(key))
-    if weights is None:
-        pick = partial(_call, kernels.pick, (matrix.indices, *drawn), (offsets, edges, sources))
+    run_equal_ranges(limit, len(nodes), options.threads)
+    numpy.cumsum(counts, out=counts)
+    return _Draws(first, last, offsets, replace)
+
+
+def _draw(matrix: EdgeMatrix, draws: _Draws, streams: Ids, key: int, threads: int, sources: Ids, edges: Ids) -> None:
+    """Writes the sources of the edges and their positions in the matrix."""
+    drawn = (streams, draws.first, draws.last, draws.replace, numpy.uint64(key))
+    outputs = (draws.offsets, edges, sources)
+    if matrix.weights is None:
+        pick = _call(kernels.pick, (matrix.indices, *drawn), outputs)
     else:
-        pick = partial(_call, kernels.pick_weighted, (matrix.indices, weights, *drawn), (offsets, edges, sources))
-    run_equal_ranges(pick, len(nodes), threads)
-    return sources, edges, counts
+        pick = _call(kernels.pick_weighted, (matrix.indices, matrix.weights, *drawn), outputs)
+    run_equal_ranges(pick, len(draws), threads)
 
 
 def induce(
@@ -163,18 +214,10 @@ def induce(
     return found
 
 
-def _call(kernel, inputs: tuple, outputs: tuple, begin: int, end: int) -> None:
-    kernel(*inputs, begin, end, *outputs)
+def _call(kernel: Callable, inputs: tuple, outputs: tuple) -> Callable[[int, int], object]:
+    return lambda begin, end: kernel(*inputs, begin, end, *outputs)
 
 
 def hop_key(key: int, hop: int, position: int) -> int:
     """A key for one hop and type of edge."""
     return int(kernels.key_of(numpy.uint64(key), numpy.array([hop, position])))
-
-
-def _joined(parts: list[tuple[Ids, Ids, Ids]]) -> SampledEdges:
-    if not parts:
-        none = numpy.empty(0, numpy.int64)
-        return SampledEdges(none, none, none, [])
-    row, col, edges = (numpy.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return SampledEdges(row, col, edges, [len(edges) for _, _, edges in parts])

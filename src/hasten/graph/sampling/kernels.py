@@ -79,9 +79,18 @@ def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
 def edges_of(indptr, nodes, begin, end, first, last):
     """The edges of node ``nodes[i]`` are ``first[i]`` to ``last[i]`` (exclusive) of the CSC matrix."""
     for i in range(begin, end):
+        prefetch(indptr, nodes[min(i + AHEAD, end - 1)])
         node = nodes[i]
         first[i] = indptr[node]
         last[i] = indptr[node + 1]
+
+
+@jit
+def repeat_positions(offsets, base, begin, end, positions):
+    """Writes ``base + i`` for each edge drawn into node i of [begin, end)."""
+    for i in range(begin, end):
+        for t in range(offsets[i], offsets[i + 1]):
+            positions[t] = base + i
 
 
 @jit
@@ -180,34 +189,33 @@ def pick_weighted(indices, weights, streams, first, last, replace, key, begin, e
 
 
 @jit
-def number_nodes(table, round_, nodes, base, found, local):
+def number_nodes(table, start, nodes, base, found):
     """Numbers nodes in the order in which they are found first, from ``base`` on; returns how many are new.
 
     Args:
-        table: int64, an entry ``round_ << 32 | number`` for each node of the graph. Entries of other rounds count as
-            empty, so that the table is never cleared.
-        round_: number of this sample, above 0.
-        nodes: int64 ids of the nodes found, duplicates included.
+        table: an entry ``start + number`` for each node of the graph. Entries below ``start`` are those of earlier
+            samples and count as empty, so that the table is never cleared.
+        start: of this sample, above 0.
+        nodes: int64 ids of the nodes found, duplicates included; gets the number of each in its place.
         base: how many nodes have a number already.
-        found: int64, as long as ``nodes``; gets the ids of the new nodes.
-        local: int64, as long as ``nodes``; gets the number of each.
+        found: int64, long enough for the ids of the new nodes, which it gets.
     """
     new, last = 0, len(nodes) - 1
     for position in range(len(nodes)):
         prefetch(table, nodes[min(position + AHEAD, last)])
         node = nodes[position]
-        entry = table[node]
-        if entry >> 32 != round_:
-            entry = round_ << 32 | (base + new)
-            table[node] = entry
+        number = table[node] - start
+        if number < 0:
+            number = base + new
+            table[node] = start + number
             found[new] = node
             new += 1
-        local[position] = entry & 0xFFFFFFFF
+        nodes[position] = number
     return new
 
 
 @jit
-def number_pairs(keys, numbers, pairs, base, found, local):
+def number_pairs(keys, numbers, pairs, base, found):
     """As ``number_nodes``, by a hash table, for pairs (seed, node) as one int64 each.
 
     ``keys`` (EMPTY at first) and ``numbers`` are the table: int64, as long as a power of two, longer than all pairs.
@@ -224,5 +232,5 @@ def number_pairs(keys, numbers, pairs, base, found, local):
             numbers[slot] = base + new
             found[new] = pair
             new += 1
-        local[position] = numbers[slot]
+        pairs[position] = numbers[slot]
     return new

@@ -6,22 +6,23 @@ from numpy.typing import NDArray
 from hasten.graph.sampling import kernels
 
 Ids = NDArray[numpy.int64]
-LAST_ROUND = 2**31 - 1
+SMALL_GRAPH = 2**30  # nodes; numbers of a sample, and those of samples before, fit into 32 bits
 
 
 class NodeTable:
-    """Holds the number of every node of a graph during one sample: 8 bytes a node, never cleared between samples."""
+    """Holds the number of every node of a graph during one sample; entries of earlier samples are below ``start``."""
 
     def __init__(self, num_nodes: int):
-        self.entries = numpy.zeros(num_nodes, numpy.int64)
-        self.round = 0
+        self.entries = numpy.zeros(num_nodes, numpy.int32 if num_nodes < SMALL_GRAPH else numpy.int64)
+        self.start = 1
+        self.used = 0  # numbers of this sample
 
-    def clear(self) -> None:
-        """Forgets all numbers."""
-        if self.round == LAST_ROUND:
+    def clear(self, seeds: int) -> None:
+        """Forgets all numbers, for a sample with so many seeds."""
+        self.start += self.used
+        if self.start + seeds + len(self.entries) > numpy.iinfo(self.entries.dtype).max:
             self.entries[:] = 0
-            self.round = 0
-        self.round += 1
+            self.start = 1
 
 
 class Numbering:
@@ -31,35 +32,40 @@ class Numbering:
     """
 
     def __init__(self, seeds: Ids, table: NodeTable):
-        self.by_hop: list[Ids] = [seeds]
-        self.size = len(seeds)
-        self._new: list[Ids] = []
+        self._begin(seeds, table.used * 9 // 8)
         self._table = table
-        table.clear()
+        table.clear(len(seeds))
+        table.used = self.size
         # Numbers run backward, so that the first of equal seeds is the one that its neighbors refer to.
-        table.entries[seeds[::-1]] = table.round << 32 | numpy.arange(len(seeds) - 1, -1, -1)
+        table.entries[seeds[::-1]] = table.start + numpy.arange(len(seeds) - 1, -1, -1)
 
-    def add(self, nodes: Ids, trees: Ids | None = None) -> Ids:
-        """The numbers of ``nodes``; those that are new belong to the next hop."""
-        found, numbers = numpy.empty_like(nodes), numpy.empty_like(nodes)
-        new = kernels.number_nodes(self._table.entries, self._table.round, nodes, self.size, found, numbers)
-        self.size += new
-        self._new.append(found[:new])
-        return numbers
+    def _begin(self, seeds: Ids, capacity: int) -> None:
+        self.size = len(seeds)
+        self._ids = numpy.empty(max(capacity, self.size), numpy.int64)  # by number
+        self._ids[: self.size] = seeds
+        self._ends = [self.size]  # by hop: the numbers of its nodes end here
+        self.by_hop: list[Ids] = [self._ids[: self.size]]
+
+    def number(self, nodes: Ids, trees: Ids | None = None) -> None:
+        """Writes their numbers in the place of ``nodes``; those that are new belong to the next hop."""
+        self._reserve(min(len(nodes), len(self._table.entries)))
+        self.size += kernels.number_nodes(
+            self._table.entries, self._table.start, nodes, self.size, self._ids[self.size :]
+        )
+        self._table.used = self.size
 
     def end_hop(self) -> None:
         """Makes a hop of the nodes that are new since the last call."""
-        self.by_hop.append(_joined(self._new))
-        self._new = []
+        self.by_hop.append(self._ids[self._ends[-1] : self.size])
+        self._ends.append(self.size)
 
     def nodes(self) -> Ids:
         """The ids of all nodes, by number."""
-        return _joined(self.by_hop)
+        return self._ids[: self.size]
 
     def find(self, nodes: Ids) -> Ids:
         """The numbers of ``nodes``; -1 for a node that has none."""
-        entries = self._table.entries[nodes]
-        return numpy.where(entries >> 32 == self._table.round, entries & 0xFFFFFFFF, -1)
+        return numpy.maximum(self._table.entries[nodes].astype(numpy.int64) - self._table.start, -1)
 
     def all_trees(self) -> Ids | None:
         """The seed that each node belongs to, by number; None, since nodes belong to all seeds."""
@@ -73,60 +79,55 @@ class Numbering:
         """A number that selects the random stream of each node of a hop."""
         return self.by_hop[hop]
 
+    def _reserve(self, more: int) -> None:
+        """Makes room for ``more`` ids."""
+        if self.size + more > len(self._ids):
+            larger = numpy.empty(max(self.size + more, 2 * len(self._ids)), numpy.int64)
+            larger[: self.size] = self._ids[: self.size]
+            self._ids = larger
+
 
 class DisjointNumbering(Numbering):
     """As ``Numbering``, where each seed has a tree of nodes of its own. A tree has the number of its seed."""
 
     def __init__(self, seeds: Ids, num_nodes: int, first_tree: int = 0):
         self.num_nodes = num_nodes
-        self.size = len(seeds)
+        self._begin((first_tree + numpy.arange(len(seeds))) * num_nodes + seeds, 0)  # pairs (tree, node)
         self.by_hop = [seeds]
-        self._new = []
-        self._pairs_by_hop = [(first_tree + numpy.arange(len(seeds))) * num_nodes + seeds]
         self._keys = self._numbers = numpy.empty(0, numpy.int64)
-        self._pairs = self._pairs_by_hop[0]
-        self._reserve(len(seeds))
+        self._reserve(0)
 
-    def add(self, nodes: Ids, trees: Ids | None = None) -> Ids:
+    def number(self, nodes: Ids, trees: Ids | None = None) -> None:
         assert trees is not None
         self._reserve(len(nodes))
-        pairs = trees * self.num_nodes + nodes
-        found, numbers = numpy.empty_like(pairs), numpy.empty_like(pairs)
-        new = kernels.number_pairs(self._keys, self._numbers, pairs, self.size, found, numbers)
-        self.size += new
-        self._new.append(found[:new])
-        self._pairs = numpy.concatenate([self._pairs, found[:new]])
-        return numbers
+        nodes += trees * self.num_nodes
+        self.size += kernels.number_pairs(self._keys, self._numbers, nodes, self.size, self._ids[self.size :])
 
     def end_hop(self) -> None:
-        self._pairs_by_hop.append(_joined(self._new))
-        self.by_hop.append(self._pairs_by_hop[-1] % self.num_nodes)
-        self._new = []
+        super().end_hop()
+        self.by_hop[-1] = self.by_hop[-1] % self.num_nodes
+
+    def nodes(self) -> Ids:
+        return self._ids[: self.size] % self.num_nodes
 
     def find(self, nodes: Ids) -> Ids:
         raise NotImplementedError("a node has a number in each tree")
 
     def all_trees(self) -> Ids:
-        return _joined(self._pairs_by_hop) // self.num_nodes
+        return self._ids[: self.size] // self.num_nodes
 
     def trees(self, hop: int) -> Ids:
-        return self._pairs_by_hop[hop] // self.num_nodes
+        return self.streams(hop) // self.num_nodes
 
     def streams(self, hop: int) -> Ids:
-        return self._pairs_by_hop[hop]
+        return self._ids[self._ends[hop] - len(self.by_hop[hop]) : self._ends[hop]]
 
     def _reserve(self, more: int) -> None:
-        """Makes the hash table large enough for ``more`` pairs."""
+        """Makes room for ``more`` pairs, in the hash table too."""
+        super()._reserve(more)
         if len(self._keys) >= 2 * (self.size + more):
             return
         length = 1 << (2 * (self.size + more)).bit_length()
         self._keys, self._numbers = numpy.full(length, kernels.EMPTY), numpy.empty(length, numpy.int64)
-        kernels.number_pairs(
-            self._keys, self._numbers, self._pairs, 0, numpy.empty_like(self._pairs), numpy.empty_like(self._pairs)
-        )
-
-
-def _joined(arrays: list[Ids]) -> Ids:
-    if len(arrays) == 1:
-        return arrays[0]
-    return numpy.concatenate(arrays) if arrays else numpy.empty(0, numpy.int64)
+        pairs = self._ids[: self.size].copy()
+        kernels.number_pairs(self._keys, self._numbers, pairs, 0, numpy.empty_like(pairs))

@@ -68,6 +68,7 @@ class NeighborSampler(pyg.NeighborSampler):
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
         self._tables: list[dict[str, NodeTable]] = []
+        self._expected: dict[EdgeType, int] = {}  # edges of the next sample, about
         self._cached: dict[EdgeType, EdgeMatrix] | None = None
         self._matrices()  # refuses a damaged graph now
         self._fanouts()
@@ -103,7 +104,9 @@ class NeighborSampler(pyg.NeighborSampler):
         matrices, latest = self._matrices(), self.temporal_strategy == "last"
         options = DrawOptions(bool(self.replace), latest, self.num_threads or torch.get_num_threads())
         with self._numberings(ids) as numberings:
-            found = sample(matrices, numberings, self._fanouts(), self._key(ids), self._seed_times(ids, times), options)
+            times = self._seed_times(ids, times)
+            found = sample(matrices, numberings, self._fanouts(), self._key(ids), times, options, self._expected)
+            self._expected = {kind: len(edges.row) * 9 // 8 for kind, edges in found.items()}
             if self.subgraph_type == SubgraphType.induced:
                 found = induce(matrices, numberings, options)
             output = self._output(numberings, found)
@@ -170,7 +173,7 @@ class NeighborSampler(pyg.NeighborSampler):
     def _matrix(self, kind: EdgeType, name: str | None) -> EdgeMatrix:
         """The edges of one type; ``name`` is that of the type in PyTorch Geometric's dicts, None without types."""
         graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
-        indptr, indices = (_of(part, name).to(torch.int64).contiguous() for part in graph)
+        indptr, indices = (_of(part, name).contiguous() for part in graph)
         label = "the graph" if name is None else f"the edges {kind}"
         checks.check_matrix(label, indptr, indices, self._sizes()[kind[0]])
         weights, times = _of(self.edge_weight, name), _of(self.edge_time, name)
@@ -180,7 +183,13 @@ class NeighborSampler(pyg.NeighborSampler):
         if node_times is not None:
             times = node_times[indices]
         weights, times = (None if tensor is None else tensor.numpy() for tensor in (weights, times))
-        return EdgeMatrix(indptr.numpy(), indices.numpy(), weights, times)
+        sources = _narrow(indices, self._sizes()[kind[0]])
+        if not indices.is_shared():  # frees PyTorch Geometric's own copy
+            if name is None:
+                self.row = torch.from_numpy(sources)
+            else:
+                self.row_dict[name] = torch.from_numpy(sources)
+        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources, weights, times)
 
     def _output(
         self, numberings: Mapping[str, Numbering], found: Mapping[EdgeType, SampledEdges]
@@ -205,6 +214,11 @@ class NeighborSampler(pyg.NeighborSampler):
 def _of(values: Any, name: str | None) -> Any:
     """The value of one type; without types there is one value."""
     return values if name is None or values is None else values.get(name)
+
+
+def _narrow(ids: Tensor, size: int) -> NDArray:
+    """Ids for reads at random places: 32 bits where they suffice, and NumPy's memory, which has huge pages."""
+    return numpy.asarray(ids.numpy(), dtype=numpy.int32 if size < 2**31 else numpy.int64)
 
 
 def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
