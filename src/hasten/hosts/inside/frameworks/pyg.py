@@ -5,6 +5,7 @@ Without one of them, and neither is at the package index, a script that uses ``N
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,17 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     available = sys.modules["torch_geometric.typing"]
     if available.WITH_PYG_LIB or available.WITH_TORCH_SPARSE:
         return
+    module.NeighborSampler = _make_sampler
+
+
+def _make_sampler(*args: Any, **options: Any) -> Any:
+    """hasten's sampler, imported at its first use: PyTorch Geometric is not imported to its end when it is watched."""
     from hasten.graph import NeighborSampler
 
-    module.NeighborSampler = NeighborSampler
-    if "torch_geometric.loader.neighbor_loader" in module.__name__:  # say it once, though there are two modules
-        print("hasten: neighbors are sampled by hasten.graph, since pyg-lib is not installed", file=sys.stderr)
+    _say_once()
+    return NeighborSampler(*args, **options)
+
+
+@functools.cache
+def _say_once() -> None:
+    print("hasten: neighbors are sampled by hasten.graph, since pyg-lib is not installed", file=sys.stderr)
