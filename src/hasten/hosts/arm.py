@@ -109,6 +109,7 @@ class ScriptArm:
         self.samples_per_step = described["samples_per_step"] or 1
         is_changed = "arguments" in known and changed_numbers(known["arguments"], described["arguments"])
         self.total = None if is_changed else known.get("total_steps")
+        length = self.total or (None if is_changed else known.get("expected_steps"))
         self._warm_up()
         effects = self._observe() if self.methods else {}
         rounds = [self.train(WARM_UP_STEPS)]
@@ -125,11 +126,11 @@ class ScriptArm:
             "sync_period": 1,
             "warmup_steps": 0,
             "evaluation": evaluation,
-            "samples_per_epoch": self.total and self.total * self.samples_per_step,
+            "samples_per_epoch": length and length * self.samples_per_step,
             "batch_size": self.samples_per_step,
             "samples": self.position,
             "samples_per_step": self.samples_per_step,
-            "steps": self.total,
+            "steps": length,
             "epochs": 1,
             "evaluate_every": every and every * self.samples_per_step,
             "effects": effects,

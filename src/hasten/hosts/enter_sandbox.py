@@ -2,7 +2,7 @@
 
 ::
 
-    python -I -S enter_sandbox.py overlay|copy FOLDER CWD DIRECTORY ... -- SHARED ... -- COMMAND ...
+    python -I -S enter_sandbox.py overlay|copy FOLDER CWD DIRECTORY ... -- SHARED ... -- HIDDEN ... -- COMMAND ...
 
 ``sandbox.py`` starts this file as a script. It then becomes the command (exec), so that process id, process group,
 signals and exit code are those of the command itself. Each start makes a fresh layer in FOLDER. Exit code 125: the
@@ -31,16 +31,21 @@ def main(isolation: str, directory: str, cwd: str, *arguments: str) -> None:
     """Makes the layer and becomes the command; returns never."""
     first = arguments.index("--")
     second = arguments.index("--", first + 1)
-    directories, shared, command = arguments[:first], arguments[first + 1 : second], list(arguments[second + 1 :])
+    third = arguments.index("--", second + 1)
+    directories, shared, hidden = arguments[:first], arguments[first + 1 : second], arguments[second + 1 : third]
+    command = list(arguments[third + 1 :])
     try:
         _hold_lock(directory)
         layer = os.path.join(directory, f"layer-{os.getpid()}-{time.monotonic_ns()}")
         os.mkdir(layer)
         if isolation == "copy":
             command = _enter_copy(cwd, layer, command)
+            hidden = tuple(os.path.relpath(path, cwd) for path in hidden if path.startswith(cwd + "/"))
         else:
             _enter_overlays(directories, layer, shared)
             os.chdir(cwd)  # the current directory still is the one below the overlay
+        for path in hidden:
+            _remove(path)
     except OSError as error:
         _exit(NO_SANDBOX, f"cannot make the sandbox: {error.strerror or error} ({error.filename})")
     for ignored in (SIGPIPE, SIGXFSZ):  # this interpreter ignores them, which the command would inherit
@@ -181,6 +186,16 @@ def _enter_copy(cwd: str, layer: str, command: list[str]) -> list[str]:
     for variable in {"PWD", "PYTHONPATH"} & os.environ.keys():
         os.environ[variable] = in_directory.sub(lambda _: copy, os.environ[variable])
     return [in_directory.sub(lambda _: copy, argument) for argument in command]
+
+
+def _remove(path: str) -> None:
+    """Removes a file or a directory, in the layer alone, if there is one."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def _exit(code: int, message: str) -> None:

@@ -7,4 +7,5 @@ SOCKET = "socket"  # of the parent
 CLAIM = "claim"  # exists once a process trains
 RIVAL = "rival"  # with the id of another process that trains
 FAILURE = "failure"  # why the session ended the script
+RESUMED = "resumed"  # paths of the checkpoints from which the script resumes, a JSON list
 ERROR = "error"  # why the session could not begin

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
-from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
-from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RIVAL, SESSION, SOCKET, SPEC, STARTED
+from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
+from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
-from hasten.hosts.site_map import known_sites
+from hasten.hosts.site_map import hidden_checkpoints, hide_checkpoints, known_sites
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -63,8 +64,13 @@ class ScriptProcess:
         sites: dict[str, Any] | None = None,
         deadline: float | None = None,
     ):
+        self.script, self.methods, self.device, self.seed, self.sites = script, methods, device, seed, sites
+        self._open(deadline)
+
+    def _open(self, deadline: float | None) -> None:
+        """Starts the script, in a sandbox of its own."""
         left = seconds_to_wait(None, deadline)
-        self.script, self.methods, self.began = script, methods, time.monotonic()
+        script, self.began = self.script, time.monotonic()
         self.connection: Connection | None = None
         self.world_size = 1  # processes that train together
         self.groups = set[int]()  # process groups of the command, and of its process that trains
@@ -74,11 +80,11 @@ class ScriptProcess:
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
-            write_spec(self.directory, script, methods, device, seed, sites, mode="trial")
+            write_spec(self.directory, script, self.methods, self.device, self.seed, self.sites, mode="trial")
             argv, environment = list(script.argv), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
-            command = {"argv": box.wrap(argv), "environment": box.environment(environment)}
+            command = {"argv": box.wrap(argv, hidden_checkpoints(script)), "environment": box.environment(environment)}
             self.server = clean_server()
             output = str(self.directory / "output")
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
@@ -91,10 +97,36 @@ class ScriptProcess:
     def wait_until_trained(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
         """Waits for the end of the first step. Returns the session's first message.
 
+        A script that resumes from a checkpoint is started again without it: a trial begins at step 0.
+
         Raises:
             ConfigurationError: The script failed by itself, never trained, or trains in several processes.
             RunError: The script failed under the methods.
         """
+        try:
+            answer = self._wait_for_first_step(timeout, deadline)
+        except ConfigurationError as error:
+            if not self.found_checkpoints():
+                hidden = ", ".join(hidden_checkpoints(self.script))
+                why = f"{error}; it was started without {hidden}, from which it resumes: leave that option out"
+                raise ConfigurationError(why) if hidden else error from None
+        else:
+            if not self.found_checkpoints():
+                return answer
+        self.close()
+        self._open(deadline)
+        return self.wait_until_trained(timeout, deadline)
+
+    def found_checkpoints(self) -> bool:
+        """Whether the script has resumed from checkpoints that were not known; they are hidden from here on."""
+        path = self.directory / RESUMED
+        new = hide_checkpoints(self.script, json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+        if new:
+            text = f"{self.script.name} resumes from {', '.join(new)}; its trials start without, at step 0"
+            warnings.warn(text, HastenWarning, stacklevel=3)
+        return bool(new)
+
+    def _wait_for_first_step(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
         limit = None if timeout is None else time.monotonic() + timeout
         soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):

@@ -106,12 +106,16 @@ class Sandbox:
         with _locked_directory(base) as directory:
             yield _isolate(cwd, directory, places)
 
-    def wrap(self, argv: Sequence[str]) -> list[str]:
+    def wrap(self, argv: Sequence[str], hidden: Sequence[str] = ()) -> list[str]:
         """The command that runs ``argv`` in this sandbox. It becomes ``argv`` (exec): process id, process group,
         signals and exit code are those of ``argv``; exit code 125 means that the sandbox could not be made.
+
+        Args:
+            argv: The command.
+            hidden: Absolute paths of files and directories that it shall not find.
         """
         enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.directory), self.cwd]
-        return [*enter, *self.directories, "--", *self.shared, "--", *argv]
+        return [*enter, *self.directories, "--", *self.shared, "--", *hidden, "--", *argv]
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """A copy of ``variables`` in which trackers are offline and write to a fresh directory in the sandbox."""

@@ -22,7 +22,9 @@ from hasten.hosts.host import SCRIPT, check_supported
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
-MAX_FILES = 2000  # Python files whose code the fingerprint covers
+MAX_FILES, MAX_BYTES = 2000, 1 << 20  # files that the fingerprint covers, and the size of each
+WRITTEN = ("runs", "node_modules", "__pycache__", "wandb", "mlruns", "outputs", "multirun", "lightning_logs", "logs")
+CODE = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")  # and configuration, which decides what code does
 OURS = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -105,10 +107,13 @@ class ScriptRef(TaskRef):
         return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
 
     def fingerprint(self) -> str:
-        """A hash of the command and of the script's code: its file and the Python files below its directory."""
+        """A hash of the command, of files that it names, and of code and configuration below the script's directory."""
         digest = hashlib.sha256(json.dumps([self.argv, self.directory]).encode())
-        for path in _python_files(Path(self.file).parent if self.file else Path(self.directory)):
-            digest.update(path.read_bytes())
+        named = (Path(self.directory, argument) for argument in self.argv[1:])
+        below = _code_files(Path(self.file).parent if self.file else Path(self.directory))
+        for path in [*below, *(path for path in named if path.is_file())]:
+            if path.stat().st_size <= MAX_BYTES:
+                digest.update(path.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:16]}"
 
     def check_methods(self, methods: Sequence[Method]) -> None:
@@ -178,18 +183,18 @@ def _script_among(arguments: Sequence[str], directory: str) -> str | None:
     return next(existing, next(iter(scripts), None))
 
 
-def _python_files(directory: Path) -> list[Path]:
-    """Python files below a directory, without hidden directories, runs and virtual environments; at most MAX_FILES."""
+def _code_files(directory: Path) -> list[Path]:
+    """Files of CODE below a directory; none in hidden directories, those of WRITTEN and virtual environments."""
     found: list[Path] = []
     for root, directories, names in os.walk(directory):
         directories[:] = sorted(
             name
             for name in directories
             if not name.startswith(".")
-            and name not in ("runs", "node_modules", "__pycache__")
+            and name not in WRITTEN
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
         )
-        found += [Path(root, name) for name in sorted(names) if name.endswith(".py")]
+        found += [Path(root, name) for name in sorted(names) if name.endswith(CODE)]
         if len(found) >= MAX_FILES:
             break
     return found[:MAX_FILES]

@@ -59,8 +59,8 @@ class ScriptDescription(InProcessWorker):
         """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
         site_map = watch_script(self.script, self.deadline)
         varied = _varied(self.script, site_map)
-        why = _reason_run_is_too_long(site_map) if self.script.metric and not site_map["total_steps"] else ""
-        if why:
+        why = "" if site_map["total_steps"] else _reason_run_is_too_long(site_map)
+        if why and self.script.metric:
             warnings.warn(f"--metric is not used: {why}", HastenWarning, stacklevel=2)
         metric = site_map["metric"] if site_map["total_steps"] else None  # whole runs are needed to judge by it
         return {
@@ -68,7 +68,8 @@ class ScriptDescription(InProcessWorker):
             "has_validation": metric is not None,
             "higher_is_better": metric is None or metric["direction"] == "max",
             "metric": metric["name"] if metric else "",
-            "metric_why": why,
+            "no_whole_run": why,
+            "default_budget": DEFAULT_BUDGET_S if why else None,  # the search needs no whole runs
             "target": None,
             "varied": varied,
         }
@@ -117,6 +118,9 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
                 has_come = has_named_metric(script, process, process.ask("describe", None, deadline))
                 look += look - began  # all output is read each time
         process.check_one_process()
+        if process.found_checkpoints():  # it has saved to a file that it had loaded
+            process.close()
+            return watch_script(script, deadline)
         described = process.ask("describe", None, deadline)
         if not (has_come or answer.get("ended")):
             has_come = has_named_metric(script, process, described, enough=1)

@@ -7,6 +7,7 @@ means that the run is not the one that was watched.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ FILE = "sites.json"  # beside the recipe that was found with it
 KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds")
 
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
+_hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
 
 
 def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +58,19 @@ def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 def known_sites(script: ScriptRef) -> dict[str, Any] | None:
     """What earlier runs of this command have shown; None before the first one."""
     return _known.get(script.fingerprint())
+
+
+def hidden_checkpoints(script: ScriptRef) -> list[str]:
+    """Paths without which the trials of a script start, so that they begin at step 0."""
+    return _hidden.get(script.fingerprint(), [])
+
+
+def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
+    """Adds paths to those that are hidden. Returns the new ones."""
+    hidden = _hidden.setdefault(script.fingerprint(), [])
+    new = [path for path in paths if path not in hidden]
+    hidden += new
+    return new
 
 
 def write(directory: Path, script: ScriptRef) -> None:

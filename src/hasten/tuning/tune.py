@@ -131,6 +131,8 @@ def tune(
     except BaseException:
         store.leave()
         raise
+    if seconds is None and facts.get("default_budget"):
+        seconds = clock.total = facts["default_budget"]
     if continues:
         clock.wall, clock.total = clock.total, clock.total + earlier["budget_seconds"]
     study = Study(
@@ -159,8 +161,8 @@ def tune(
         task.write_sites(directory)
         return result
 
-    if facts.get("metric_why"):
-        study.note("--metric", "metric", "not used", facts["metric_why"])
+    if facts.get("no_whole_run"):
+        study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
     plan = _estimate(study, state, seconds, timeout)
     state.findings += earlier_findings(earlier)
     try:

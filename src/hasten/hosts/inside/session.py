@@ -24,6 +24,7 @@ import torch
 
 from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.checkpoints import CheckpointSeam
 from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -31,9 +32,10 @@ from hasten.hosts.inside.imports import ImportFinder
 from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.inside.models import ModelSeam
+from hasten.hosts.inside.offline import WATCHED as OFFLINE
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
-from hasten.hosts.inside_files import CLAIM, FAILURE, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
@@ -66,8 +68,11 @@ class Session:
                 self.composition = self._compose()
         except Exception as error:
             self._fail(error)
+        self.checkpoints: CheckpointSeam | None = None
+        self.resumed_from: list[str] = []
         if spec["mode"] != "train":
             after_parsing(self._note_arguments)  # after those that methods change
+            self.checkpoints = CheckpointSeam(self._note_checkpoint)
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
@@ -81,6 +86,7 @@ class Session:
         watchers: dict[str, Any] = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
         if spec["mode"] != "train":
             watchers |= {name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()}
+            watchers |= OFFLINE
         ImportFinder({name: self._guarded(watch) for name, watch in watchers.items()})
         atexit.register(self._finish)
 
@@ -143,6 +149,11 @@ class Session:
     def _note_arguments(self, parsed: Any) -> None:
         self.arguments |= _plain(getattr(parsed, "__dict__", {}))
 
+    def _note_checkpoint(self, path: str) -> None:
+        if path not in self.resumed_from:
+            self.resumed_from.append(path)
+            (self.directory / RESUMED).write_text(json.dumps(self.resumed_from), encoding="utf-8")
+
     def _note_seed(self, name: str, seeded: list[str]) -> None:
         if name not in seeded:
             seeded.append(name)
@@ -200,6 +211,8 @@ class Session:
         if count == 1:
             self.sites.early = False
             models.find_uncalled()
+            if self.checkpoints is not None:
+                self.checkpoints.end_loading()
         if count == ROOT_SEARCH_STEPS:
             models.stop_searching()
         if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:

@@ -46,6 +46,7 @@ class StepSeam:
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have updated
         self.has_optimizer = False  # that may be used
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
+        self.has_begun = False  # the training: a gradient was computed
         self.last_ended: float | None = None  # time of the end of the last step
         nothing: Callable[[], None] = _nothing
         self.on_first_backward = self.on_backward = self.on_stop = nothing
@@ -53,6 +54,7 @@ class StepSeam:
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
         torch.Tensor.backward = self._counted(torch.Tensor.backward)
+        torch.autograd.backward = self._counted_functional(torch.autograd.backward)
         Optimizer.__init__ = self._noting(Optimizer.__init__)
         torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
         register_optimizer_step_post_hook(self._after_update)
@@ -74,19 +76,14 @@ class StepSeam:
             register_optimizer_step_pre_hook(self._begin_update)
 
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        first = True
-        under_methods: Callable[..., Any] = original
+        under_methods: Callable[..., Any] | None = None
 
         @functools.wraps(original)
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal first, under_methods
-            if self.inside or not self.active:
+            nonlocal under_methods
+            if self.inside or not self._begin():
                 return original(loss, *args, **kwargs)
-            if first:
-                first = False
-                self.on_first_backward()
-                if not self.active:
-                    return original(loss, *args, **kwargs)
+            if under_methods is None:
                 under_methods = self.wrap_backward(original)
             self.inside = True
             began = self.phases.now() if self.phases.running else None
@@ -108,6 +105,26 @@ class StepSeam:
             return result
 
         return backward
+
+    def _counted_functional(self, original: Callable[..., None]) -> Callable[..., None]:
+        """``torch.autograd.backward``, which a script may call in place of ``Tensor.backward``."""
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            losses, gradients = _listed(tensors), _listed(grad_tensors)
+            of_several = len(losses) > 1 and (gradients or any(loss.numel() != 1 for loss in losses))
+            if self.inside or args or of_several or "grad_variables" in kwargs:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            return sum(losses[1:], losses[0]).backward(*gradients, **kwargs)
+
+        return backward
+
+    def _begin(self) -> bool:
+        """Begins the training at the first gradient. Returns whether the steps of this process are counted."""
+        if self.active and not self.has_begun:
+            self.has_begun = True
+            self.on_first_backward()
+        return self.active
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -166,7 +183,9 @@ class StepSeam:
             self.began = self.phases.now()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.active:
+        if not self.active or not (self.has_begun or _has_gradient(optimizer)):  # scripts step once to begin a schedule
+            return
+        if not self._begin():
             return
         if self.began is not None:
             self.phases.record("optimizer_step", self.began)
@@ -186,6 +205,17 @@ class StepSeam:
         self.remaining -= 1
         if not self.remaining:
             self.on_stop()
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """A tensor, several of them or None as a list."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [] if tensors is None else list(tensors)
 
 
 def _nothing() -> None:

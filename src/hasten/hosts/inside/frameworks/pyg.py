@@ -22,7 +22,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def _make_sampler(*args: Any, **options: Any) -> Any:
-    """hasten's sampler, imported at its first use: PyTorch Geometric is not imported to its end when it is watched."""
+    """The sampler of hasten, imported at its first use: while PyTorch Geometric is being imported it cannot be."""
     from hasten.graph import NeighborSampler
 
     _say_once()

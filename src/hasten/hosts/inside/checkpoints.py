@@ -1,0 +1,77 @@
+"""Notes the checkpoint from which a script resumes, so that trials can start without it, at step 0.
+
+A file is a checkpoint if an optimizer, schedule or scaler gets its state from it before the first step, or if the
+script loads it before the first step and saves to it later. Weights that are only loaded, as for fine-tuning, are none.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+DEPTH = 3  # of dictionaries and lists, in which a state is looked for
+RESTORED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)  # pyright: ignore[reportPrivateImportUsage]
+TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Transformers, which is a directory
+
+
+class CheckpointSeam:
+    """Calls ``report`` with the path of each checkpoint, until ``end_loading`` for what is loaded."""
+
+    def __init__(self, report: Callable[[str], None]):
+        self.report = report
+        self.loading = True
+        self.loaded: dict[str, set[int]] = {}  # path -> ids of the dictionaries in it
+        torch.load = self._noting_load(torch.load)
+        torch.save = self._noting_save(torch.save)
+        for owner in RESTORED:
+            owner.load_state_dict = self._noting_restore(owner.load_state_dict)
+
+    def end_loading(self) -> None:
+        """After the first step: what is loaded from here on is nothing to resume from."""
+        self.loading = False
+        self.loaded = {path: set() for path in self.loaded}
+
+    def _noting_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            loaded = original(f, *args, **kwargs)
+            if self.loading and (path := _path_of(f)):
+                self.loaded[path] = set(_dictionaries(loaded, DEPTH))
+            return loaded
+
+        return load
+
+    def _noting_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            path = _path_of(f)
+            if path and path in self.loaded:
+                self.report(path)
+            return original(obj, f, *args, **kwargs)
+
+        return save
+
+    def _noting_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(restored: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            for path, inner in self.loaded.items() if self.loading else ():
+                if id(state) in inner:
+                    directory = os.path.dirname(path)
+                    self.report(directory if os.path.exists(os.path.join(directory, TRAINER_STATE)) else path)
+            return original(restored, state, *args, **kwargs)
+
+        return load_state_dict
+
+
+def _path_of(file: Any) -> str:
+    """The absolute path of a path or an open file; empty for a buffer in memory."""
+    name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+    return os.path.realpath(name) if isinstance(name, (str, os.PathLike)) else ""
+
+
+def _dictionaries(value: Any, depth: int) -> list[int]:
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else []
+    below = [found for each in inner for found in _dictionaries(each, depth - 1)] if depth else []
+    return [id(value), *below] if isinstance(value, Mapping) else below
