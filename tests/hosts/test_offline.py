@@ -1,0 +1,63 @@
+"""What a script logs in a trial stays on this machine, also where its own arguments say otherwise; on the trackers."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def run(tmp_path, text: str) -> str:
+    """Output of a script in a trial: its own calls, after the seam has seen the import."""
+    (tmp_path / "train.py").write_text(
+        "from hasten.hosts.inside.imports import ImportFinder\nfrom hasten.hosts.inside.offline import WATCHED\n"
+        "ImportFinder(WATCHED)\n" + text
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_wandb_asked_to_be_online_stays_offline(tmp_path):
+    pytest.importorskip("wandb")
+    text = "import wandb\nrun = wandb.init(project='p', mode='online', dir='.')\nprint(run.offline)\nrun.finish()\n"
+    assert run(tmp_path, text).splitlines()[0] == "True"
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_mlflow_keeps_a_local_address_and_refuses_that_of_a_server(tmp_path):
+    pytest.importorskip("mlflow")
+    text = """
+import mlflow
+mlflow.set_tracking_uri("sqlite:///own.db")
+mlflow.set_tracking_uri("https://example.invalid")
+print(mlflow.get_tracking_uri())
+"""
+    assert run(tmp_path, text).splitlines() == ["sqlite:///own.db"]
+
+
+def test_trackio_asked_for_a_space_logs_here(tmp_path):
+    pytest.importorskip("trackio")
+    text = """
+import os
+os.environ["TRACKIO_DIR"] = "here"
+import trackio
+trackio.init(project="p", space_id="user/space", embed=False)
+trackio.log({"loss": 1.0})
+trackio.finish()
+"""
+    run(tmp_path, text)
+    assert list(tmp_path.glob("here/p*.db"))
+
+
+def test_transformers_arguments_push_nothing(tmp_path):
+    pytest.importorskip("transformers")
+    arguments = importlib.import_module("transformers.training_args").TrainingArguments
+    assert "push_to_hub" in arguments.__dataclass_fields__
+    text = """
+from transformers import TrainingArguments
+print(TrainingArguments(output_dir="out", push_to_hub=True, report_to=[]).push_to_hub)
+"""
+    assert run(tmp_path, text).splitlines() == ["False"]
