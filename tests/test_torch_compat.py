@@ -70,6 +70,16 @@ def test_has_forward_hooks():
     assert compat.has_forward_hooks(module)
 
 
+def test_has_views_sees_tensors_and_arrays_that_share_the_memory():
+    tensor = torch.zeros(4)
+    assert not compat.has_views(tensor)
+    for make in (lambda: tensor[1:], lambda: tensor.numpy(), lambda: tensor.detach()):
+        view = make()
+        assert compat.has_views(tensor)
+        del view
+        assert not compat.has_views(tensor)
+
+
 def test_in_place_version_counts_writes():
     tensor = torch.zeros(2)
     before = compat.in_place_version(tensor)

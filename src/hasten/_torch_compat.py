@@ -56,6 +56,11 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def has_views(tensor: torch.Tensor) -> bool:
+    """Whether another tensor or NumPy array shares the memory of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2  # the tensor, and the storage object here
+
+
 def in_place_version(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place. Inference tensors have no such count (RuntimeError)."""
     return tensor._version

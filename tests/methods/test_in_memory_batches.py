@@ -10,6 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.data import arrays
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.methods.in_memory_batches import BatchBuffer
 from hasten.utils.batch import batch_tensors, map_tensors
 from hasten.utils.tree import bitwise_equal
 
@@ -111,10 +112,12 @@ def memory_of(batches) -> tuple[int, int]:
     return len({batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in held}), len(held)
 
 
-def test_buffers_are_reused_in_training_and_fresh_in_validation(perceptron):
+def test_buffers_are_reused_in_training_unless_batches_are_kept_and_fresh_in_validation(perceptron):
     large = Listed(lambda i: (torch.full((4096,), i), i), 160)
     program = build(perceptron(train_data=large, validation_data=large, batch_size=16), make_methods(RECIPE))
-    assert memory_of(program.train.epoch(0, 0)) == (3, 10)
+    places = [batch_tensors(batch)[0].untyped_storage().data_ptr() for batch in program.train.epoch(0, 0)]
+    assert (len(set(places)), len(places)) == (3, 10)
+    assert memory_of(program.train.epoch(0, 0)) == (10, 10)
     assert memory_of(program.validation.epoch(0, 0)) == (10, 10)
 
 
@@ -222,3 +225,18 @@ def test_place_device_of_a_pipeline_has_no_effect_on_the_cpu(perceptron):
     program = build(task, make_methods(recipe))
     assert dict(program.run.no_effect) == {"in_memory_batches": "place=device is for GPUs; this run is on cpu"}
     assert bitwise_equal(batches_of(task, recipe)[0], batches_of(task, Recipe())[0])
+
+
+def test_buffer_leaves_batches_alone_that_the_consumer_keeps():
+    buffer, fields = BatchBuffer(), [torch.arange(40).view(20, 2)]
+    first = buffer.fetch(fields, [[0, 1], [2, 3]])
+    kept, place = first[1][0], buffer.tensors[0].data_ptr()
+    del first
+    second = buffer.fetch(fields, [[4, 5], [6, 7]])
+    assert kept.tolist() == [[4, 5], [6, 7]]
+    assert buffer.tensors[0].data_ptr() != place
+    place = buffer.tensors[0].data_ptr()
+    del second
+    third = buffer.fetch(fields, [[8, 9], [10, 11]])
+    assert third[0][0].tolist() == [[16, 17], [18, 19]]
+    assert buffer.tensors[0].data_ptr() == place

@@ -23,13 +23,14 @@ import torch
 from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
 from hasten import BatchSource, Card, Exactness, LoaderSpec, Method, RunContext, WrapOrder, option
+from hasten._torch_compat import has_views
 from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, probe_samples
 from hasten.utils.batch import batch_tensors, copy_to_device, map_tensors
 from hasten.utils.tree import tree_leaves
 
-NUM_BUFFERS = 3  # a batch stays valid until the third one after it is requested
+NUM_BUFFERS = 3  # each is written again once nothing refers to its batches
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
 FETCHED_BYTES = 2**18  # fetched at a time; fits into the L2 cache of a core
 ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
@@ -256,7 +257,8 @@ class BatchBuffer:
 
     def _fetch_into_buffers(self, fields: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
         size = len(index)
-        if not self.tensors or len(self.tensors[0]) < size:
+        # A loop of the user's may keep batches, as torchmetrics does for a curve: their memory is not written again.
+        if not self.tensors or len(self.tensors[0]) < size or any(map(has_views, self.tensors)):
             shapes = [(size, *field.shape[1:]) for field in fields]
             self.tensors = [
                 torch.empty(shape, dtype=field.dtype, pin_memory=self.pinned)
