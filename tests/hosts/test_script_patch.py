@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.hosts.script_patch import patch_script
@@ -70,6 +71,21 @@ def test_patch_edits_the_sites_that_the_recipe_acts_on(tmp_path):
         "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)",
         "@torch.no_grad()",
     ]
+
+
+def test_eject_without_a_recipe_takes_that_of_the_search(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ref = written(tmp_path)
+    command = ["eject", "--", *ref.argv]
+    assert main(command) == 2
+    assert "there is no runs/tune-train/recipe.toml; tune the command first" in capsys.readouterr().err
+    (tmp_path / "runs" / "tune-train").mkdir(parents=True)
+    (tmp_path / "runs" / "tune-train" / "recipe.toml").write_text("[methods.fused_optimizer]\n")
+    (tmp_path / "sites.json").rename(tmp_path / "runs" / "tune-train" / "sites.json")
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert "lr=1e-3, fused=True)" in shown.out
+    assert "the recipe is that of the search, runs/tune-train/recipe.toml" in shown.err
 
 
 def test_patch_of_a_method_that_changes_the_loop_is_refused(tmp_path):

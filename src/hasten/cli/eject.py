@@ -47,12 +47,17 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
 def _run_script(options: Namespace) -> CommandResult:
     """Print the patch of the user's script, or write it to ``--out``."""
     from hasten.hosts.script_patch import patch_script
+    from hasten.tuning.tune import search_directory
 
+    found = search_directory(options.task) / "recipe.toml"
+    if options.recipe is None and not options.methods and found.is_file():
+        options.recipe = str(found)
+        warnings.warn(f"the recipe is that of the search, {found}", HastenWarning, 2)
     recipe = recipe_from_options(options)
     if not recipe and options.recipe:
         raise ConfigurationError(f"the recipe {options.recipe} has no method, so there is nothing to change")
     if not recipe:
-        raise ConfigurationError("eject of a command needs a recipe; add --recipe FILE or --with METHOD")
+        raise ConfigurationError(f"there is no {found}; tune the command first, or add --recipe FILE or --with METHOD")
     patch = patch_script(options.task, recipe, options.recipe, options.device)
     if left := _not_in_patch(patch):  # its reader may apply it unread
         warnings.warn(f"not in the patch, which says at its top what to do by hand: {left}", HastenWarning, 2)
