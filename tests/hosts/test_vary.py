@@ -43,8 +43,8 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
         ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
-        ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 5m"),
-        ("lr", LONG | {"expected_steps": None}, "8 s (9 steps); give more than --budget 3m"),
+        ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 7m"),
+        ("lr", LONG | {"expected_steps": None}, "8 s (9 steps); give more than --budget 4m"),
         ("lr", {"metric": None}, "--vary needs a metric"),
     ],
 )

@@ -22,7 +22,7 @@ WATCH_S = 60.0  # that the first run is watched at most after its first step
 WATCH_SHARE = 0.08  # of the budget, for the same
 WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
 FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
-BUDGET_MARGIN = 1.25  # how much larger than necessary a recommended budget is
+BUDGET_MARGIN = 2.0  # by which a recommended budget exceeds that of the first run: the trials are whole runs, too
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
