@@ -6,6 +6,7 @@ pass. Several backward passes before an update are gradient accumulation; an upd
 """
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,7 @@ class StepSeam:
             of_several = len(losses) > 1 and (gradients or any(loss.numel() != 1 for loss in losses))
             if self.inside or args or of_several or "grad_variables" in kwargs:
                 return original(tensors, grad_tensors, *args, **kwargs)
-            return sum(losses[1:], losses[0]).backward(*gradients, **kwargs)
+            return functools.reduce(operator.add, losses).backward(*gradients, **kwargs)
 
         return backward
 
